@@ -174,9 +174,10 @@ class Subject:
             self._engine.resume()
             for _ in self._engine.stream():
                 pass
-            self._engine.wake()
-            if self._engine.capabilities.lora:
-                self._engine.drop_adapter()
+            if self.backend.place != "server":
+                self._engine.wake()
+                if self._engine.capabilities.lora:
+                    self._engine.drop_adapter()
             if self._engine.version not in (0, self.whole):
                 self.sync(self.model)
                 self.whole = self._engine.version

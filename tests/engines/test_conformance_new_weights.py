@@ -202,6 +202,8 @@ def test_c17_an_adapter_is_loaded_replaced_and_dropped(subject):
         assert gap(policy, request, completion) < TOLERANCE
         assert gap(subject.model, request, completion) > 1e-2
         assert completion.versions == [(subject.version, 0, len(completion.token_ids))]
+    if subject.backend.place == "server":
+        return  # which drops it when the run leaves
     subject.engine.drop_adapter()
     assert gap(subject.model, request, run(subject.engine, [request])[0]) < TOLERANCE
 
@@ -214,6 +216,8 @@ def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
     changed, request = noisy(subject.model), ask("r")
     subject.sync(changed)
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
+    if subject.backend.place == "server":
+        return
     subject.engine.drop_adapter()
     assert gap(changed, request, run(subject.engine, [request])[0]) < TOLERANCE
 

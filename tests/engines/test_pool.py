@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ class Member(ScriptedEngine):
     def __init__(self, *, closing_s=0.0, **kwargs):
         super().__init__(**kwargs)
         self.given, self.closing_s = [], closing_s
+        self.capabilities = replace(self.capabilities, sleep_levels=(0, 1, 2))
 
     def submit(self, request):
         super().submit(request)

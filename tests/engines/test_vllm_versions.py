@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import types
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from swift.arguments import MODES
 from swift.errors import ConfigError, EngineError, ResourceError
 from swift.rollout.engines.expected_weights import ExpectedWeights, kv_token_bytes
 from swift.rollout.engines.process import same_environment
@@ -45,11 +48,19 @@ def test_supported_versions(installed, version):
     assert versions.require_version() == version
 
 
+def assert_every_mode_has_the_flags_of(error):
+    for mode in ("infer", "rlhf", "rollout"):
+        assert set(re.findall(r"--(\w+)", str(error))) <= {one.name for one in fields(MODES[mode])}, mode
+
+
 @pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev"])
 def test_other_versions_are_refused_with_the_range(installed, version):
     installed(version)
-    with pytest.raises(ResourceError, match=rf"vLLM {version} is not supported; .* 0.26 to 0.32, or --use_vllm false"):
+    with pytest.raises(
+        ResourceError, match=rf"vllm: {version} is not supported; .*.0.26 to 0.32, or --infer"
+    ) as refused:
         versions.require_version()
+    assert_every_mode_has_the_flags_of(refused.value)
 
 
 def test_a_missing_vllm_is_said_in_one_line(installed):
@@ -58,7 +69,7 @@ def test_a_missing_vllm_is_said_in_one_line(installed):
         versions.require_version()
     assert refused.value.exit_code == 3
     (line,) = refused.value.problems
-    assert "No module named 'vllm'" in line and "--use_vllm false" in line
+    assert "No module named 'vllm'" in line and "--infer_backend transformers" in line
 
 
 @pytest.fixture
@@ -84,7 +95,7 @@ def fake_vllm(monkeypatch, installed):
 
 def test_a_name_that_moved_is_refused_by_name(fake_vllm):
     delattr(fake_vllm["vllm.model_executor.model_loader.reload"], "finalize_layerwise_reload")
-    with pytest.raises(ResourceError, match=r"vLLM 0.32.0 has no vllm\..*\.finalize_layerwise_reload; install"):
+    with pytest.raises(ResourceError, match=r"vllm: 0.32.0 has no vllm\..*\.finalize_layerwise_reload; install"):
         versions.load_vllm()
 
 
@@ -195,6 +206,7 @@ def test_processes_of_vllm_get_the_cores_and_devices_of_the_spec(monkeypatch):
 def test_a_failure_to_start_is_told_apart(error, kind, words):
     told = start._start_error(spec(), error)
     assert type(told) is kind and words in str(told)
+    assert_every_mode_has_the_flags_of(told)
 
 
 # --- what an update must bring ------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""What happens to a rank whose engine cannot be made."""
+"""Engines that are refused before they are made, and what happens to a rank whose engine cannot be made."""
 
 import pytest
 
+from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.rollout.engines.spec import EngineSpec
 from swift.trainers import engines
@@ -16,3 +17,20 @@ def test_a_rank_that_others_wait_for_in_their_engines_start_ends_at_once(monkeyp
         engines._build_here(spec)
     assert len(ended) == shared
     assert all("no such thing" in str(error) for error in ended)
+
+
+@pytest.mark.parametrize("cluster", ["--ray_address", "NNODES"])
+def test_lmdeploy_is_refused_in_a_ray_cluster(monkeypatch, cluster):
+    """Its own engine would wait for the devices that the actor around it holds."""
+    words = (
+        "--rlhf_type grpo --model m --reward_funcs format --dataset d.jsonl --use_lmdeploy true --vllm_mode dedicated"
+    )
+    monkeypatch.setattr(engines, "count_accelerators", lambda: (2, "cuda"))
+    args = parse("rlhf", words.split(), {}).args
+    assert engines.find_placement(args, local_ranks=1).mode == "dedicated"
+    if cluster == "NNODES":
+        monkeypatch.setenv("NNODES", "2")
+    else:
+        args.ray_address = "auto"
+    with pytest.raises(ConfigError, match="--use_lmdeploy: true: in a Ray cluster"):
+        engines.find_placement(args, local_ranks=1)

@@ -226,7 +226,7 @@ class InferenceEngine(ABC):
         if sampling.regex is not None and not can.guided:
             raise Unsupported(
                 f"--vllm_guided_decoding_regex: {sampling.regex}: the engine {can.name} cannot hold completions to a "
-                "regular expression here; --use_vllm true, or pip install xgrammar for the transformers engine"
+                "regular expression here; --infer_backend vllm, or pip install xgrammar for the transformers engine"
             )
         for name in sampling.unusual():
             if name not in can.sampling_fields:

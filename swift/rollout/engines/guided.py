@@ -39,7 +39,7 @@ def require(backend: str, regex: str) -> None:
     if backend == "transformers" and not available():
         raise ResourceError(
             f"{FLAG}: {regex}: the transformers engine needs the package {PACKAGE} for it; pip install {PACKAGE}, or "
-            "--use_vllm true"
+            "--infer_backend vllm"
         )
     if backend not in ("transformers", "vllm", "lmdeploy") or not available():
         return

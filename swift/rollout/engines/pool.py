@@ -234,6 +234,8 @@ class EnginePool(InferenceEngine):
         self._check_open()
         if level == 0:
             return SleepReport()
+        if level not in self.capabilities.sleep_levels:
+            raise self._unsupported(f"sleep({level})")
         if count := len(self._dispatch.table):
             raise EngineError(f"engine: {self.capabilities.name}: sleep: {count} requests are outstanding; abort them")
         reports = self._on_all(lambda client: client.sleep(level))

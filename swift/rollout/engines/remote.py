@@ -3,6 +3,7 @@
     requests go out in POST /infer/; completions come as lines while others are still sampled
     new weights travel as files where both sides see the same disk, as a broadcast, or over HTTP; the ack counts
     a server that is gone is waited for; then it gets the present weights, and its requests again
+    memory is its own business: a client neither puts it to sleep nor drops its adapter
 
 Every POST names the version it counts on, so that a restarted server never samples with its base weights for a
 run that has sent others. Failures without any progress in between are bounded; after that the engine is dead.
@@ -28,7 +29,7 @@ import msgspec
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import wire
-from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health, SleepReport
+from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
@@ -45,10 +46,7 @@ BATCH = 1024
 BATCH_TOKENS = 4_000_000
 """Largest number of prompt tokens in one POST."""
 
-PATHS = {
-    "commit": "weights/commit", "connect": "weights/connect", "wake": "wake_up", "reset_caches": "reset_prefix_cache",
-    "drop_adapter": "v1/unload_lora_adapter",
-}  # fmt: skip
+PATHS = {"commit": "weights/commit", "connect": "weights/connect"}
 """Of calls whose routes have other names."""
 
 
@@ -103,7 +101,7 @@ class HttpTransport(ServerCalls):
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
-        return replace(capabilities, max_model_len=limit, shares_weights=False)
+        return replace(capabilities, max_model_len=limit, shares_weights=False, sleep_levels=(0,))
 
     def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
@@ -212,15 +210,10 @@ class HttpTransport(ServerCalls):
                 return self._load_adapter(**fields)
             case "restart":
                 self._restart(timeout_s)
-        options = {"params": fields} if name in ("sleep", "wake") else {"json": fields or None}
-        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, **options)
+        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, json=fields or None)
         match name:
             case "commit":
                 said["ack"] = Ack(**said["ack"])
-            case "sleep":
-                said["result"] = SleepReport(said["freed_bytes"], said["note"])
-            case "wake":
-                said["result"] = said["fully_awake"]
             case "versions":
                 return msgspec.convert(said, wire.VersionsReply).versions
         return said

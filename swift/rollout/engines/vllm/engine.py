@@ -106,7 +106,7 @@ class VLLMEngine(EngineLife):
         except EngineDead as error:
             cause = first_line(error.__cause__ or error)
             raise ConfigError(
-                f"--model: {self.spec.model}: vLLM cannot run it on this device ({cause}); --use_vllm false"
+                f"--model: {self.spec.model}: vLLM cannot run it on this device ({cause}); --infer_backend transformers"
             ) from error
         self.counters = EngineCounters()
 

@@ -141,7 +141,8 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
         return ResourceError(f"engine: vllm: {line}; lower --vllm_gpu_memory_utilization to the share that is free")
     if re.search(r"\bmemory\b|kv cache", line, re.IGNORECASE) and not isinstance(error, AttributeError):
         return ResourceError(
-            f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_max_num_seqs or --vllm_gpu_memory_utilization"
+            f"engine: vllm: {line}; lower --vllm_max_model_len, --vllm_gpu_memory_utilization, or max_num_seqs "
+            "(--vllm_engine_kwargs)"
         )
     if "create shm" in line and "errno: 17" in line:
         return ResourceError(
@@ -149,7 +150,7 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
             "that was killed while it started, unless another run starts just now"
         )
     if isinstance(error, ValueError | NotImplementedError):
-        return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --use_vllm false")
+        return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --infer_backend transformers")
     return EngineError(f"engine: vllm: did not start ({type(error).__name__}: {line})")
 
 

