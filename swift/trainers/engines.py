@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from swift.rollout.atropos.launch import Sources
     from swift.rollout.engines.base import InferenceEngine
     from swift.rollout.engines.cluster import Cluster
-    from swift.rollout.engines.transport import Timeouts
+    from swift.rollout.engines.events import Timeouts
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import Parts
 
@@ -335,7 +335,7 @@ def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: 
 def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, args: Any) -> InferenceEngine:
     """The engines of all nodes, each in a Ray actor of its own, behind one."""
     from swift.rollout.engines import cluster
-    from swift.rollout.engines.actor_transport import actor_engine
+    from swift.rollout.engines.actor_client import ActorClient
     from swift.rollout.engines.pool import EnginePool
 
     engines = placement.engines * nodes
@@ -344,7 +344,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
     places = cluster.places(users[0], [len(devices) for devices in engines], engines)
     where = [f"{node} " for node in users[0].nodes for _ in placement.engines] or [""] * len(engines)
     started = [
-        actor_engine(
+        ActorClient(
             _on_device(spec, placement, devices),
             name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
@@ -360,7 +360,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
 
 
 def _timeouts(args: Any) -> Timeouts:
-    from swift.rollout.engines.transport import Timeouts
+    from swift.rollout.engines.events import Timeouts
 
     return Timeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout, stall_s=args.stall_timeout)
 
@@ -381,12 +381,12 @@ def _own_limit(args: Any, mode: str) -> float:
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
     """The servers of `--vllm_server_host`, behind one."""
     from swift.rollout.engines.pool import EnginePool
-    from swift.rollout.engines.remote import server_engine
+    from swift.rollout.engines.server_client import ServerClient
 
     timeouts, run_id = _timeouts(args), secrets.token_hex(8)
     return EnginePool(
         [
-            server_engine(
+            ServerClient(
                 url,
                 spec=spec,
                 api_key=args.vllm_server_api_key,

@@ -11,11 +11,11 @@ import psutil
 from scripted_engine import CountingSource, ScriptedEngine, two_layers
 
 from swift.rollout.engines import cluster
-from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.actor_client import ActorClient
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.ray_actor import MARKER
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Timeouts
 from swift.types import Request, SamplingParams
 
 FAKES = Path(__file__).parent.parent / "fakes"
@@ -36,7 +36,7 @@ def scripted_spec(**kwargs):
 
 
 def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, restarts=3, options=None, **kwargs):
-    client = actor_engine(
+    client = ActorClient(
         scripted_spec(**kwargs),
         name=name,
         log_file=folder / "logs" / f"{name.split()[1]}.log",
@@ -51,7 +51,7 @@ def scripted_engine_in_actor(folder, *, name="engine 0 (cpu:0)", timeouts=None, 
 def working_pool(folder, clusters, places):
     """Scripted engines on places of clusters, after a look at whether they sample and take weights."""
     clients = [
-        actor_engine(
+        ActorClient(
             scripted_spec(), name=f"engine {n}", log_file=folder / f"{n}.log", uses=one, timeouts=QUICK, options=where
         )
         for n, (one, where) in enumerate(zip(clusters, places, strict=True))
@@ -65,14 +65,14 @@ def working_pool(folder, clusters, places):
 def pid_of(engine):
     """The process that hosts the engine now."""
     assert engine.capabilities
-    return engine.engines[0].transport.life.pid
+    return engine.engines[0].life.pid
 
 
 def facts_of(engine):
     """What the scripted backend knows of its process."""
     import ray
 
-    return ray.get(engine.engines[0].transport.life.actor.do.remote("facts"))["result"]
+    return ray.get(engine.engines[0].life.actor.do.remote("facts"))["result"]
 
 
 def requests(count, *, group="g", start=0):

@@ -123,9 +123,9 @@ class Subject:
     def _start(self):
         if self.backend.place == "here":
             return build_engine(self.spec)
+        from swift.rollout.engines.events import Timeouts
         from swift.rollout.engines.pool import EnginePool
-        from swift.rollout.engines.remote import server_engine
-        from swift.rollout.engines.transport import Timeouts
+        from swift.rollout.engines.server_client import ServerClient
 
         if self.backend.place == "actor":
             return EnginePool([self._actor(self.backend.name)])
@@ -138,14 +138,14 @@ class Subject:
             "--vllm_max_num_seqs", str(spec.max_num_seqs), "--sleep_level", "1", "--engine_restarts", "0",
         )  # fmt: skip
         timeouts = Timeouts(server_s=2.0, poll_s=0.5)
-        return EnginePool([server_engine(self._server.url, spec=self.spec, timeouts=timeouts)])
+        return EnginePool([ServerClient(self._server.url, spec=self.spec, timeouts=timeouts)])
 
     def _actor(self, name):
         from swift.rollout.engines import cluster
-        from swift.rollout.engines.actor_transport import actor_engine
+        from swift.rollout.engines.actor_client import ActorClient
 
         log = self.logs / f"{name}-{time.monotonic_ns()}.log"
-        return actor_engine(self.spec, name=name, log_file=log, uses=cluster.use(), restarts=0)
+        return ActorClient(self.spec, name=name, log_file=log, uses=cluster.use(), restarts=0)
 
     def kill(self):
         """Kill the process of the engine, which holds the model; in a pool those of both engines."""
@@ -153,7 +153,7 @@ class Subject:
             self._server.process.kill()
         else:
             for client in self._engine.engines:
-                os.kill(client.transport.life.pid, signal.SIGKILL)
+                os.kill(client.life.pid, signal.SIGKILL)
 
     def next_version(self):
         self.version = max(self.version, self.engine.version) + 1

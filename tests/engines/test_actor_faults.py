@@ -12,7 +12,7 @@ from processes import alive, wait_for
 from scripted_engine import CountingSource, two_layers, weights_of
 
 from swift.errors import EngineDead, EngineError, SyncFailed
-from swift.rollout.engines import actor_transport
+from swift.rollout.engines import actor_client
 from swift.rollout.weights import object_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -78,8 +78,8 @@ def test_an_actor_that_the_kernel_kills_for_memory_is_named_and_replaced_or_the_
 ):
     worker, wanted = start(step_s=0.05, restarts=1), requests(20)
     assert worker.capabilities
-    count, came = [actor_transport.oom_kills()], []
-    monkeypatch.setattr(actor_transport, "oom_kills", lambda: count[0])  # as /proc/vmstat says
+    count, came = [actor_client.oom_kills()], []
+    monkeypatch.setattr(actor_client, "oom_kills", lambda: count[0])  # as /proc/vmstat says
     for completion in worker.generate(wanted):
         came.append(completion)
         if len(came) == 5:
@@ -141,7 +141,7 @@ def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     worker, source, wanted = start(), CountingSource(two_layers(1)), requests(3)
     worker.begin_update(source.manifest(), 1).send(next(source.buckets()))
     worker.rebuild()
-    ray.get(worker.engines[0].transport.life.actor.abort_update.remote(1))
+    ray.get(worker.engines[0].life.actor.abort_update.remote(1))
     assert tokens(worker.generate(wanted)) == expected_tokens(wanted)
 
 

@@ -9,10 +9,10 @@ from oracle import gap, load, with_noise
 from processes import alive, wait_for
 
 from swift.rollout.engines import cluster
-from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.actor_client import ActorClient
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Timeouts
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -41,7 +41,7 @@ def start(engine_folders, tmp_path, monkeypatch):
             backend="vllm", model=str(engine_folders["llama"]), max_model_len=256, max_num_seqs=8, enforce_eager=True,
             **fields,
         )  # fmt: skip
-        client = actor_engine(
+        client = ActorClient(
             spec, name="engine 0 (cpu:0)", log_file=tmp_path / "log", timeouts=Timeouts(start_s=300),
             uses=cluster.use(), restarts=1,
         )  # fmt: skip

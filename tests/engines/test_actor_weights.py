@@ -13,10 +13,10 @@ from oracle import ask, gap, load, run
 
 from swift.errors import SyncFailed
 from swift.rollout.engines import cluster
-from swift.rollout.engines.actor_transport import actor_engine
+from swift.rollout.engines.actor_client import ActorClient
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Timeouts
 from swift.rollout.weights.base import AdapterWeights
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
@@ -38,7 +38,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(3)
         spec = EngineSpec(backend="transformers", model=str(folder), max_model_len=64)
         self.clients = [
-            actor_engine(
+            ActorClient(
                 spec,
                 name=f"engine {index} (cpu:{index})",
                 log_file=Path(logs) / f"{index}.log",
@@ -114,7 +114,7 @@ def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(train
     (worker,) = trainer.workers
     trainer.clients[0].weight_transport = transport
     worker.load_weights(trainer.step(), trainer.version)
-    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
     assert trainer.gap(worker) <= TOLERANCE  # it was replaced on the way
     worker.load_weights(trainer.step(), trainer.version)
     assert trainer.gap(worker) <= TOLERANCE
@@ -139,7 +139,7 @@ def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
         follower.version = trainer.version
         worker.load_adapter(adapter_of(tuned), trainer.version)
         assert follower.gap(worker) <= TOLERANCE
-    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
     assert follower.gap(worker) <= TOLERANCE
     worker.drop_adapter()
     trainer.version = worker.version
@@ -159,7 +159,7 @@ def test_weights_and_sleep_survive_a_restart(trainer):
     (worker,) = trainer.workers
     worker.load_weights(trainer.step(), trainer.version)
     worker.sleep(1)
-    os.kill(trainer.clients[0].transport.life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
     with pytest.raises(EngineAsleep, match="asleep"):
         worker.submit(Request("r", [1], SamplingParams(max_new_tokens=1)))
     assert worker.wake() is True
@@ -181,14 +181,14 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
         assert sender._group is first
         assert one.gap(pool) <= TOLERANCE
 
-        os.kill(one.clients[1].transport.life.pid, signal.SIGKILL)
+        os.kill(one.clients[1].life.pid, signal.SIGKILL)
         assert one.gap(pool) <= TOLERANCE
         pool.load_weights(one.step(), one.version)
         assert sender._group is not first
         assert one.gap(pool) <= TOLERANCE
 
         def fail_in_the_middle(bucket):
-            os.kill(one.clients[0].transport.life.pid, signal.SIGKILL)
+            os.kill(one.clients[0].life.pid, signal.SIGKILL)
             time.sleep(0.5)
             return bucket
 

@@ -442,7 +442,7 @@ def test_sleep_and_wake_reach_every_engine_and_counters_are_sums(pool_of):
     assert pool.wake(("weights",)) is True
     assert [engine.events for engine in engines] == [[("sleep", 1), ("wake", ("weights",))]] * 2
     for client in pool.engines:
-        client.transport.counters.decode_rows = 5
+        client.lived.decode_rows = 5
     assert pool.counters.decode_rows == 10
 
 

@@ -74,7 +74,7 @@ head.nodes = ("node 0", "node 1")
 uses = [cluster.use(), cluster.use()]
 places = cluster.places(head, [1, 1], [("cpu:1",), ("cpu:1",)])
 pool = working_pool(Path(tempfile.mkdtemp()), uses, places)
-pids = [client.transport.life.pid for client in pool.engines]
+pids = [client.life.pid for client in pool.engines]
 variables = [word for pid in pids for word in Path(f"/proc/{pid}/environ").read_text().split(chr(0))]
 print(*sorted({word for word in variables if word.startswith(cluster.MARKER + "=")}), flush=True)
 sys.stdin.readline()

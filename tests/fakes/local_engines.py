@@ -1,20 +1,20 @@
-"""A pool over engines of this process: its transport calls the host of an engine without an actor around it."""
+"""A pool over engines of this process: its clients call the host of an engine without an actor around it."""
 
 import contextlib
 import threading
 from dataclasses import replace
 
 from swift.errors import EngineDead
-from swift.rollout.engines.actor_transport import ENGINE_METHODS
+from swift.rollout.engines.actor_client import ENGINE_METHODS
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.ray_actor import EngineHost
-from swift.rollout.engines.transport import Lost, Timeouts, Transport
 from swift.rollout.weights.object_store import parcel_of
 
 
-class LocalTransport(Transport):
+class LocalClient(EngineClient):
     """To an engine in this process; `again` makes another one when it died."""
 
     stored = "object_store"
@@ -22,9 +22,9 @@ class LocalTransport(Transport):
     restartable = False
     progress_at = float("inf")
 
-    def __init__(self, engine, name, again=None):
-        self.name, self.again = name, again
-        self.counters = EngineCounters()
+    def __init__(self, engine, name, timeouts, again):
+        super().__init__(name, timeouts, keeps_weights=again is not None)
+        self.again = again
         self._taking = threading.Lock()
         self._begin(engine)
 
@@ -40,7 +40,7 @@ class LocalTransport(Transport):
             for arrival in self.host.take(0.0)[0]:
                 self.deliver(self.life, arrival)
 
-    def post(self, life, requests, version):
+    def post(self, life, requests):
         self.host.submit(list(requests))
 
     def abort(self, request_ids):
@@ -73,27 +73,26 @@ class LocalTransport(Transport):
     def address(self):
         return "127.0.0.1"
 
-    def replace(self, how, *, version, valid):
+    def replace(self, how):
         self.host.close()
         if self.again is None:
             raise EngineDead(f"{self.name}: {how}")
         self._begin(self.again())
         return EngineCounters(restarts=1)
 
-    def health(self):
+    def ask_health(self):
         return self.host.health()
 
-    def close(self):
+    def end(self):
         self.host.close()
 
 
 def local_pool(*engines, again=None, **timeouts):
     """Engines of this process as one."""
     bounds = Timeouts(**timeouts)
-    transports = [LocalTransport(engine, f"engine {number}", again) for number, engine in enumerate(engines)]
-    return EnginePool([EngineClient(one, timeouts=bounds, keeps_weights=again is not None) for one in transports])
+    return EnginePool([LocalClient(engine, f"engine {n}", bounds, again) for n, engine in enumerate(engines)])
 
 
 def engines_of(pool):
     """Those that are alive."""
-    return [client.transport.engine for client in pool.engines]
+    return [client.engine for client in pool.engines]

@@ -15,10 +15,10 @@ from scripted_engine import ScriptedEngine
 
 from swift.models.template import load_template
 from swift.models.tokenizer import read_tokenizer
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import server_engine
+from swift.rollout.engines.server_client import ServerClient
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.engines.transport import Timeouts
 from swift.rollout.server.app import make_app
 from swift.rollout.server.process import WebServer
 from swift.rollout.server.service import Service, Settings
@@ -98,7 +98,7 @@ def client_of(server, **options):
 def link_to(server, *, spec=None, timeouts=None, **options):
     """The client of the engine behind a server."""
     spec = spec or spec_of(server.model)
-    return server_engine(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
+    return ServerClient(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
 class Server(Reachable, RolloutProcess):

@@ -55,10 +55,10 @@ def body(content, *, more=False):
 )
 def test_a_client_that_is_gone_before_the_first_byte_leaves_no_request(made, path, content):
     service = made(Wakeful(step_s=0.1))
-    began = len(service.engine.engines[0].transport.engine.events)
+    began = len(service.engine.engines[0].engine.events)
     call(make_app(service), path, body(json.dumps(content).encode()))
     assert wait_for(lambda: service.queue.load == (0, 0))
-    events = service.engine.engines[0].transport.engine.events[began:]
+    events = service.engine.engines[0].engine.events[began:]
     assert [event[0] for event in events] in ([], ["submit", "abort"]), "aborted, if it was begun at all"
 
 

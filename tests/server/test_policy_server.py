@@ -242,7 +242,7 @@ def test_only_the_run_that_owns_the_server_asks_for_versions_and_holds_back(http
 
 
 def rehearse(engine, wanted):
-    engine.load_weights(PolicyWeights(load(engine.engines[0].transport.spec.model)), REHEARSAL if wanted else 1)
+    engine.load_weights(PolicyWeights(load(engine.engines[0].spec.model)), REHEARSAL if wanted else 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])

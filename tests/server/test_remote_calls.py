@@ -10,10 +10,10 @@ from oracle import ask, run
 from server_parts import SHORT, link_to, many, spec_of
 
 from swift.errors import EngineDead, RequestRefused
-from swift.rollout.engines import dispatch, remote, wire
+from swift.rollout.engines import dispatch, server_client, wire
+from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import server_engine
-from swift.rollout.engines.transport import Lost, Timeouts
+from swift.rollout.engines.server_client import ServerClient
 
 
 class Fake(BaseHTTPRequestHandler):
@@ -67,7 +67,7 @@ def fake(server, http):
 
 @pytest.fixture
 def no_backoff(monkeypatch):
-    monkeypatch.setattr(remote, "BACKOFF_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(server_client, "BACKOFF_S", (0.01, 0.01, 0.01))
 
 
 def said(body, *, end=True, count=None, times=1, **fields):
@@ -92,7 +92,7 @@ def said(body, *, end=True, count=None, times=1, **fields):
 
 def alone(server, url, timeouts=SHORT):
     """The engine behind a fake of this server."""
-    return EnginePool([server_engine(url, spec=spec_of(server.model), timeouts=timeouts)])
+    return EnginePool([ServerClient(url, spec=spec_of(server.model), timeouts=timeouts)])
 
 
 def alone_is_left(pool, server):
@@ -112,7 +112,7 @@ def test_failures_without_progress_are_bounded(server, fake, no_backoff):
     engine = alone(server, url)
     with pytest.raises(EngineDead, match="HTTP 500"):
         run(engine, [ask("a")])
-    assert one.calls == len(remote.BACKOFF_S) + 1
+    assert one.calls == len(server_client.BACKOFF_S) + 1
     assert not engine.health().alive
     engine.close()
 
@@ -135,7 +135,7 @@ def test_a_pool_quarantines_a_server_that_cannot_be_used(server, fake, no_backof
         always_500(handler, body)
 
     one, url = fake(changed)
-    pool = EnginePool([server_engine(url, spec=spec_of(server.model), timeouts=SHORT), link_to(server)])
+    pool = EnginePool([ServerClient(url, spec=spec_of(server.model), timeouts=SHORT), link_to(server)])
     assert len(run(pool, many(8))) == 8
     alone_is_left(pool, server)
     assert url in pool.health().detail and said in pool.health().detail
@@ -146,9 +146,9 @@ def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
     over = threading.Event()
     one, url = fake(lambda handler, _: over.wait(30))
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
-    engine = server_engine(url, spec=spec_of(server.model), run_id="mine", timeouts=Timeouts(reply_s=0.3))
+    engine = ServerClient(url, spec=spec_of(server.model), run_id="mine", timeouts=Timeouts(reply_s=0.3))
     with pytest.raises(Lost) as caught:
-        engine.transport._get("POST", "/infer/", 0.5, json={})
+        engine._get("POST", "/infer/", 0.5, json={})
     over.set()
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"

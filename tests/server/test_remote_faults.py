@@ -14,10 +14,10 @@ from processes import wait_for
 from server_parts import KEY, PATIENT, SHORT, LocalServer, Server, link_to, many, spec_of
 
 from swift.errors import EngineDead, EngineError
-from swift.rollout.engines import remote
+from swift.rollout.engines import server_client
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
-from swift.rollout.engines.remote import server_engine
-from swift.rollout.engines.transport import Timeouts
+from swift.rollout.engines.server_client import ServerClient
 from swift.rollout.weights.policy import PolicyWeights
 
 
@@ -194,8 +194,8 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
 
     hold.touch()
     assert tokens(stream_and(engine, 1, hang_until_that_is_noticed)) == expected
-    link.timeouts = link.transport.timeouts = SHORT
-    monkeypatch.setattr(remote, "BACKOFF_S", (0.1, 0.1))
+    link.timeouts = SHORT
+    monkeypatch.setattr(server_client, "BACKOFF_S", (0.1, 0.1))
     hold.touch()
     with pytest.raises(EngineDead, match=server.url):
         stream_and(engine, 1, hang)
@@ -203,7 +203,7 @@ def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_ba
 
 
 def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "BACKOFF_S", (0.1, 0.1, 0.1))
+    monkeypatch.setattr(server_client, "BACKOFF_S", (0.1, 0.1, 0.1))
     folder = tmp_path / "weights"
     folder.mkdir()
     one, two = (local_server(weights_folder=folder) for _ in range(2))
@@ -213,7 +213,7 @@ def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_pa
         pool.load_weights(PolicyWeights(with_noise(model, seed=version, scale=0.05), bucket_bytes=50_000), version)
     expected = tokens(run(pool, many()))
     first = pool.engines[0]
-    first.timeouts = first.transport.timeouts = SHORT
+    first.timeouts = SHORT
     one.holding = True
     assert tokens(stream_and(pool, 2, one.kill)) == expected
     assert wait_for(lambda: len(pool.engines) == 1, 30.0)  # it is looked for while the other one samples
@@ -226,7 +226,7 @@ def test_a_pool_of_servers_goes_on_with_those_that_are_left(local_server, tmp_pa
     last = run(pool, [ask("x", seed=3)])[0]
     assert difference(model, PROMPT, last.token_ids, last.logprobs) < 1e-5
     rest = pool.engines[0]
-    rest.timeouts = rest.transport.timeouts = SHORT
+    rest.timeouts = SHORT
     two.kill()
     with pytest.raises(EngineDead):
         run(pool, many())
@@ -241,7 +241,7 @@ def test_a_second_trainer_is_told_who_holds_the_server(server):
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
         second.capabilities  # noqa: B018
-    assert f"held by run {first.engines[0].transport.run_id}" in str(caught.value)
+    assert f"held by run {first.engines[0].run_id}" in str(caught.value)
     assert f"process {os.getpid()}" in str(caught.value)
     assert time.monotonic() - started < 30
     first.close()
@@ -262,13 +262,13 @@ def test_what_another_run_may_not_do_is_refused_with_the_holders_name(server, ht
     for headers in ({"X-Swift-Run": "other"}, {}):
         reply = http.post(path, json=body, headers=headers)
         assert reply.status_code == 409, reply.text
-        assert engine.engines[0].transport.run_id in reply.json()["error"]["message"]
+        assert engine.engines[0].run_id in reply.json()["error"]["message"]
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 200
 
 
 def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
     quick = Timeouts(server_s=0.5, poll_s=0.1)
-    engine = EnginePool([server_engine("http://127.0.0.1:9", spec=spec_of("/models/mine"), timeouts=quick)])
+    engine = EnginePool([ServerClient("http://127.0.0.1:9", spec=spec_of("/models/mine"), timeouts=quick)])
     started = time.monotonic()
     with pytest.raises(EngineError) as caught:
         engine.capabilities  # noqa: B018
@@ -281,7 +281,7 @@ def test_no_server_at_all_is_one_line_with_address_seconds_and_what_to_do():
 
 
 def test_a_wrong_key_is_said_at_once_and_not_shown(server):
-    engine = server_engine(server.url, spec=spec_of(server.model), api_key="wrong one", timeouts=SHORT)
+    engine = ServerClient(server.url, spec=spec_of(server.model), api_key="wrong one", timeouts=SHORT)
     with pytest.raises(EngineError, match="--vllm_server_api_key") as caught:
         engine.capabilities  # noqa: B018
     assert "wrong one" not in str(caught.value)

@@ -65,11 +65,11 @@ def test_the_disk_is_taken_where_both_sides_see_the_same_folder(server, weights_
     model = load(server.model)
     for version in (1, 2, 3, 4):
         engine.load_weights(PolicyWeights(with_noise(model, seed=version, scale=0.05)), version)
-    kept = sorted(path.name for path in (weights_folder / f"run-{engine.engines[0].transport.run_id}").iterdir())
+    kept = sorted(path.name for path in (weights_folder / f"run-{engine.engines[0].run_id}").iterdir())
     assert kept == ["v0000003", "v0000004"]
     assert not list(weights_folder.rglob("*.partial"))
     engine.close()
-    assert not (weights_folder / f"run-{engine.engines[0].transport.run_id}").exists()
+    assert not (weights_folder / f"run-{engine.engines[0].run_id}").exists()
 
 
 @pytest.mark.parametrize("way", ["http", "disk"])
@@ -92,8 +92,8 @@ def test_a_partial_update_leaves_void_weights_until_a_rebuild(server, http, way)
 @pytest.mark.parametrize(("way", "said"), [("http", "digest"), ("disk", "announced was")])
 def test_bytes_that_changed_on_the_way_are_noticed(server, weights_folder, way, said):
     engine, model = server.engine(weight_transport=way), load(server.model)
-    transport = engine.engines[0].transport
-    whole = transport.payload
+    client = engine.engines[0]
+    whole = client.payload
 
     def last_bit_turned(content):
         return content[:-1] + bytes([content[-1] ^ 1])
@@ -106,10 +106,10 @@ def test_bytes_that_changed_on_the_way_are_noticed(server, weights_folder, way, 
         path.write_bytes(last_bit_turned(path.read_bytes()))
         return made
 
-    transport.payload = spoiled
+    client.payload = spoiled
     with pytest.raises(SyncFailed, match=said):
         engine.load_weights(PolicyWeights(model), 1)
-    transport.payload = whole
+    client.payload = whole
     engine.rebuild()
     assert probe(engine, model) < TOLERANCE
     engine.close()
@@ -157,7 +157,7 @@ def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(serv
         choice = agent.post("/v1/completions", json=body).json()["choices"][0]
         assert [one["id"] for one in agent.get("/v1/models").json()["data"]] == [server.model, "policy-v3"]
         assert difference(policy, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE
-        run_id = {"X-Swift-Run": engine.engines[0].transport.run_id}
+        run_id = {"X-Swift-Run": engine.engines[0].run_id}
         assert agent.post("/v1/unload_lora_adapter", headers=run_id).json()["version"] == 0
         choice = agent.post("/v1/completions", json=body).json()["choices"][0]
     assert difference(model, PROMPT, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < TOLERANCE

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swift.errors import SyncFailed
-from swift.rollout.engines.actor_transport import ActorTransport
+from swift.rollout.engines.actor_client import ActorClient
 from swift.rollout.weights import broadcast, object_store
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender, Invitation
@@ -315,5 +315,5 @@ class Placed:
     ],
 )
 def test_the_way_follows_from_the_devices(tensor, devices, way):
-    transport = SimpleNamespace(devices=devices)
-    assert ActorTransport.choose(transport, SimpleNamespace(tensors=[("one", Placed(tensor))])) == way
+    client = SimpleNamespace(devices=devices)
+    assert ActorClient.choose(client, SimpleNamespace(tensors=[("one", Placed(tensor))])) == way

@@ -1,16 +1,16 @@
 """One engine that lives elsewhere, in a Ray actor or behind HTTP: calls to it, and what it has to be given again.
 
-An engine that is lost is replaced or found again by its transport; then it gets the present weights and adapter.
-`EnginePool` sends it requests, and sends them again after a loss. A failed weight update is never repeated here:
-the weights are void until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
+An engine that is lost is replaced or found again, as its kind of client does it; then it gets the present weights and
+adapter. `EnginePool` sends it requests, and sends them again after a loss. A failed weight update is never repeated
+here: the weights are void until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,7 +28,8 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.transport import Lost, Timeouts, Transport
+from swift.rollout.engines.events import Deliver, Lost, Timeouts
+from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.broadcast import BroadcastSender
 from swift.rollout.weights.sending import ClientUpdate, Kept
 from swift.types import Request
@@ -38,47 +39,48 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class EngineClient:
+class EngineClient(ABC):
     """See the module's docstring; connects when it is first needed.
 
     Args:
-        transport: to the engine.
+        name: of the engine, for messages.
         timeouts: see `Timeouts`.
         weight_transport: how weights travel; None chooses by devices.
         keeps_weights: keep the last update for a restart; False where there is none.
-        end_tokens: ids that end a completion, sent with every request; for engines that may know others.
-        force_restart: have the server start anew before the adapter of the next version.
 
     Attributes:
+        devices: of the engine, as this process numbers them.
+        restartable: whether an engine that does not answer is replaced; otherwise it is dead.
+        stored: the way in which an update can be sent again to an engine that was lost.
+        life: another object once the engine was replaced, or what it had in flight was given up.
+        deliver: takes what comes of requests.
+        lived: what the present life says it has done.
+        progress_at: monotonic time of the last sign of progress.
         version: of the policy that it samples with.
         dead: why it will not come back, or None.
         void: why its weights belong to no version; "" when they do.
         asleep: what of it sleeps; "" when nothing does.
         replacing: it is lost, and about to be there again.
+        ended: nothing is expected of it any more.
     """
 
+    devices: tuple[str, ...]
+    restartable: bool
+    stored: str
+    life: object
+    progress_at: float
+
     def __init__(
-        self,
-        transport: Transport,
-        *,
-        timeouts: Timeouts,
-        weight_transport: str | None = None,
-        keeps_weights: bool = True,
-        end_tokens: Sequence[int] = (),
-        force_restart: bool = False,
+        self, name: str, timeouts: Timeouts, *, weight_transport: str | None = None, keeps_weights: bool = True
     ) -> None:
-        self.transport = transport
-        transport.deliver = lambda life, event: None
-        self.name = transport.name
-        self.timeouts = timeouts
-        self.weight_transport = weight_transport
-        self.keeps_weights = keeps_weights
-        self.end_tokens = frozenset(end_tokens)
-        self.force_restart = force_restart
+        self.name, self.timeouts = name, timeouts
+        self.weight_transport, self.keeps_weights = weight_transport, keeps_weights
+        self.deliver: Deliver = lambda life, event: None
+        self.lived = EngineCounters()
         self.version = 0
         self.dead: SwiftError | None = None
         self.void = self.asleep = ""
-        self.replacing = False
+        self.replacing = self.ended = False
         self.broadcaster: BroadcastSender | None = None
         self.sent_by = ""  # way of the last weights
         self._replacing = threading.RLock()
@@ -95,9 +97,9 @@ class EngineClient:
             if self._capabilities is None:
                 self.check_alive()
                 try:
-                    self._capabilities = self.transport.connect()
+                    self._capabilities = self.connect()
                 except SwiftError as error:
-                    if not self._closed and (self.transport.restartable or isinstance(error, EngineDead)):
+                    if not self._closed and (self.restartable or isinstance(error, EngineDead)):
                         self.dead = error  # a server that is held by another run may be free later
                     raise
             return self._capabilities
@@ -105,21 +107,84 @@ class EngineClient:
     @property
     def counters(self) -> EngineCounters:
         """Sums over the lives of the engine."""
-        return self._before + self.transport.counters
+        return self._before + self.lived
 
+    # --- what each kind of client has of its own ----------------------------------------------------------------
+
+    @abstractmethod
+    def connect(self) -> Capabilities:
+        """Wait until the engine is there."""
+
+    @abstractmethod
     def post(self, life: object, requests: Sequence[Request]) -> None:
-        """Send requests to this life of the engine. Raises Lost if it is over."""
-        self.transport.post(life, [self._as_sent(one) for one in requests], self.version)
+        """Send requests to this life; what comes of them is delivered. Raises Lost if it is over."""
 
-    def _as_sent(self, request: Request) -> Request:
-        stops = tuple(sorted(self.end_tokens.union(request.sampling.stop_token_ids)))
-        sampling = replace(request.sampling, stop_token_ids=stops) if self.end_tokens else request.sampling
-        return replace(request, prompt=None, sampling=sampling)
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; never raises."""
+
+    @abstractmethod
+    def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
+        """Any other call. Raises Lost, or the SwiftError that it ended with."""
+
+    @abstractmethod
+    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
+        """Begin a call; the result waits for it and raises as `call`."""
+
+    @abstractmethod
+    def abort_update(self, update: int) -> None:
+        """Give an update up; never raises."""
+
+    @abstractmethod
+    def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
+        """Start to send a bucket; the result waits for its arrival and raises as `call`."""
+
+    @abstractmethod
+    def choose(self, bucket: Bucket) -> str:
+        """The best way for tensors where these lie."""
+
+    @abstractmethod
+    def payload(self, way: str, bucket: Bucket, version: int) -> Any:
+        """What travels of a bucket that is sent this way; made once for several engines."""
+
+    @abstractmethod
+    def address(self) -> str:
+        """This host as the engine reaches it."""
+
+    def update_ended(self, *, complete: bool) -> None:  # noqa: B027 - most have nothing to end
+        """After the commit of an update, or its abort."""
+
+    @abstractmethod
+    def replace(self, how: str) -> EngineCounters | None:
+        """After a loss: find or make the engine again; `life` is another one then.
+
+        Returns:
+            None if it is the one of before, with its state; else what it did beyond `lived`, with its restarts.
+
+        Raises:
+            Lost: not yet; call again.
+            EngineDead: it is not coming back.
+        """
+
+    def progress(self) -> None:  # noqa: B027 - not all need to know
+        """A completion arrived, or a call succeeded."""
+
+    @abstractmethod
+    def ask_health(self) -> Health:
+        """Asked now, within seconds."""
+
+    def stacks(self) -> str:
+        """Where the engine's thread is, in one line, as far as it answers."""
+        return ""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the engine, or leave it where it is not ours; called once, never raises."""
 
     # --- an engine that was lost ------------------------------------------------------------------------------
 
-    def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        return self.guarded(lambda: self.transport.call(name, timeout_s, **fields))
+    def safe_call(self, name: str, timeout_s: float, **fields: Any) -> Any:
+        return self.guarded(lambda: self.call(name, timeout_s, **fields))
 
     def guarded(self, work: Callable[[], T]) -> T:
         """Work that is repeated on the engine that replaces this one. Raises EngineDead: it is not coming back."""
@@ -127,33 +192,33 @@ class EngineClient:
             with self._replacing:  # one that is being restored is not disturbed
                 self.check_alive()
                 _ = self.capabilities  # connected
-                life = self.transport.life
+                life = self.life
             try:
                 done = work()
             except Lost as lost:
                 self.recover(life, str(lost))
             else:
-                self.transport.progress()
+                self.progress()
                 return done
 
     def recover(self, life: object, how: str) -> None:
         """Have the engine again, with all it had, unless another thread has seen to it. Raises EngineDead."""
         with self._replacing:
             self.check_alive()
-            while self.transport.life is life:
+            while self.life is life:
                 self.replacing = True
-                self.transport.deliver(life, Lost(how))
+                self.deliver(life, Lost(how))
                 before = self.counters
                 try:
-                    more = self.transport.replace(how, version=self.version, valid=not self.void)
-                    life = self.transport.life
+                    more = self.replace(how)
+                    life = self.life
                     if more is not None:
                         logger.warning("%s: lost (%s); another one is there", self.name, how)
                         self._before = before + more
                         self._begin_life()
                 except (Lost, SyncFailed) as again:
                     self.check_alive()
-                    life, how = self.transport.life, str(again)
+                    life, how = self.life, str(again)
                 except EngineDead as error:
                     self._check_open()
                     self.dead = self.dead or error
@@ -168,12 +233,12 @@ class EngineClient:
 
     def _begin_life(self) -> None:
         """Another engine is there, awake: it gets weights and adapter of the one before."""
-        self.transport.counters = EngineCounters()
+        self.lived = EngineCounters()
         self._paused, self.asleep = False, ""
         if self.void:
             return
         if self._kept is not None:
-            self.asleep = self._kept.send(self.transport, self.name, self.timeouts.sync_s)
+            self.asleep = self._kept.send(self)
         if self._adapter is not None:
             version, adapter = self._adapter
             self._send_adapter(adapter, version)
@@ -181,20 +246,20 @@ class EngineClient:
     # --- in flight --------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop between two tokens, keeping what runs. Raises as `Transport.call`."""
-        self.transport.call("pause", self.timeouts.pause_s)
+        """Stop between two tokens, keeping what runs. Raises as `call`."""
+        self.call("pause", self.timeouts.pause_s)
         self._paused = True
 
     def resume(self) -> None:
         """Go on after a pause; an engine that was replaced meanwhile is not paused."""
-        self.guarded(lambda: self._paused and self.transport.call("resume", self.timeouts.pause_s))
+        self.guarded(lambda: self._paused and self.call("resume", self.timeouts.pause_s))
         self._paused = False
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
         deadline = time.monotonic() + self.timeouts.sync_s
-        number = self.call("begin_update", self.timeouts.sync_s, manifest=manifest, version=version)
+        number = self.safe_call("begin_update", self.timeouts.sync_s, manifest=manifest, version=version)
         return ClientUpdate(self, number, manifest, version, deadline)
 
     def weights_change(self, why: str) -> None:
@@ -212,13 +277,11 @@ class EngineClient:
         self._kept = self._adapter = None
         self._paused = False
         self.version, self.void, self.asleep = 0, "", ""
-        self.call("rebuild", self.timeouts.start_s)
+        self.safe_call("rebuild", self.timeouts.start_s)
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         self.check_alive()
-        if self.force_restart and self._adapter is not None and version == self._adapter[0] + 1:
-            self._start_anew()
-        life = self.transport.life
+        life = self.life
         try:
             ack = self._send_adapter(adapter, version)
         except Lost as lost:
@@ -230,17 +293,8 @@ class EngineClient:
             self._adapter = (version, replace(adapter, tensors=copies))
         return ack
 
-    def _start_anew(self) -> None:
-        """Have another process of the server, with the adapter of before."""
-        life = self.transport.life
-        try:
-            self.transport.call("restart", self.timeouts.server_s)
-        except Lost as lost:
-            self.recover(life, str(lost))
-            self.transport.progress()
-
     def _send_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        said = self.transport.call("load_adapter", self.timeouts.sync_s, adapter=adapter, version=version)
+        said = self.call("load_adapter", self.timeouts.sync_s, adapter=adapter, version=version)
         ack: Ack = said["result"]
         if (ack.version, ack.tensors, ack.digest) != (version, len(adapter.tensors), adapter.digest()):
             raise SyncFailed(
@@ -250,22 +304,22 @@ class EngineClient:
         return ack
 
     def drop_adapter(self) -> None:
-        self.version = self.call("drop_adapter", self.timeouts.sync_s)["version"]
+        self.version = self.safe_call("drop_adapter", self.timeouts.sync_s)["version"]
         self._adapter = None
 
     def reset_caches(self) -> None:
-        self.call("reset_caches", self.timeouts.sync_s)
+        self.safe_call("reset_caches", self.timeouts.sync_s)
 
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
-        said = self.call("sleep", self.timeouts.sleep_s, level=level)
+        said = self.safe_call("sleep", self.timeouts.sleep_s, level=level)
         self.asleep = said["asleep"]
         report: SleepReport = said["result"]
         return report
 
     def wake(self, tags: Sequence[Tag]) -> bool:
-        said = self.call("wake", self.timeouts.sleep_s, tags=list(tags))
+        said = self.safe_call("wake", self.timeouts.sleep_s, tags=list(tags))
         self.asleep = said["asleep"]
         return bool(said["result"])
 
@@ -277,26 +331,26 @@ class EngineClient:
             return Health(False, self.dead.problems[0] if self.dead is not None else "closed")
         if self.void:
             return Health(False, f"its weights are void: {self.void}")
-        return self.transport.health()
-
-    def stacks(self) -> str:
-        return f"{self.name}: {self.transport.stacks()}"
+        return self.ask_health()
 
     def close(self) -> None:
-        """End the engine, or leave it where it is not ours; idempotent."""
-        first, self._closed = not self._closed, True
-        if first:
-            self.transport.close()
-            if self.broadcaster is not None:
-                self.broadcaster.close()
+        """Idempotent."""
+        self._closed = True
+        self._end_once()
+        if self.broadcaster is not None:
+            self.broadcaster.close()
         self._kept = self._adapter = None
 
     def die(self, problem: str) -> EngineDead:
         """Nothing more is expected of this engine."""
         self.dead = error = EngineDead(f"{self.name}: {problem}")
-        with contextlib.suppress(Lost):
-            self.transport.close()
+        self._end_once()
         return error
+
+    def _end_once(self) -> None:
+        first, self.ended = not self.ended, True
+        if first:
+            self.end()
 
     def check_alive(self) -> None:
         """Raises EngineDead when it is closed, else what it died of."""

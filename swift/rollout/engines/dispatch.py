@@ -21,9 +21,9 @@ from typing import Any
 from swift.errors import EngineAsleep, EngineDead, EngineError, NumericError, RequestRefused, SyncFailed
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
+from swift.rollout.engines.events import Event, Lost, Returned
 from swift.rollout.engines.requests import RequestTable, size_of
 from swift.rollout.engines.running import impossible
-from swift.rollout.engines.transport import Event, Lost, Returned
 from swift.types import Completion, Request
 
 LOOK_S = 1.0
@@ -66,7 +66,7 @@ class Dispatch:
         self._last: tuple[Any, EngineClient] | None = None
         self._homes: dict[str, EngineClient] = {}  # of trajectories, the longest silent first
         for client in clients:
-            client.transport.deliver = partial(self._deliver, client)
+            client.deliver = partial(self._deliver, client)
 
     def alive(self) -> list[EngineClient]:
         """The engines that are not dead for good; the others are left out from now on. Raises EngineDead: none is."""
@@ -75,7 +75,7 @@ class Dispatch:
             self.clients = [client for client in self.clients if client.dead is None]
             self.buried += dead
             for client in dead:
-                self.table.release(client.transport.life)
+                self.table.release(client.life)
         for client in dead:
             client.close()
         if not self.clients and (last := self.buried[-1].dead) is not None:
@@ -90,7 +90,7 @@ class Dispatch:
             usable = self._usable()
             for request in self.table.held() if usable else ():
                 client = self._choose(request, usable)
-                life, parcel = parcels.setdefault(client, (client.transport.life, []))
+                life, parcel = parcels.setdefault(client, (client.life, []))
                 self.table.send([request.request_id], life, now)
                 parcel.append(request)
                 self._touched_at[client] = now
@@ -109,7 +109,7 @@ class Dispatch:
         """The engine of its trajectory, of its group, or the one with the least work."""
 
         def load(client: EngineClient) -> int:
-            return self.table.load(client.transport.life)
+            return self.table.load(client.life)
 
         least = min(usable, key=load)
         turn = TURN.fullmatch(request.request_id)
@@ -162,7 +162,7 @@ class Dispatch:
                 raise event
 
     def _arrive(self, client: EngineClient, life: object, completion: Completion) -> None:
-        client.transport.progress()
+        client.progress()
         problem = impossible(completion.logprobs)
         if len(completion.logprobs) != len(completion.token_ids):
             problem = f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
@@ -192,7 +192,7 @@ class Dispatch:
         """Its requests wait for an engine; it is replaced, unless it has been."""
         with self.changed:
             self.table.release(life)
-            if client.transport.life is not life or client.dead is not None or client in self._recovering:
+            if client.life is not life or client.dead is not None or client in self._recovering:
                 return
             self._recovering.add(client)
         work = partial(self._recover, client, life, str(lost))
@@ -219,33 +219,33 @@ class Dispatch:
         self._looked_at = now
         with self.changed:
             late, deaf = self.table.overdue(now)
-            clients = {client.transport.life: client for client in self.clients}
+            clients = {client.life: client for client in self.clients}
         for life, names in late.items():
             if life in clients:
-                clients[life].transport.abort(names)
+                clients[life].abort(names)
         for life, names in deaf.items():
             if (client := clients.get(life)) is not None:
-                problem = f"does not abort request {names[0]}; {client.transport.stacks()}".rstrip("; ")
-                if not client.transport.restartable:
+                problem = f"does not abort request {names[0]}; {client.stacks()}".rstrip("; ")
+                if not client.restartable:
                     client.die(problem)
                     self.alive()
                 else:
                     self._lost(client, life, Lost(problem))
         for life, client in clients.items():
-            progress_at = max(client.transport.progress_at, self._touched_at.get(client, 0.0))
+            progress_at = max(client.progress_at, self._touched_at.get(client, 0.0))
             if self.table.count(life) and now - progress_at > client.timeouts.stall_s:
-                stacks = client.transport.stacks()
+                stacks = client.stacks()
                 problem = f"no progress for {client.timeouts.stall_s:g} s: {stacks}".rstrip(": ")
                 raise EngineError(client.die(problem).problems[0])  # the others are not to go on without
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self.changed:
             told = self.table.abort(request_ids)
-            clients = {client.transport.life: client for client in self.clients}
+            clients = {client.life: client for client in self.clients}
             self.changed.notify_all()
         for life, names in told.items():
             if life in clients:
-                clients[life].transport.abort(names)
+                clients[life].abort(names)
 
     def go_on(self) -> None:
         """The pause is over; time limits did not run meanwhile."""

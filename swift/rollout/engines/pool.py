@@ -38,7 +38,7 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.dispatch import LOOK_S, Dispatch
-from swift.rollout.engines.transport import Late
+from swift.rollout.engines.events import Late
 from swift.rollout.engines.wire import Said, Spans, digest_of
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.sending import join_broadcast
@@ -143,7 +143,7 @@ class EnginePool(InferenceEngine):
     def _pause_there(self, client: EngineClient) -> None:
         def running() -> list[str]:
             with self._dispatch.changed:
-                return [one.request_id for one in self._dispatch.table.held(client.transport.life)]
+                return [one.request_id for one in self._dispatch.table.held(client.life)]
 
         def pause() -> None:
             try:
@@ -169,7 +169,7 @@ class EnginePool(InferenceEngine):
         remembers these log-probs; None where none remembers the tokens as they stand.
         """
         digests = [digest for ids in samples for digest in (digest_of(*ids), digest_of(*ids[:2]))]
-        said = self._on_all(lambda client: client.call("versions", client.timeouts.reply_s, digests=digests))
+        said = self._on_all(lambda client: client.safe_call("versions", client.timeouts.reply_s, digests=digests))
         found = [next((spans for spans in one if spans is not None), None) for one in zip(*said, strict=True)]
         return [exact or known for exact, known in zip(found[::2], found[1::2], strict=True)]
 
@@ -178,7 +178,7 @@ class EnginePool(InferenceEngine):
 
         Until it is called again or this run falls silent; a server that was restarted holds nothing back.
         """
-        self._on_all(lambda client: client.call("hold", client.timeouts.reply_s, held=held))
+        self._on_all(lambda client: client.safe_call("hold", client.timeouts.reply_s, held=held))
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class EnginePool(InferenceEngine):
     def rebuild(self) -> None:
         """Outstanding requests stay so, and begin anew."""
         self._check_open()
-        lives = [client.transport.life for client in self._dispatch.clients]
+        lives = [client.life for client in self._dispatch.clients]
         self._on_all(lambda client: client.rebuild())
         with self._dispatch.changed:
             for life in lives:
@@ -258,7 +258,9 @@ class EnginePool(InferenceEngine):
         return Health(alive, "; ".join(filter(None, details)))
 
     def stacks(self) -> str:
-        return "; ".join(map(str, in_parallel([client.stacks for client in self._dispatch.clients])))
+        clients = self._dispatch.clients
+        said = in_parallel([client.stacks for client in clients])
+        return "; ".join(f"{client.name}: {one}" for client, one in zip(clients, said, strict=True))
 
     def close(self) -> None:
         """End all engines at the same time; a stream in another thread ends with `EngineDead`."""

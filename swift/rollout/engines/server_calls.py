@@ -17,31 +17,36 @@ import httpx
 
 from swift.errors import EngineDead, EngineError, SyncFailed, first_line
 from swift.rollout.engines import wire
+from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Lost, Timeouts, Transport
 
 
 class Busy(Exception):
     """The queue there is full."""
 
 
-class ServerCalls(Transport):
-    """See the module's docstring; what `HttpTransport` is made of."""
+class ServerCalls(EngineClient):
+    """See the module's docstring; what `ServerClient` is made of."""
 
-    def __init__(self, url: str, spec: EngineSpec, api_key: str | None, timeouts: Timeouts, run_id: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        spec: EngineSpec,
+        api_key: str | None,
+        timeouts: Timeouts,
+        run_id: str,
+        weight_transport: str | None,
+    ) -> None:
         self.url = url.rstrip("/")
-        self.name = f"server {without_secrets(self.url)}"
-        self.spec, self.timeouts, self.run_id = spec, timeouts, run_id
+        super().__init__(f"server {without_secrets(self.url)}", timeouts, weight_transport=weight_transport)
+        self.spec, self.run_id = spec, run_id
         key = api_key or os.environ.get("SWIFT_API_KEY")
         headers = {wire.RUN_HEADER: run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
         self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, limits=limits)
         self._ending = threading.Event()
-
-    def _check_open(self) -> None:
-        if self._ending.is_set():
-            raise EngineDead(f"{self.name}: it is closed; make a new one")
 
     def _bounds(self, timeout_s: float) -> httpx.Timeout:
         return httpx.Timeout(timeout_s, connect=min(self.timeouts.connect_s, timeout_s))
@@ -53,7 +58,7 @@ class ServerCalls(Transport):
             problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
             raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
         except (httpx.HTTPError, RuntimeError) as error:
-            self._check_open()
+            self.check_alive()
             raise Lost(first_line(error)) from error
 
     def _in_the_way(self) -> str:
@@ -98,7 +103,7 @@ class ServerCalls(Transport):
         deadline = time.monotonic() + self.timeouts.server_s
         seen = "no answer"
         while True:
-            self._check_open()
+            self.check_alive()
             try:
                 reply = self._http.get("/health", timeout=self._bounds(min(5.0, self.timeouts.reply_s)))
                 state = reply.json() if reply.status_code in (200, 503) else {}
@@ -139,7 +144,7 @@ class ServerCalls(Transport):
                 raise EngineError(f"{self.name}: {said['message']}")
             left = now
             self._ending.wait(self.timeouts.poll_s)
-            self._check_open()
+            self.check_alive()
 
     def _check_expected(self, info: dict[str, Any]) -> None:
         """Raises EngineError when the server is not what this run needs."""

@@ -8,5 +8,5 @@
     run       plan and engines                      process    socket, signals, a new process
 
 `swift.rollout.engines.request_queue` is the queue, `swift.rollout.engines.wire` the shapes that both ends know, and
-`swift.rollout.engines.remote` the other end.
+`swift.rollout.engines.server_client` the other end.
 """

@@ -31,10 +31,10 @@ from swift.models.source import locate
 from swift.models.template import Template
 from swift.rollout.engines import guard
 from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
-from swift.rollout.engines.transport import Timeouts
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.process import MARKER, Signals, Stopped, bind, listen, may_start_again, start_again
 from swift.rollout.server.service import RestartWanted, Service, Settings
@@ -176,7 +176,7 @@ def _in_this_process(
 
 def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceEngine:
     from swift.rollout.engines import cluster
-    from swift.rollout.engines.actor_transport import actor_engine
+    from swift.rollout.engines.actor_client import ActorClient
 
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
@@ -184,7 +184,7 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
     workers = []
     for index, spec in enumerate(plan.specs):
         workers.append(
-            actor_engine(
+            ActorClient(
                 spec,
                 name=f"engine {index} ({', '.join(spec.devices)})",
                 log_file=logs / f"engine-{index}.log",

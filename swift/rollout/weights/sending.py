@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import SwiftError, SyncFailed
+from swift.rollout.engines.events import Lost
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, Wait, WeightUpdate
 from swift.rollout.weights.broadcast import BroadcastSender
 
 if TYPE_CHECKING:
     from swift.rollout.engines.client import EngineClient
-    from swift.rollout.engines.transport import Transport
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,21 +35,22 @@ class Kept:
     digest: str
     parts: list[tuple[str, Any]]
 
-    def send(self, transport: Transport, name: str, timeout_s: float) -> str:
+    def send(self, client: EngineClient) -> str:
         """Bring it to another life of the engine; returns what sleeps there.
 
         Raises SyncFailed: its ack is not that of the first time.
         """
+        timeout_s = client.timeouts.sync_s
         deadline = time.monotonic() + timeout_s
-        number = transport.call("begin_update", timeout_s, manifest=self.manifest, version=self.version)
+        number = client.call("begin_update", timeout_s, manifest=self.manifest, version=self.version)
         for way, payload in self.parts:
-            transport.send_bucket(number, way, payload, _left(deadline))()
-        reply = transport.call("commit", _left(deadline), update=number)
+            client.send_bucket(number, way, payload, _left(deadline))()
+        reply = client.call("commit", _left(deadline), update=number)
         ack: Ack = reply["ack"]
         if (ack.version, ack.digest) != (self.version, self.digest):
             raise SyncFailed(
-                f"weights: version {self.version} for {name}: after its restart it has version {ack.version}, digest "
-                f"{ack.digest}; before, it had digest {self.digest}"
+                f"weights: version {self.version} for {client.name}: after its restart it has version {ack.version}, "
+                f"digest {ack.digest}; before, it had digest {self.digest}"
             )
         return str(reply["asleep"])
 
@@ -61,7 +62,7 @@ class ClientUpdate(WeightUpdate):
         self, owner: EngineClient, number: int, manifest: Sequence[TensorInfo], version: int, deadline: float
     ) -> None:
         super().__init__(owner.name, manifest, version)
-        self.owner, self._transport, self.life = owner, owner.transport, owner.transport.life
+        self.owner, self.life = owner, owner.life
         self._number, self._deadline = number, deadline
         self._way = ""
         self._sender: BroadcastSender | None = None
@@ -71,7 +72,7 @@ class ClientUpdate(WeightUpdate):
         self._asleep = ""
 
     def way_of(self, bucket: Bucket) -> str:
-        return self.owner.weight_transport or self._transport.choose(bucket)
+        return self.owner.weight_transport or self.owner.choose(bucket)
 
     def _deliver(self, bucket: Bucket) -> Wait | None:
         self.owner.weights_change(f"the update to version {self.version} is incomplete")
@@ -90,13 +91,13 @@ class ClientUpdate(WeightUpdate):
 
     def _begin(self, bucket: Bucket) -> Wait:
         def send(payload: Any) -> Wait:
-            return self._transport.send_bucket(self._number, self._way, payload, _left(self._deadline))
+            return self.owner.send_bucket(self._number, self._way, payload, _left(self._deadline))
 
         wait, way = None, self._way
         if self._sender is not None:
-            wait, way = self._sender.transmit(bucket, send), self._transport.stored
+            wait, way = self._sender.transmit(bucket, send), self.owner.stored
         if wait is None or self.owner.keeps_weights:
-            payload = self._transport.payload(way, bucket, self.version)
+            payload = self.owner.payload(way, bucket, self.version)
             if self.owner.keeps_weights:
                 self._parts.append((way, payload))
             wait = wait or send(payload)
@@ -109,9 +110,7 @@ class ClientUpdate(WeightUpdate):
 
     def _finish(self) -> Ack:
         self._confirm()
-        reply = self._guarded(
-            "commit", lambda: self._transport.call("commit", _left(self._deadline), update=self._number)
-        )
+        reply = self._guarded("commit", lambda: self.owner.call("commit", _left(self._deadline), update=self._number))
         self._asleep = reply["asleep"]
         ack: Ack = reply["ack"]
         return ack
@@ -122,7 +121,7 @@ class ClientUpdate(WeightUpdate):
         if self.owner.sent_by != self._way:
             self.owner.sent_by = self._way
             logger.info("weights: %s gets them by %s: %d MiB", self.engine, self._way, ack.nbytes >> 20)
-        self._transport.update_ended(complete=True)
+        self.owner.update_ended(complete=True)
         self.owner.weights_arrived(Kept(self.version, self.manifest, ack.digest, self._parts), self._asleep)
         return ack
 
@@ -132,13 +131,11 @@ class ClientUpdate(WeightUpdate):
             self._confirm()
         if self._sender is not None:  # engines that wait in it fail at once
             self._sender.close()
-        self._transport.abort_update(self._number)
-        self._transport.update_ended(complete=False)
+        self.owner.abort_update(self._number)
+        self.owner.update_ended(complete=False)
 
     def _guarded(self, phase: str, work: Callable[[], T]) -> T:
         """Whatever goes wrong is a `SyncFailed` that names engine, version and phase."""
-        from swift.rollout.engines.transport import Lost
-
         try:
             return work()
         except Lost as lost:
@@ -155,7 +152,7 @@ class ClientUpdate(WeightUpdate):
 
     def invite(self, invitation: dict[str, Any]) -> Wait:
         wait = self._guarded(
-            "connect", lambda: self._transport.start_call("connect", _left(self._deadline), invitation=invitation)
+            "connect", lambda: self.owner.start_call("connect", _left(self._deadline), invitation=invitation)
         )
         return lambda: self._guarded("connect", wait)
 
@@ -177,10 +174,10 @@ def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
 def _new_sender(members: Sequence[ClientUpdate], bucket: Bucket) -> BroadcastSender:
     """NCCL between GPUs, gloo otherwise; at loopback if every engine is on this host."""
     device = str(bucket.tensors[0][1].device) if bucket.tensors else "cpu"
-    transports = [one.owner.transport for one in members]
-    host = next((one for one in (each.address() for each in transports) if one != "127.0.0.1"), "127.0.0.1")
-    on_gpus = all(one.startswith("cuda") for one in (device, *(each.devices[0] for each in transports)))
-    timeout_s = members[0].owner.timeouts.sync_s
+    owners = [one.owner for one in members]
+    host = next((one for one in (each.address() for each in owners) if one != "127.0.0.1"), "127.0.0.1")
+    on_gpus = all(one.startswith("cuda") for one in (device, *(each.devices[0] for each in owners)))
+    timeout_s = owners[0].timeouts.sync_s
     if on_gpus:
         return BroadcastSender(timeout_s=timeout_s, backend="nccl", device=device, host=host)
     return BroadcastSender(timeout_s=timeout_s, host=host)

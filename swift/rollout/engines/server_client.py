@@ -1,4 +1,4 @@
-"""The transport to a `swift rollout` server, over HTTP.
+"""The client of the engine behind a `swift rollout` server, over HTTP.
 
     requests go out in POST /infer/; completions come as lines while others are still sampled
     new weights travel as files where both sides see the same disk, as a broadcast, or over HTTP; the ack counts
@@ -30,11 +30,10 @@ import msgspec
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import wire
 from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health
-from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.completion_stream import Failure
+from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
 from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
 from swift.rollout.engines.spec import EngineSpec
-from swift.rollout.engines.transport import Event, Lost, Returned, Timeouts
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
@@ -50,18 +49,36 @@ PATHS = {"commit": "weights/commit", "connect": "weights/connect"}
 """Of calls whose routes have other names."""
 
 
-class HttpTransport(ServerCalls):
-    """See the module's docstring; `server_engine` has the arguments."""
+class ServerClient(ServerCalls):
+    """See the module's docstring.
+
+    Args:
+        url: of the server.
+        spec: what this run expects of it.
+        timeouts: see `Timeouts`.
+        api_key: its key; None takes SWIFT_API_KEY from the environment, if set.
+        run_id: of this run, the same for all its servers; None makes one.
+        weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
+        force_restart: have the server start anew before the adapter of the next version.
+    """
 
     restartable = False
     devices = ("cpu",)
 
     def __init__(
-        self, url: str, *, spec: EngineSpec, api_key: str | None, timeouts: Timeouts, run_id: str | None
+        self,
+        url: str,
+        *,
+        spec: EngineSpec,
+        timeouts: Timeouts,
+        api_key: str | None = None,
+        run_id: str | None = None,
+        weight_transport: str | None = None,
+        force_restart: bool = False,
     ) -> None:
-        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8))
+        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8), weight_transport)
+        self.force_restart = force_restart
         self.life: object = object()
-        self.counters = EngineCounters()
         self.progress_at = math.inf  # a server watches its engines itself
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
@@ -103,19 +120,19 @@ class HttpTransport(ServerCalls):
             self._beating.start()
         return replace(capabilities, max_model_len=limit, shares_weights=False, sleep_levels=(0,))
 
-    def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters | None:
+    def replace(self, how: str) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
         self.life = object()
         self._failures += 1
         if self._failures > len(BACKOFF_S):
             raise EngineDead(f"{self.name}: failed {self._failures} times without any progress ({how})")
         self._ending.wait(BACKOFF_S[self._failures - 1])
-        self._check_open()
+        self.check_alive()
         self._await_server()
         try:
             info = self._get("GET", "/info", self.timeouts.reply_s)
             same = info["boot_id"] == self._boot and info["run_id"] == self.run_id
-            if same and info["version"] == version and valid:
+            if same and info["version"] == self.version and not self.void:
                 return None
             self._check_expected(info)
             self._take_lease(rebuild=same)
@@ -125,7 +142,7 @@ class HttpTransport(ServerCalls):
             problem = error.problems[0].removeprefix(f"{self.name}: ")
             raise EngineDead(f"{self.name}: cannot be used again: {problem}") from error
         now = EngineCounters(**info["counters"])
-        more = now - self._base - self.counters if info["boot_id"] == self._boot else EngineCounters(restarts=1)
+        more = now - self._base - self.lived if info["boot_id"] == self._boot else EngineCounters(restarts=1)
         self._boot, self._base = info["boot_id"], now
         return more
 
@@ -134,14 +151,19 @@ class HttpTransport(ServerCalls):
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def post(self, life: object, requests: Sequence[Request], version: int) -> None:
+    def post(self, life: object, requests: Sequence[Request]) -> None:
         if life is not self.life:
             raise Lost("its requests were given up")
-        for part in _parts(requests):
+        for part in _parts([self._with_ends(request) for request in requests]):
             left = {request.request_id for request in part}
-            content = wire.encode(wire.InferRequest.of(part, version))
+            content = wire.encode(wire.InferRequest.of(part, self.version))
             name = f"stream of {self.name}"
             threading.Thread(target=self._read, args=(life, left, content), name=name, daemon=True).start()
+
+    def _with_ends(self, request: Request) -> Request:
+        """With the ids that end a completion: the server may know others."""
+        stops = tuple(sorted({*self.spec.eos_token_ids, *request.sampling.stop_token_ids}))
+        return replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
 
     def _read(self, life: object, left: set[str], content: bytes) -> None:
         for event in self._events(left, content):
@@ -152,7 +174,7 @@ class HttpTransport(ServerCalls):
             elif isinstance(event, Failure):
                 left.difference_update(event.request_ids)
             if isinstance(event, EngineCounters):
-                self.counters = event - self._base
+                self.lived = event - self._base
             else:
                 self.deliver(life, event)
 
@@ -207,9 +229,7 @@ class HttpTransport(ServerCalls):
                 headers = {"Content-Type": "application/json"}
                 return self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"]
             case "load_adapter":
-                return self._load_adapter(**fields)
-            case "restart":
-                self._restart(timeout_s)
+                return self._upload_adapter(**fields)
         said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, json=fields or None)
         match name:
             case "commit":
@@ -221,16 +241,30 @@ class HttpTransport(ServerCalls):
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
         return self._aside(lambda: self.call(name, timeout_s, **fields), timeout_s)
 
-    def _restart(self, timeout_s: float) -> NoReturn:
+    def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
+        if self.force_restart and self._adapter is not None and version == self._adapter[0] + 1:
+            self.check_alive()
+            life = self.life
+            try:
+                self._restart()
+            except Lost as lost:
+                self.recover(life, str(lost))
+                self.progress()
+        return super().load_adapter(adapter, version)
+
+    def _restart(self) -> NoReturn:
         """Raises Lost as soon as the server is another process."""
-        boot, deadline = self._get("POST", "/restart", self.timeouts.reply_s)["boot_id"], time.monotonic() + timeout_s
+        boot = self._get("POST", "/restart", self.timeouts.reply_s)["boot_id"]
+        deadline = time.monotonic() + self.timeouts.server_s
         while self._get("GET", "/info", self.timeouts.start_s)["boot_id"] == boot:
             if time.monotonic() > deadline:
-                raise EngineError(f"{self.name}: it has not started anew within {timeout_s:g} s")
+                raise EngineError(
+                    f"{self.name}: it has not started anew within {self.timeouts.server_s:g} s; see its log"
+                )
             self._ending.wait(self.timeouts.poll_s)
         raise Lost("it started anew, as --force_restart wants")
 
-    def _load_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
+    def _upload_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in sorted(adapter.tensors)], metadata)
         reply = self._upload("/v1/load_lora_adapter", {"version": version}, data)
@@ -276,16 +310,14 @@ class HttpTransport(ServerCalls):
 
     # --- watching ---------------------------------------------------------------------------------------------
 
-    def health(self) -> Health:
+    def ask_health(self) -> Health:
         try:
             state = self._http.get("/health", timeout=self._bounds(5.0)).json()
             return Health(bool(state["alive"]), str(state["detail"]))
         except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
             return Health(False, f"{self.name}: {first_line(error)}")
 
-    def close(self) -> None:
-        if self._ending.is_set():
-            return
+    def end(self) -> None:
         self._ending.set()
         self.life = object()
         if self._boot:
@@ -296,36 +328,6 @@ class HttpTransport(ServerCalls):
         self._http.close()
         if self.files is not None:
             self.files.close()
-
-
-def server_engine(
-    url: str,
-    *,
-    spec: EngineSpec,
-    timeouts: Timeouts,
-    api_key: str | None = None,
-    run_id: str | None = None,
-    weight_transport: str | None = None,
-    force_restart: bool = False,
-) -> EngineClient:
-    """The client of the engine behind a `swift rollout` server.
-
-    Args:
-        url: of the server.
-        spec: what this run expects of it.
-        timeouts: see `Timeouts`.
-        api_key: its key; None takes SWIFT_API_KEY from the environment, if set.
-        run_id: of this run, the same for all its servers; None makes one.
-        weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
-        force_restart: see `EngineClient`.
-    """
-    return EngineClient(
-        HttpTransport(url, spec=spec, api_key=api_key, timeouts=timeouts, run_id=run_id),
-        timeouts=timeouts,
-        weight_transport=weight_transport,
-        end_tokens=spec.eos_token_ids,
-        force_restart=force_restart,
-    )
 
 
 def _parts(requests: Sequence[Request]) -> Iterator[list[Request]]:

@@ -1,4 +1,4 @@
-"""The transport to an engine in a Ray actor, and the actor's lives.
+"""The client of an engine in a Ray actor, and the actor's lives.
 
 An actor is one life of the engine: when it ends, another is started, at most `restarts` per hour. It is lost when Ray
 reports its end, or when `misses` heartbeats bring no answer. A failure to start is not repeated: it would fail again.
@@ -24,9 +24,9 @@ from swift.errors import EngineDead, SwiftError, first_line
 from swift.rollout.engines import cluster, guard, wire
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health
 from swift.rollout.engines.client import EngineClient
+from swift.rollout.engines.events import Late, Lost, Timeouts
 from swift.rollout.engines.ray_actor import GROUPS, MARKER, EngineActor
 from swift.rollout.engines.spec import EngineSpec, visible_devices
-from swift.rollout.engines.transport import Late, Lost, Timeouts, Transport
 from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Bucket
 from swift.types import Request
@@ -66,17 +66,18 @@ class _Life:
     oom_kills: int = field(default_factory=lambda: oom_kills())  # noqa: PLW0108 - defined below
 
 
-class ActorTransport(Transport):
-    """Starts an actor at once; see the module's docstring.
+class ActorClient(EngineClient):
+    """Starts an actor at once; see the module's docstring. Weights are kept for a restart if there may be one.
 
     Args:
         spec: the engine, as this process sees the devices.
         name: for messages and logs.
         log_file: of the engine's own output.
+        uses: the cluster; closed with the engine.
         timeouts: see `Timeouts`.
         restarts: lives that may be replaced per hour.
+        weight_transport: see `EngineClient`.
         options: of the actor: where Ray is to place it.
-        uses: the cluster; closed with the transport.
     """
 
     life: _Life
@@ -89,18 +90,17 @@ class ActorTransport(Transport):
         *,
         name: str,
         log_file: Path,
-        timeouts: Timeouts,
-        restarts: int,
         uses: cluster.Cluster,
+        timeouts: Timeouts | None = None,
+        restarts: int = 3,
+        weight_transport: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.name, self.spec, self.log_file, self.timeouts = name, spec, Path(log_file), timeouts
+        super().__init__(name, timeouts or Timeouts(), weight_transport=weight_transport, keeps_weights=restarts > 0)
+        self.spec, self.log_file, self.devices = spec, Path(log_file), spec.devices
         self.restarts, self.options, self.cluster = restarts, options or {}, uses
-        self.devices = spec.devices
-        self.counters = EngineCounters()
         self.progress_at = time.monotonic()
         self._restarted: deque[float] = deque()
-        self._closed = False
         self.life = self._launch()
 
     # --- lives ------------------------------------------------------------------------------------------------
@@ -122,10 +122,10 @@ class ActorTransport(Transport):
         try:
             capabilities = self._await_start(life)
         except Lost as lost:
-            self._end(life)
+            self._kill(life)
             raise EngineDead(f"{self.name}: its actor {lost} while it started; {self.last_lines(life)}") from lost
         except SwiftError:
-            self._end(life)
+            self._kill(life)
             raise
         return replace(capabilities, devices=self.spec.devices, shares_weights=False)
 
@@ -139,7 +139,7 @@ class ActorTransport(Transport):
         threading.Thread(target=self._listen, args=(life,), name=f"events of {self.name}", daemon=True).start()
         return capabilities
 
-    def replace(self, how: str, *, version: int, valid: bool) -> EngineCounters:
+    def replace(self, how: str) -> EngineCounters:
         dead = self.life
         self._lose(dead, how)
         now = time.monotonic()
@@ -151,13 +151,12 @@ class ActorTransport(Transport):
                 f"{self.last_lines(dead)}"
             )
         self._restarted.append(now)
-        if self._closed:
-            raise EngineDead(f"{self.name}: it is closed; make a new one")
+        self.check_alive()
         life = self.life = self._launch()
         try:
             self._await_start(life)
         except SwiftError as error:  # it would fail again
-            self._end(life)
+            self._kill(life)
             raise EngineDead(f"{self.name}: its actor {how}, and cannot be replaced ({error.problems[0]})") from error
         return EngineCounters(restarts=1)
 
@@ -166,10 +165,10 @@ class ActorTransport(Transport):
         if life.lost:
             return
         life.lost = how
-        self._end(life)
+        self._kill(life)
         self.deliver(life, Lost(how))
 
-    def _end(self, life: _Life) -> None:
+    def _kill(self, life: _Life) -> None:
         import ray
 
         with contextlib.suppress(Exception):  # it may be gone
@@ -183,7 +182,7 @@ class ActorTransport(Transport):
         from ray.exceptions import GetTimeoutError
 
         misses, pending = 0, None
-        while not life.lost and not self._closed:
+        while not life.lost and not self.ended:
             try:
                 if pending is None:
                     pending = life.actor.take.remote(self.timeouts.heartbeat_s / 2)
@@ -204,17 +203,17 @@ class ActorTransport(Transport):
     def _count(self, life: _Life, seen: EngineCounters, *, arrived: bool) -> None:
         if self.life is not life:
             return
-        before, self.counters = self.counters, seen
+        before, self.lived = self.lived, seen
         if arrived or (seen.decode_steps, seen.prefill_tokens) != (before.decode_steps, before.prefill_tokens):
             self.progress_at = time.monotonic()
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    def post(self, life: object, requests: Sequence[Request], version: int) -> None:
+    def post(self, life: object, requests: Sequence[Request]) -> None:
         assert isinstance(life, _Life)
         if life.lost:
             raise Lost(life.lost)
-        life.actor.submit.remote(list(requests))
+        life.actor.submit.remote([replace(one, prompt=None) for one in requests])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if not self.life.lost:
@@ -289,7 +288,7 @@ class ActorTransport(Transport):
 
     # --- watching ---------------------------------------------------------------------------------------------
 
-    def health(self) -> Health:
+    def ask_health(self) -> Health:
         life = self.life
         if life.lost:
             return Health(False, f"{self.name}: its actor {life.lost}")
@@ -322,10 +321,7 @@ class ActorTransport(Transport):
         shown = " | ".join(line.strip() for line in lines[-LAST_LINES:] if line.strip())
         return f"log {self.log_file}{': | ' + shown if shown else ' is empty'}"
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def end(self) -> None:
         life = self.life
         if not life.lost and life.pid:
             import ray
@@ -334,28 +330,6 @@ class ActorTransport(Transport):
                 ray.get(life.actor.close.remote(), timeout=self.timeouts.close_s)
         self._lose(life, "is closed")
         self.cluster.close()
-
-
-def actor_engine(
-    spec: EngineSpec,
-    *,
-    name: str,
-    log_file: Path,
-    uses: cluster.Cluster,
-    timeouts: Timeouts | None = None,
-    restarts: int = 3,
-    weight_transport: str | None = None,
-    options: dict[str, Any] | None = None,
-) -> EngineClient:
-    """The client of an engine in an actor of its own, launched at once and waited for when it is first needed.
-
-    `uses` is closed with the engine. Weights are kept for a restart if there may be one.
-    """
-    bounds = timeouts or Timeouts()
-    transport = ActorTransport(
-        spec, name=name, log_file=log_file, timeouts=bounds, restarts=restarts, uses=uses, options=options
-    )
-    return EngineClient(transport, timeouts=bounds, weight_transport=weight_transport, keeps_weights=restarts > 0)
 
 
 def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]:

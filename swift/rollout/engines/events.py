@@ -1,0 +1,56 @@
+"""What comes of requests to an engine that lives elsewhere, and how long anything there may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swift.rollout.engines.completion_stream import Failure
+from swift.types import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Bounds on every wait, in seconds; the defaults are those of the settings.
+
+    start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. request_s: one request, then
+    it is aborted and tried once more. stall_s: no progress while sampling. sync_s: one weight update. sleep_s: sleep or
+    wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
+    without an answer mean death. close_s: an orderly end.
+    """
+
+    start_s: float = 1800.0
+    server_s: float = 120.0
+    poll_s: float = 2.0
+    request_s: float = 600.0
+    stall_s: float = 300.0
+    sync_s: float = 300.0
+    sleep_s: float = 60.0
+    pause_s: float = 60.0
+    reply_s: float = 15.0
+    connect_s: float = 5.0
+    heartbeat_s: float = 5.0
+    misses: int = 3
+    close_s: float = 10.0
+
+
+class Lost(Exception):
+    """The engine cannot be reached, or is not the one of before; the text says how."""
+
+
+class Late(Lost):
+    """A call was not answered in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """Requests that were not taken and are to be sent again. busy: after a pause, because the queue there is full."""
+
+    request_ids: list[str]
+    busy: bool = False
+
+
+Event = Completion | Failure | Returned | Exception
+"""What comes of requests: each comes back in one of the first three, or all that an engine has are `Lost`."""
+Deliver = Callable[[object, Event], None]
+"""Takes an event and the life of the engine that it comes from; from any thread."""
