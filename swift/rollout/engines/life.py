@@ -9,11 +9,23 @@ A backend says how it falls asleep and wakes up; the order, and the errors of ev
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from swift.errors import EngineAsleep, EngineDead, EngineError, RequestRefused, SyncFailed, is_out_of_memory
+from swift.errors import (
+    EngineAsleep,
+    EngineDead,
+    EngineError,
+    RequestRefused,
+    SyncFailed,
+    first_line,
+    is_out_of_memory,
+)
 from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
+from swift.rollout.engines.expected_weights import few
+from swift.rollout.weights.base import TensorInfo, WeightUpdate
 from swift.types import Request
 
 
@@ -32,6 +44,9 @@ class EngineLife(InferenceEngine):
     _closed = False
 
     def _reset_life(self) -> None:
+        """As it is once it was made."""
+        self.version = self._base_version = 0
+        self._update: LifeUpdate | None = None  # the latest
         self._paused = False
         self._asleep: set[Tag] = set()
         self._dropped = False  # level 2 took the weights; an update brings them back
@@ -54,9 +69,22 @@ class EngineLife(InferenceEngine):
     def _outstanding(self) -> int:
         """How many requests are outstanding; ends first what `abort` has named."""
 
-    def _loaded_version(self) -> int | None:
-        """The version of an update that has begun and is not committed."""
-        return None
+    @abstractmethod
+    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> LifeUpdate:
+        """An update of its weights, which are untouched until the first bucket comes."""
+
+    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        self._check_takes_weights()
+        self._update = self._make_update(manifest, version)
+        return self._update
+
+    def _check_takes_weights(self) -> None:
+        self._check_takes("new weights")
+
+    def _weights_arrived(self, version: int) -> None:
+        """All weights of an update are in."""
+        self._dropped = False
+        self.version = self._base_version = version
 
     def sleep(self, level: SleepLevel) -> SleepReport:
         self._check_valid()
@@ -139,15 +167,16 @@ class EngineLife(InferenceEngine):
             raise EngineAsleep(f"engine: {self.name}: asleep ({asleep}): it cannot sample; wake it")
         if self._dropped:
             raise EngineAsleep(f"engine: {self.name}: its weights were dropped by sleep(2); sync them before sampling")
-        if (version := self._loaded_version()) is not None:
-            raise SyncFailed(f"engine: {self.name}: version {version} is being loaded; commit it first")
+        if self._update is not None and self._update.loading:
+            raise SyncFailed(f"engine: {self.name}: version {self._update.version} is being loaded; commit it first")
 
     def _check_takes(self, what: str) -> None:
         self._check_valid()
         if "weights" in self._asleep:
             raise EngineAsleep(f"engine: {self.name}: asleep: it takes no {what}; wake its weights first")
         self._check_idle(what)
-        if (version := self._loaded_version()) is not None:
+        if self._update is not None and self._update.loading:
+            version = self._update.version
             raise SyncFailed(f"engine: {self.name}: {what} while version {version} is being loaded; abort it first")
 
     def _check_idle(self, what: str, *, kept: bool = True) -> None:
@@ -158,3 +187,40 @@ class EngineLife(InferenceEngine):
                 f"engine: {self.name}: {what} while {count} requests are outstanding; drain or abort them"
                 + (", or pause" if keeps else "")
             )
+
+
+class LifeUpdate(WeightUpdate):
+    """An update of an engine with these states: begun and given up, it leaves weights that belong to no version.
+
+    Raises SyncFailed: its manifest does not fit the engine's model; nothing has changed.
+    """
+
+    def __init__(self, engine: Any, manifest: Sequence[TensorInfo], version: int) -> None:
+        super().__init__(engine.name, manifest, version)
+        self._engine = engine
+        if problems := self._problems():
+            raise SyncFailed(f"{self.name}: {few(problems)}")
+
+    def _problems(self) -> list[str]:
+        """Why an update with this manifest would not be complete and fitting, one line each."""
+        problems: list[str] = self._engine.expected.check(self.manifest)
+        return problems
+
+    @property
+    def loading(self) -> bool:
+        """Whether the model holds a part of it."""
+        return bool(self.sent) and not self.over
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong in the engine's library inside is a `SyncFailed`."""
+        try:
+            yield
+        except (SyncFailed, EngineDead):
+            raise
+        except Exception as error:
+            raise SyncFailed(f"{self.name}: {type(error).__name__}: {first_line(error)}; rebuild the engine") from error
+
+    def _give_up(self) -> None:
+        if self.sent and self._engine._update is self:
+            self._engine._invalidate(f"the update to version {self.version} was given up half-way")

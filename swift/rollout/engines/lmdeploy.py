@@ -33,13 +33,13 @@ from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
-from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
-from swift.rollout.engines.life import EngineLife
+from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
+from swift.rollout.engines.life import EngineLife, LifeUpdate
 from swift.rollout.engines.lmdeploy_api import require
 from swift.rollout.engines.process import on_thread, same_environment
 from swift.rollout.engines.running import Running, ends_with_stop
 from swift.rollout.engines.spec import EngineSpec, visible_devices
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 START_S, SYNC_S, SLEEP_S, CLOSE_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 300.0
@@ -79,7 +79,7 @@ class LMDeployEngine(EngineLife):
         self._tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
         config = model_config(spec)
         self.vocab_size = config.get_text_config().vocab_size
-        self._expected = ExpectedWeights.of_model(spec.model, config)
+        self.expected = ExpectedWeights.of_model(spec.model, config)
         try:
             self._open()
         except BaseException:
@@ -89,10 +89,8 @@ class LMDeployEngine(EngineLife):
 
     def _reset(self) -> None:
         self._reset_life()
-        self.version = 0
         self._running: dict[str, _Running] = {}
         self._moved = time.monotonic()  # when the last token came
-        self._update: _Update | None = None
         self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
         self._quiet = 0  # probes in a row that did not show a change of weights
         self._unconfirmed = ""  # digest of an update that no probe could follow yet
@@ -274,18 +272,11 @@ class LMDeployEngine(EngineLife):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        self._check_takes("new weights")
-        if problems := self._expected.check(manifest):
-            raise SyncFailed(f"weights: version {version} for lmdeploy: {few(problems)}")
-        self._update = _Update(self, manifest, version)
-        return self._update
+    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> _Update:
+        return _Update(self, manifest, version)
 
     def _outstanding(self) -> int:
         return len(self._running)
-
-    def _loaded_version(self) -> int | None:
-        return self._update.version if self._update is not None and self._update.sent else None
 
     def reset_caches(self) -> None:
         """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
@@ -357,17 +348,13 @@ class LMDeployEngine(EngineLife):
             raise
 
 
-class _Update(WeightUpdate):
+class _Update(LifeUpdate):
     """An update in calls of `update_params`, one for each bucket."""
-
-    def __init__(self, engine: LMDeployEngine, manifest: Sequence[TensorInfo], version: int) -> None:
-        super().__init__("lmdeploy", manifest, version)
-        self._engine = engine
 
     def _deliver(self, bucket: Bucket) -> None:
         engine, spec, last = self._engine, self._engine.spec, self.sent == len(self.manifest)
         dtype = torch_dtype(spec.dtype)
-        try:
+        with self._failing():
             # the handles are valid as long as these tensors live: until the call has returned
             copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in spec.devices]
             handles = [engine._api.serialize_state_dict(one) for one in copies]
@@ -375,25 +362,15 @@ class _Update(WeightUpdate):
                 serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
             )
             _bounded(lambda: engine._engine.engine.update_params(request), SYNC_S, "update_params", SyncFailed)
-        except SyncFailed:
-            raise
-        except Exception as error:
-            raise SyncFailed(f"{self.name}: update_params failed ({type(error).__name__}: {error})") from error
 
     def _finish(self) -> Ack:
         engine, digest = self._engine, self.digest.hexdigest()
-        engine._dropped = False
         if engine._asleep:  # nothing can be sampled before the KV cache is awake
             engine._unconfirmed = digest
         else:
             engine._confirm(self.version, digest)
-        engine.version, engine._update = self.version, None
+        engine._weights_arrived(self.version)
         return Ack(self.version, self.sent, self.sent_bytes, digest)
-
-    def _give_up(self) -> None:
-        self._engine._update = None
-        if self.sent:
-            self._engine._invalidate("an update was given up; the model may be half updated")
 
 
 def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:

@@ -175,6 +175,8 @@ class WeightUpdate(ABC):
     def start(self, bucket: Bucket) -> Wait | None:
         """Begin to deliver a bucket; None once it has arrived. See `send`."""
         self._check_open()
+        if not bucket.tensors:
+            return None
         for name, tensor in bucket.tensors:
             expected = self.manifest[self.sent] if self.sent < len(self.manifest) else "no more tensors"
             seen = TensorInfo.of(name, tensor)

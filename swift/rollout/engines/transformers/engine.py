@@ -35,7 +35,6 @@ from swift.rollout.engines.base import (
     SleepLevel,
     Tag,
     TensorInfo,
-    WeightUpdate,
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.life import EngineLife
@@ -88,7 +87,6 @@ class TransformersEngine(EngineLife):
         self.tokenizer, self.eos_token_ids = tokenizer, sorted(set(eos_token_ids))
         self.max_rows, self.cache_bytes = max_rows, cache_bytes
         self.keeps_base = keeps_base
-        self.version = self._base_version = 0
         self.counters = EngineCounters()
         self._reload = reload
         self._guides: guided.GuideFactory | None = None
@@ -113,7 +111,6 @@ class TransformersEngine(EngineLife):
         self._shapes = [parameter.shape for parameter in model.parameters()]
         self._home = self.device
         self._adapter: MergedAdapter | None = None
-        self._update: InPlaceUpdate | None = None
 
     def _describe(self, max_model_len: int | None) -> Capabilities:
         own = self._reload is not None
@@ -307,26 +304,16 @@ class TransformersEngine(EngineLife):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+    def _check_takes_weights(self) -> None:
         self._own("a weight update: it shares the trainer's weights, so that only `version` changes")
-        self._check_takes("new weights")
-        self._update = InPlaceUpdate(self.model, manifest, version, ended=self._update_ended)
-        return self._update
+        super()._check_takes_weights()
 
-    def _loaded_version(self) -> int | None:
-        return self._update.version if self._update is not None else None
+    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> InPlaceUpdate:
+        return InPlaceUpdate(self, manifest, version)
 
-    def _update_ended(self, update: InPlaceUpdate) -> None:
-        if update is not self._update:
-            return  # of weights that were rebuilt meanwhile
-        self._update = None
-        if update.written:
-            self._adapter = None  # overwritten, with what it replaced
-        if update.committed:
-            self.version = self._base_version = update.version
-            self._dropped = False
-        elif update.written:
-            self._invalidate(f"the update to version {update.version} ended early")
+    def _weights_arrived(self, version: int) -> None:
+        super()._weights_arrived(version)
+        self._adapter = None  # overwritten, with what it replaced
 
     def rebuild(self) -> None:
         """Load the weights of version 0 again; requests that are outstanding stay so."""
@@ -341,7 +328,6 @@ class TransformersEngine(EngineLife):
             raise EngineDead(f"engine: transformers: {self._dead}") from error
         self._reset_life()
         self._paused = paused
-        self.version = self._base_version = 0
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         """Merge a LoRA adapter into the base weights, in place of the former one."""

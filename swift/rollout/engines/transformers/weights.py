@@ -8,7 +8,6 @@ refused before the first byte is written. An adapter is taken out again bit for 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,35 +16,25 @@ from torch import Tensor, nn
 from swift.errors import ConfigError, SyncFailed, Unsupported
 from swift.models.adapter_merge import merged_tensors
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
-from swift.rollout.engines.expected_weights import few, manifest_problems
-from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, TensorInfo, WeightUpdate, torch_dtype
+from swift.rollout.engines.expected_weights import manifest_problems
+from swift.rollout.engines.life import LifeUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, torch_dtype
 from swift.rollout.weights.digest import StreamDigest, checksum
 
 
-class InPlaceUpdate(WeightUpdate):
+class InPlaceUpdate(LifeUpdate):
     """Writes an update into a model's parameters as it comes.
 
     A model that loading has rearranged (experts fused into one parameter, say) is written through the inverse of what
     saving does to it. Tied tensors may come under any of their names, and must agree when they come twice.
-
-    ended: called once: committed, or given up. Raises SyncFailed: names or shapes are not those of the model's
-    checkpoint; nothing has changed.
     """
 
-    def __init__(
-        self, model: nn.Module, manifest: Sequence[TensorInfo], version: int, *, ended: Callable[[InPlaceUpdate], None]
-    ) -> None:
-        super().__init__("transformers", manifest, version)
-        self.committed = False
-        self.written: dict[int | str, str] = {}
-        """What has been written -> under which name."""
-        self._places = {name: place for unit in checkpoint_units(model) for name, place in _places(model, unit).items()}
-        self._check()
-        self._ended = ended
-        self._received = StreamDigest()
-
-    def _check(self) -> None:
+    def _problems(self) -> list[str]:
         """Names, shapes and types of the manifest against those of the model."""
+        model = self._engine.model
+        self._written: dict[int | str, str] = {}  # what has been written -> under which name
+        self._received = StreamDigest()
+        self._places = {name: place for unit in checkpoint_units(model) for name, place in _places(model, unit).items()}
         known = {info.name: self._places[info.name] for info in self.manifest if info.name in self._places}
         given = {place.identity for place in known.values()}
         problems = manifest_problems(
@@ -53,24 +42,22 @@ class InPlaceUpdate(WeightUpdate):
             {name: place.shape for name, place in self._places.items()},
             optional={name for name, place in self._places.items() if place.identity in given},
         )
-        problems += [
+        return problems + [
             f"{info.name} of type {info.dtype} cannot be stored"
             for info in self.manifest
             if info.name in known
             and torch_dtype(info.dtype).is_floating_point != known[info.name].dtype.is_floating_point
         ]
-        if problems:
-            raise SyncFailed(f"{self.name}: {few(problems)}")
 
     @torch.no_grad()
     def _deliver(self, bucket: Bucket) -> None:
         for name, tensor in bucket.tensors:
             place = self._places[name]
-            if place.identity in self.written:
+            if place.identity in self._written:
                 self._check_tie(place, name, tensor)
                 stored = place.target
             else:
-                self.written[place.identity] = name
+                self._written[place.identity] = name
                 stored = place.write(tensor)
             # the proof is what lies in the parameters now, unless it has another type than what came
             self._received.add(name, stored if stored.dtype == tensor.dtype else tensor)
@@ -79,20 +66,12 @@ class InPlaceUpdate(WeightUpdate):
         if checksum(tensor.to(place.dtype)) != checksum(place.target):
             raise SyncFailed(
                 f"{self.name}: {name} differs from "
-                f"{self.written[place.identity]}, to which this model ties it; untie it in the model's config.json"
+                f"{self._written[place.identity]}, to which this model ties it; untie it in the model's config.json"
             )
 
     def _finish(self) -> Ack:
+        self._engine._weights_arrived(self.version)
         return Ack(self.version, self.sent, self.sent_bytes, self._received.hexdigest())
-
-    def commit(self) -> Ack:
-        ack = super().commit()
-        self.committed = True
-        self._ended(self)
-        return ack
-
-    def _give_up(self) -> None:
-        self._ended(self)
 
 
 @dataclass(frozen=True, slots=True)

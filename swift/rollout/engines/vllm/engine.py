@@ -30,7 +30,6 @@ from swift.errors import (
     NumericError,
     RequestRefused,
     SwiftError,
-    SyncFailed,
     Unsupported,
     first_line,
 )
@@ -44,7 +43,7 @@ from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, lora_rank_at_least, shut_down
 from swift.rollout.engines.vllm.weights import Adapters, ReloadUpdate, adapter_rank
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -65,21 +64,19 @@ class VLLMEngine(EngineLife):
     def __init__(self, spec: EngineSpec) -> None:
         self.spec, self.keeps_base = spec, spec.lora
         self.counters = EngineCounters()
-        self.version = self._base_version = 0
         self._vllm = load_vllm()
         self._on_cpu = bool(self._vllm.platform.is_cpu())
         self._running = RunningRequests()
         self._ready: deque[Completion] = deque()
         self._reset_life()
-        self._update: ReloadUpdate | None = None
         self._single_copy: SingleCopy | None = None
         self._parted = ""  # why a single copy ended
         self._adapters = Adapters(self._vllm.LoRARequest)
         self._busy = threading.Lock()  # held while vLLM works, so that `close` from another thread waits
-        self._executor = start.executor_of(spec)
+        self.executor = start.executor_of(spec)
         self._config = model_config(spec)
         self.vocab_size = self._config.get_text_config().vocab_size
-        bind_to_cores(spec.cores if self._executor != "mp" else ())
+        bind_to_cores(spec.cores if self.executor != "mp" else ())
         self._llm: Any = None
         start.groups.enter()
         try:
@@ -129,9 +126,7 @@ class VLLMEngine(EngineLife):
             self._dead = f"it could not be rebuilt ({first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}") from error
         self._reset_life()
-        self._update = None
         self._adapters.close()
-        self.version = self._base_version = 0
         self._merge_adapters()
 
     def _shut_down(self) -> None:
@@ -274,20 +269,17 @@ class VLLMEngine(EngineLife):
     # --- weights ----------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _expected(self) -> ExpectedWeights:
+    def expected(self) -> ExpectedWeights:
         return ExpectedWeights.of_model(self.spec.model, self._config)
 
-    def _loaded_version(self) -> int | None:
-        return self._update.version if self._update is not None and self._update.loading else None
-
     def _check_takes_weights(self) -> None:
-        """Raises what `begin_update` does when other weights cannot be taken now."""
+        """In 0.26 vLLM cannot replace weights below LoRA layers."""
         if self.spec.lora and not self._vllm.reloads_under_adapters:
             raise Unsupported(
                 f"--vllm_enable_lora: true: vLLM {self._vllm.version} cannot replace the weights below LoRA layers; "
                 "send adapters only, install a newer vLLM, or --vllm_enable_lora false"
             )
-        self._check_takes("new weights")
+        super()._check_takes_weights()
         if any(running.pinned is not None for running in self._running.values()):
             raise EngineError("engine: vllm: kept requests sample with an adapter; drain them before new weights")
 
@@ -296,23 +288,10 @@ class VLLMEngine(EngineLife):
             raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
         self._check_takes("other adapters")
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """In 0.26 vLLM cannot replace weights below LoRA layers."""
-        self._check_takes_weights()
+    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> ReloadUpdate:
         if self._single_copy is not None:  # writing it could overwrite values that the trainer has put aside
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
-        if problems := self._expected.check(manifest):
-            raise SyncFailed(f"weights: version {version} for vllm: {few(problems)}")
-        self._update = ReloadUpdate(
-            manifest,
-            version,
-            expected=self._expected,
-            call=self._call,
-            apart=self._executor == "mp",
-            failed=self._invalidate,
-            done=self._weights_arrived,
-        )
-        return self._update
+        return ReloadUpdate(self, manifest, version)
 
     def share(self, live: Live) -> str:
         """To be called when both have the same weights."""
@@ -322,7 +301,7 @@ class VLLMEngine(EngineLife):
             return "its weights leave the device while it sleeps (--sleep_level)"
         if self.spec.tensor_parallel_size > 1:
             return "its weights are cut for tensor parallelism"
-        made = self._call("swift_share", live, self._expected.tied, self._expected.embedding)[0]
+        made = self._call("swift_share", live, self.expected.tied, self.expected.embedding)[0]
         if isinstance(made, str):
             return made
         self._single_copy = made
@@ -353,11 +332,10 @@ class VLLMEngine(EngineLife):
     def _weights_arrived(self, version: int) -> None:
         """All weights are in: adapters and what was computed with the old ones are gone, then the version changes."""
         self._adapters.drop(self._llm)
-        if not self._on_cpu and self._executor != "mp":
+        if not self._on_cpu and self.executor != "mp":
             torch.accelerator.synchronize()  # vLLM may run on another stream than what has written them
         self._reset_awake_caches()
-        self._dropped = False
-        self.version = self._base_version = version
+        super()._weights_arrived(version)
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         """Requests kept by a pause end with the adapter they have."""
@@ -367,7 +345,7 @@ class VLLMEngine(EngineLife):
             raise ConfigError(
                 f"--vllm_max_lora_rank: {limit}: the adapter has rank {rank}; set it to {rank} (on a server, there)"
             )
-        if problems := self._expected.check_adapter(adapter):
+        if problems := self.expected.check_adapter(adapter):
             raise Unsupported(
                 f"weights: adapter version {version} for vllm: {few(problems)}; --vllm_enable_lora false merges it"
             )
@@ -407,7 +385,7 @@ class VLLMEngine(EngineLife):
     def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         self.reset_caches()
         if not self._on_cpu:
-            own = self._executor != "mp"  # else its workers have devices, and this process none
+            own = self.executor != "mp"  # else its workers have devices, and this process none
             before = torch.cuda.mem_get_info()[0] if own else 0
             self._llm.sleep(level)
             return torch.cuda.mem_get_info()[0] - before if own else 0, []
@@ -439,8 +417,8 @@ class VLLMEngine(EngineLife):
 
     def _weight_bytes(self) -> int:
         """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""
-        total = self._expected.numbers * getattr(torch, self.capabilities.dtype).itemsize
-        return total // (self.spec.tensor_parallel_size if self._executor == "external_launcher" else 1)
+        total = self.expected.numbers * getattr(torch, self.capabilities.dtype).itemsize
+        return total // (self.spec.tensor_parallel_size if self.executor == "external_launcher" else 1)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker; their replies."""

@@ -15,96 +15,53 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift.errors import EngineDead, SyncFailed, first_line
-from swift.rollout.engines.expected_weights import ExpectedWeights
+from swift.errors import SyncFailed, first_line
+from swift.rollout.engines.life import LifeUpdate
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
-from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Bucket
 from swift.rollout.weights.broadcast import pack
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""
 
 
-class ReloadUpdate(WeightUpdate):
+class ReloadUpdate(LifeUpdate):
     """One layerwise reload in all workers of an engine.
 
-    Args:
-        call: calls a method of every worker by name; the replies.
-        apart: workers are other processes, tensors reach them as a file in shared memory.
-        failed: called with why the engine's weights are invalid from now on.
-        done: called when all weights are in; resets caches, sets the version and may raise.
+    Workers in other processes get tensors as a file in shared memory.
     """
 
-    def __init__(
-        self,
-        manifest: Sequence[TensorInfo],
-        version: int,
-        *,
-        expected: ExpectedWeights,
-        call: Callable[..., list[Any]],
-        apart: bool,
-        failed: Callable[[str], None],
-        done: Callable[[int], None],
-    ) -> None:
-        super().__init__("vllm", manifest, version)
-        self._expected, self._call, self._apart, self._failed, self._done = expected, call, apart, failed, done
-        self._add_head = expected.lacks_head(manifest)
-        self.loading = False
-        """Whether the model is taken apart at the moment and cannot run."""
-
     def _deliver(self, bucket: Bucket) -> None:
-        try:
-            if not self.loading:
-                self.loading = True
-                self._call("swift_begin_update")
-            embedding = next((name for name, _ in bucket.tensors if self._expected.is_embedding(name)), None)
-            copies = {self._expected.tied: embedding} if embedding and self._add_head else {}
-            if self._apart:
-                self._send_file(bucket, copies)
-            else:
-                self._call("swift_load", bucket.tensors, copies, bucket.checksums())
-        except Exception as error:
-            raise self._failure(error) from error
-
-    def _send_file(self, bucket: Bucket, copies: Mapping[str, str]) -> None:
-        flat, entries = pack(bucket, "cpu")
-        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
-            flat.numpy().tofile(file.name)
-            self._call("swift_load_file", file.name, entries, copies)
+        call, expected = self._engine._call, self._engine.expected
+        with self._failing():
+            if self.sent == len(bucket.tensors):
+                call("swift_begin_update")
+            embedding = next((name for name, _ in bucket.tensors if expected.is_embedding(name)), None)
+            copies = {expected.tied: embedding} if embedding and expected.lacks_head(self.manifest) else {}
+            if self._engine.executor != "mp":
+                call("swift_load", bucket.tensors, copies, bucket.checksums())
+                return
+            flat, entries = pack(bucket, "cpu")
+            folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+            with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
+                flat.numpy().tofile(file.name)
+                call("swift_load_file", file.name, entries, copies)
 
     def _finish(self) -> Ack:
-        try:
-            reply, *others = self._call("swift_end_update")
+        with self._failing():
+            reply, *others = self._engine._call("swift_end_update")
             if any(other != reply for other in others):
                 raise ValueError(f"the workers disagree: {[reply, *others]}")
             if reply["missing"]:
                 raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
-            self._done(self.version)
-        except Exception as error:
-            raise self._failure(error) from error
-        self.loading = False
+            self._engine._weights_arrived(self.version)
         return Ack(self.version, reply["tensors"], reply["nbytes"], reply["digest"])
-
-    def _give_up(self) -> None:
-        """One of which nothing was delivered leaves the engine as it was."""
-        if self.loading:
-            self.loading = False
-            self._failed(f"the update to version {self.version} was given up half-way")
-
-    def _failure(self, error: Exception) -> SyncFailed | EngineDead:
-        line = f"{type(error).__name__}: {first_line(error)}"
-        self.loading, self.over = False, True
-        self._failed(f"the update to version {self.version} failed ({line})")
-        if isinstance(error, SyncFailed | EngineDead):
-            return error
-        return SyncFailed(f"{self.name}: {line}; rebuild the engine")
 
 
 def save_adapter(adapter: AdapterWeights, folder: Path) -> str:
