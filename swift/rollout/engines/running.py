@@ -6,9 +6,9 @@ import math
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from swift.errors import NumericError
+from swift.errors import EngineError, NumericError
 from swift.types import Completion, FinishReason, Request
 
 TAIL_SLACK_TOKENS = 8
@@ -50,7 +50,10 @@ class Running:
         )
 
 
-class RunningRequests(dict[str, Running]):
+R = TypeVar("R", bound=Running)
+
+
+class RunningRequests(dict[str, R]):
     """By id. Only `abort` may be called from another thread than the one that samples."""
 
     def __init__(self) -> None:
@@ -58,11 +61,15 @@ class RunningRequests(dict[str, Running]):
         self._lock = threading.Lock()
         self._to_abort: set[str] = set()
 
-    def insert(self, running: Running) -> None:
+    def insert(self, running: R) -> None:
+        """Raises EngineError: its id is outstanding."""
+        name = running.request.request_id
+        if name in self:
+            raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
         with self._lock:
-            self[running.request.request_id] = running
+            self[name] = running
 
-    def take(self, request_id: str) -> Running | None:
+    def take(self, request_id: str) -> R | None:
         with self._lock:
             return self.pop(request_id, None)
 
@@ -71,7 +78,7 @@ class RunningRequests(dict[str, Running]):
         with self._lock:
             self._to_abort.update(self.keys() if request_ids is None else self.keys() & set(request_ids))
 
-    def take_aborted(self) -> list[Running]:
+    def take_aborted(self) -> list[R]:
         """Remove those that `abort` has named, in the order in which they came."""
         if not self._to_abort:
             return []

@@ -12,7 +12,7 @@ requests in the batch do not change it. Two ways to compute a step:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,14 +93,12 @@ class BatchRun:
         self.joining += rows
         self._num_rows += len(rows)
 
-    def end(self, request_ids: Collection[str]) -> list[Completion]:
-        """End some requests where they are; the completions of those that had not ended yet."""
-        ended = [row for row in self.live() if row.request.request_id in request_ids]
-        for row in ended:
+    def end(self, rows: Iterable[Row]) -> None:
+        """End rows where they are, if they are here."""
+        for row in rows:
             row.ended = True
         self.joining = [row for row in self.joining if not row.ended]
         self._compact(COMPACT_SHARE)
-        return [row.completion("abort") for row in ended]
 
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per live row; the completions that end with it.

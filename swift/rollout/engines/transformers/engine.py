@@ -38,6 +38,7 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.life import EngineLife
+from swift.rollout.engines.running import RunningRequests
 from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun, Sampler
 from swift.rollout.engines.transformers.sampling import Row
 from swift.rollout.engines.transformers.weights import InPlaceUpdate, MergedAdapter
@@ -90,12 +91,9 @@ class TransformersEngine(EngineLife):
         self.counters = EngineCounters()
         self._reload = reload
         self._guides: guided.GuideFactory | None = None
-        self._waiting: dict[str, Row] = {}
+        self._running: RunningRequests[Row] = RunningRequests()
         self._run: BatchRun | None = None
-        self._running: set[str] = set()
         self._finished: deque[Completion] = deque()
-        self._aborting: set[str] = set()
-        self._queue = threading.Lock()  # of the sets and queues above, for moments
         self._step = threading.Lock()  # of the batch and the weights, for a step
         self._look_for_room = self._spread = False
         self._take_model(model)
@@ -144,12 +142,8 @@ class TransformersEngine(EngineLife):
     def submit(self, request: Request) -> None:
         self._check_usable()
         self.check_length(request)
-        row = self._sampler().row(request, self.room(request))
-        with self._queue:
-            if request.request_id in self._running or request.request_id in self._waiting:
-                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
-            self._waiting[request.request_id] = row
-            self._look_for_room = True
+        self._running.insert(self._sampler().row(request, self.room(request)))
+        self._look_for_room = True
 
     def stream(self) -> Iterator[Completion]:
         while True:
@@ -194,9 +188,7 @@ class TransformersEngine(EngineLife):
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests, from any thread; takes effect at the next step of `stream`."""
-        with self._queue:
-            outstanding = {*self._waiting, *self._running}
-            self._aborting |= outstanding if request_ids is None else outstanding & set(request_ids)
+        self._running.abort(request_ids)
 
     def pause(self) -> None:
         self._paused = True
@@ -206,7 +198,7 @@ class TransformersEngine(EngineLife):
         self._paused = False
 
     def _outstanding(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._running)
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
@@ -242,32 +234,36 @@ class TransformersEngine(EngineLife):
 
     def _one_step(self) -> list[Completion]:
         """Carry out what was aborted, else one decode step of the batch; the completions that end."""
-        with self._queue:
-            aborting, self._aborting = self._aborting, set()
-            ended = [self._waiting.pop(name).completion("abort") for name in list(self._waiting) if name in aborting]
+        aborted = self._running.take_aborted()
+        ended = [row.completion("abort") for row in aborted]
+        if aborted and self._run is not None:
+            self._run.end(aborted)
+        elif not aborted:
             self._take_up()
-        if self._run is not None:
-            ended += self._run.end(aborting) if aborting else self._run.step(self.model, self.version)
+            assert self._run is not None, "something is outstanding"
+            ended = self._run.step(self.model, self.version)
+            for completion in ended:
+                self._running.take(completion.request_id)
         if ended:
-            with self._queue:
-                self._running -= {completion.request_id for completion in ended}
-                self._look_for_room = True
-                if self._run is not None and self._run.done:
-                    self._run = None
+            self._look_for_room = True
+            if self._run is not None and self._run.done:
+                self._run = None
         return ended
 
     def _take_up(self) -> None:
         """Begin a batch of waiting rows, or let them join the one that runs."""
-        if not self._waiting or (self._run is not None and not (self.joins and self._look_for_room)):
+        if self._run is not None and not (self.joins and self._look_for_room):
+            return
+        waiting = [row for row in self._running.values() if not row.started]
+        if not waiting:
             return
         self._look_for_room = False
         token_bytes = kv_token_bytes(self._config, width=next(self.model.parameters()).element_size())
         slots = max(1, self.cache_bytes // max(1, token_bytes))
-        rule, waiting = BatchRule(self.max_rows, slots, one_length=self.obstacle is not None), [*self._waiting.values()]
+        rule = BatchRule(self.max_rows, slots, one_length=self.obstacle is not None)
         rows = rule.first(waiting) if self._run is None else rule.joining(waiting, self._run)
         for row in rows:
-            del self._waiting[row.request.request_id]
-            self._running.add(row.request.request_id)
+            row.started = True
         if self._run is None:
             self._run = self._start(rows)
         else:
@@ -275,11 +271,8 @@ class TransformersEngine(EngineLife):
 
     def _forget(self) -> None:
         """After a failure nobody waits for the rest: what was asked for is gone."""
-        with self._queue:
-            self._run = None
-            self._running.clear()
-            self._waiting.clear()
-            self._aborting.clear()
+        self._run = None
+        self._running = RunningRequests()
 
     def _sampler(self) -> Sampler:
         return Sampler(self.eos_token_ids, self.tokenizer, self._guides)

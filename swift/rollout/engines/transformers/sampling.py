@@ -38,6 +38,7 @@ class Row(Running):
     ends: frozenset[int] = frozenset()
     uniforms: np.ndarray = field(default_factory=lambda: np.empty(0))
     guide: Any = None
+    started: bool = False
     ended: bool = False
 
 

@@ -66,7 +66,7 @@ class VLLMEngine(EngineLife):
         self.counters = EngineCounters()
         self._vllm = load_vllm()
         self._on_cpu = bool(self._vllm.platform.is_cpu())
-        self._running = RunningRequests()
+        self._running: RunningRequests[Running] = RunningRequests()
         self._ready: deque[Completion] = deque()
         self._reset_life()
         self._single_copy: SingleCopy | None = None
@@ -170,9 +170,8 @@ class VLLMEngine(EngineLife):
     def submit(self, request: Request) -> None:
         self._check_usable()
         self.check_length(request)
-        if request.request_id in self._running:
-            raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
         adapter = self._adapters.current
+        self._running.insert(Running(request, None if adapter is None else adapter.version))
         try:
             with same_randomness():
                 self._llm.add_request(
@@ -182,9 +181,9 @@ class VLLMEngine(EngineLife):
                     lora_request=None if adapter is None else adapter.request,
                 )
         except Exception as error:
+            self._running.take(request.request_id)
             self._llm.abort_request([request.request_id])  # it may have been noted by half
             raise EngineError(f"request: {request.request_id}: vLLM refuses it ({first_line(error)})") from error
-        self._running.insert(Running(request, None if adapter is None else adapter.version))
 
     def _parameters(self, request: Request) -> Any:
         room, ends = self.room(request), self.spec.eos_token_ids
