@@ -361,13 +361,12 @@ def test_sleep_goes_deeper_but_not_back(engine, model):
 
 
 def test_memory_that_cannot_be_released_is_said_in_one_line(engine, monkeypatch):
-    def refused(self):
-        raise OSError(22, "madvise of 8 bytes failed")
-
-    monkeypatch.setattr(worker.WorkerExtension, "swift_release_kv", refused)
+    monkeypatch.setattr(worker, "MADV_DONTNEED", 10**6)  # which the kernel refuses
     report = engine.sleep(1)
     assert report.freed_bytes == 0
-    assert report.note == f"KV cache of {KV_MIB} MiB cannot be released: [Errno 22] madvise of 8 bytes failed"
+    assert re.fullmatch(
+        rf"KV cache of {KV_MIB} MiB cannot be released: madvise of \d+ bytes failed \(Invalid argument\)", report.note
+    )
     engine.wake()
     assert len(sample(engine, [request(tokens=2)])["r"].token_ids) == 2
 
@@ -385,14 +384,11 @@ def test_what_cannot_start_is_refused_with_the_flag(folder, tmp_path):
         build_engine(spec(nano))
 
 
-def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_nothing(
-    folder, engine, monkeypatch, caplog
-):
+def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_nothing(folder, engine, caplog):
     shared, children = segments(), set(children_of(os.getpid()))
-    monkeypatch.setattr(worker.WorkerExtension, "swift_kv_obstacle", lambda self: "no such system call")
     made = build_engine(spec(folder, sleep=True, max_model_len=None, engine_kwargs={"kv_cache_memory_bytes": 1 << 20}))
     assert 32 <= made.capabilities.max_model_len < 2048
-    assert "limited to" in caplog.text and "cannot be released: no such system call" in caplog.text
+    assert "limited to" in caplog.text
     made.submit(request("lost", tokens=3))
     made.close()
     made.close()

@@ -138,7 +138,7 @@ def test_an_adapter_that_vllm_refuses_fails_and_the_former_one_stays(engine, fol
     good = tuned(folder, seed=1)
     engine.load_adapter(adapter_weights(good), 1)
     sent = adapter_weights(good)
-    with pytest.raises(SyncFailed, match=r"weights: adapter policy-v2 for vllm: .*DoRA"):
+    with pytest.raises(SyncFailed, match=r"weights: adapter version 2 for vllm: .*DoRA"):
         engine.load_adapter(AdapterWeights({**sent.config, "use_dora": True}, sent.tensors), 2)
     assert engine.version == 1
     assert [path.name.split("-", 1)[1] for path in folders_of(engine)] == ["policy-v1"]

@@ -81,8 +81,6 @@ class VLLMEngine(EngineLife):
         start.groups.enter()
         try:
             self._llm = start.start(self._vllm, spec, self._config, on_cpu=self._on_cpu)
-            if spec.sleep and self._on_cpu and (obstacle := self._kv_obstacle()):
-                logger.warning("vllm: %s", obstacle)
             self.capabilities = start.capabilities(self._vllm, self._llm, spec, self._config, on_cpu=self._on_cpu)
             self._try_out()
             self._merge_adapters()
@@ -388,20 +386,12 @@ class VLLMEngine(EngineLife):
             before = torch.cuda.mem_get_info()[0] if own else 0
             self._llm.sleep(level)
             return torch.cuda.mem_get_info()[0] - before if own else 0, []
-        obstacle, freed = self._kv_obstacle(), 0
-        if not obstacle:
-            try:
-                freed = sum(self._call("swift_release_kv"))
-            except OSError as error:
-                obstacle = self._kv_obstacle(str(error))
-        notes = [f"weights stay resident ({self._weight_bytes() >> 20} MiB)"] if level == 2 else []
-        return freed, [*([obstacle] if obstacle else []), *notes]
-
-    def _kv_obstacle(self, reason: str = "") -> str:
-        """Why the KV cache cannot be released on a CPU, in one line; "" when it can."""
-        reason = reason or next((reply for reply in self._call("swift_kv_obstacle") if reply), "")
-        size = sum(self._call("swift_kv_bytes")) >> 20 if reason else 0
-        return f"KV cache of {size} MiB cannot be released: {reason}" if reason else ""
+        freed, obstacles = zip(*self._call("swift_release_kv"), strict=True)
+        size = sum(self._call("swift_kv_bytes")) >> 20
+        notes = [f"KV cache of {size} MiB cannot be released: {one}" for one in dict.fromkeys(obstacles) if one]
+        if level == 2:
+            notes.append(f"weights stay resident ({self._weight_bytes() >> 20} MiB)")
+        return sum(freed), notes
 
     def _wake_up(self, tag: Tag) -> None:
         if not self._on_cpu:

@@ -86,7 +86,6 @@ class LoadedAdapter:
     """An adapter that the engine holds. request: vLLM's for it, with name, number and folder."""
 
     version: int
-    name: str
     request: Any
 
 
@@ -110,26 +109,22 @@ class Adapters:
         """
         self._root = self._root or Path(tempfile.mkdtemp(prefix="swift-adapters-"))
         self._count += 1
-        name = f"policy-v{version}"
-        if any(one.name == name for one in self.held):
-            name = f"{name}.{self._count}"
-        folder = self._root / f"{self._count}-{name}"
-        request = self._make_request(lora_name=name, lora_int_id=self._count, lora_path=str(folder))
+        folder, where = self._root / f"{self._count}-policy-v{version}", f"weights: adapter version {version} for vllm"
+        request = self._make_request(lora_name=folder.name, lora_int_id=self._count, lora_path=str(folder))
         try:
             digest = save_adapter(adapter, folder)
             if digest != adapter.digest():
-                raise SyncFailed(f"weights: adapter {name} for vllm: what was written differs from what was sent")
+                raise SyncFailed(f"{where}: what was written differs from what was sent")
             with same_randomness():
                 llm.add_lora(request)
             if self._count not in llm.list_loras():
-                raise SyncFailed(f"weights: adapter {name} for vllm: it is not among the loaded ones afterwards")
+                raise SyncFailed(f"{where}: it is not among the loaded ones afterwards")
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, Exception) or isinstance(error, SyncFailed):
                 raise
-            line = f"{type(error).__name__}: {first_line(error)}"
-            raise SyncFailed(f"weights: adapter {name} for vllm: {line}") from error
-        self.current = LoadedAdapter(version, name, request)
+            raise SyncFailed(f"{where}: {type(error).__name__}: {first_line(error)}") from error
+        self.current = LoadedAdapter(version, request)
         self.held.append(self.current)
         for old in self.held[:-HELD_ADAPTERS]:
             if old.version not in in_use:

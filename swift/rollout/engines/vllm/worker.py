@@ -116,27 +116,23 @@ class WorkerExtension:
         """Size of the KV cache."""
         return sum(size for _, size in self._swift_kv()[0])
 
-    def swift_kv_obstacle(self) -> str:
-        """Why the KV memory cannot be given back by `swift_release_kv`, or ""."""
-        kv, on_cpu = self._swift_kv()
-        if sys.platform != "linux":
-            return f"{sys.platform} has no MADV_DONTNEED that zeroes pages"
-        if not on_cpu:
-            return "it is not in main memory"
-        return "" if kv else "the engine shows no KV cache"
-
-    def swift_release_kv(self) -> int:
-        """Give the pages of the KV cache back to the system; bytes by which this process became smaller.
+    def swift_release_kv(self) -> tuple[int, str]:
+        """Give the pages of the KV cache back to the system; bytes by which this process became smaller, and why none.
 
         Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
         """
+        kv, on_cpu = self._swift_kv()
+        if sys.platform != "linux":
+            return 0, f"{sys.platform} has no MADV_DONTNEED that zeroes pages"
+        if not kv or not on_cpu:
+            return 0, "it is not in main memory" if kv else "the engine shows no KV cache"
         before = psutil.Process().memory_info().rss
-        for address, size in self._swift_kv()[0]:
+        for address, size in kv:
             start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only
             length = max(0, (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE)
             if length and LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED):
-                raise OSError(ctypes.get_errno(), f"madvise of {length} bytes failed")
-        return before - psutil.Process().memory_info().rss
+                return 0, f"madvise of {length} bytes failed ({os.strerror(ctypes.get_errno())})"
+        return before - psutil.Process().memory_info().rss, ""
 
     def _swift_kv(self) -> tuple[list[tuple[int, int]], bool]:
         """Address and size of each storage of the KV cache (layers often share one); whether all are on the CPU."""
