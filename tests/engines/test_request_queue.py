@@ -394,13 +394,17 @@ def test_a_bucket_that_cannot_be_read_ends_the_update(made):
     Box(queue, some(1)).wait(1)
 
 
-def test_a_commit_that_fails_ends_the_update(made):
-    queue = made(ScriptedEngine(update_failures=[("commit", lost())]))
+def test_a_commit_that_fails_ends_the_update_and_what_was_paused_goes_on(made):
+    queue = made(ScriptedEngine(step_s=0.03, update_failures=[("commit", lost())]))
+    box = Box(queue, [ask("g/0", [1], seed=6)])
+    until_submitted(queue, 1)
+    queue.pause_in_flight()
     number = send(queue, 1.0)
+    queue.resume()
     with pytest.raises(SyncFailed):
         queue.updates.commit(number).result(LIMIT_S)
     assert queue.updates.idle_s is None
-    Box(queue, some(1)).wait(1)
+    box.wait(1)
 
 
 def test_an_update_that_was_left_open_is_aborted_by_the_next_or_by_its_number(made):

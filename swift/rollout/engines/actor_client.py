@@ -204,7 +204,7 @@ class ActorClient(EngineClient):
         if self.life is not life:
             return
         before, self.lived = self.lived, seen
-        if arrived or (seen.decode_steps, seen.prefill_tokens) != (before.decode_steps, before.prefill_tokens):
+        if arrived or seen != before:
             self.progress_at = time.monotonic()
 
     # --- calls ------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ tensor-parallel rank; it confirms nothing, and a failure leaves half of it in th
 before, and a fixed prompt is sampled after an update: its log-probs must be sound, and change when the weights did.
 LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
 
-Every wait has a bound. A call into LMDeploy that does not come back within it makes the engine dead: the thread that
-waits for it is left alone, nothing else is.
+A call into LMDeploy that does not come back in time makes the engine dead: the thread that waits for it is left alone,
+nothing else is. That tokens come at all is watched by its owner, as for every engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import contextlib
 import functools
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ from swift.rollout.engines.spec import EngineSpec, visible_devices
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
-START_S, SYNC_S, SLEEP_S, CLOSE_S, STALL_S = 600.0, 300.0, 60.0, 30.0, 300.0
-"""Bounds of waits, in seconds; the last one is for streams without any new token."""
+START_S, SYNC_S, SLEEP_S, CLOSE_S = 600.0, 300.0, 60.0, 30.0
+"""Bounds of waits, in seconds."""
 PROBE_TOKENS = 16
 QUIET_UPDATES = 3
 """Updates in a row that changed bytes but no log-prob of the probe; more than that is no accident of rounding."""
@@ -90,7 +89,6 @@ class LMDeployEngine(EngineLife):
     def _reset(self) -> None:
         self._reset_life()
         self._running: dict[str, _Running] = {}
-        self._moved = time.monotonic()  # when the last token came
         self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
         self._quiet = 0  # probes in a row that did not show a change of weights
         self._unconfirmed = ""  # digest of an update that no probe could follow yet
@@ -173,9 +171,7 @@ class LMDeployEngine(EngineLife):
         running = _Running(request)
         with self._lock:
             if request.request_id in self._running:
-                raise EngineError(f"request: {request.request_id}: submitted twice; ids must differ while in flight")
-            if not self._running:
-                self._moved = time.monotonic()
+                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
             self._running[request.request_id] = running
         self._spawn(self._serve(running))
 
@@ -193,7 +189,6 @@ class LMDeployEngine(EngineLife):
             if self._running.get(running.request.request_id) is running:
                 self._ready.put(running.completion(reason))  # first, so that `stream` never finds neither
                 del self._running[running.request.request_id]
-                self._moved = time.monotonic()
 
     async def _sample(self, running: _Running) -> FinishReason:
         engine, request = self._engine, running.request
@@ -231,7 +226,7 @@ class LMDeployEngine(EngineLife):
             if token not in row:
                 raise EngineError(f"request: {request.request_id}: token {token} came without its log-prob")
             running.add([int(token)], [min(float(row[token]), 0.0)], self.version)
-            self._moved = time.monotonic()
+            self.counters.decode_rows += 1
             if ends_with_stop(running.token_ids, request.sampling.stop, self._tokenizer):
                 return "stop"
         if status == types.FINISH:  # a full KV cache is a limit, too
@@ -248,17 +243,9 @@ class LMDeployEngine(EngineLife):
             except queue.Empty:
                 if idle:
                     return
-                self._require_progress()
+                self._check_valid()
                 continue
-            self.counters.decode_rows += len(done.token_ids)
             yield done
-
-    def _require_progress(self) -> None:
-        waited = time.monotonic() - self._moved
-        if waited > STALL_S and not self._dead:
-            self._dead = f"no token for {waited:.0f} s with {len(self._running)} requests outstanding"
-        if self._dead:
-            raise EngineDead(f"engine: lmdeploy: {self._dead}")
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._lock:

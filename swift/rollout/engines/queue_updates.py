@@ -13,15 +13,10 @@ from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 
 
 class QueueUpdates:
-    """Begin, send, commit, abort; nothing is sampled while an update is open.
+    """Begin, send, commit, abort; nothing is sampled while an update is open."""
 
-    ended: called on the engine's thread when an update has ended.
-    """
-
-    def __init__(
-        self, do: Callable[[Callable[[InferenceEngine], Any]], Future[Any]], ended: Callable[[], None]
-    ) -> None:
-        self._do, self._ended = do, ended
+    def __init__(self, do: Callable[[Callable[[InferenceEngine], Any]], Future[Any]]) -> None:
+        self._do = do
         self._update: WeightUpdate | None = None
         self._number = 0  # of the latest update
         self._touched_at = 0.0
@@ -106,4 +101,3 @@ class QueueUpdates:
         ended, self._update = self._update, None
         if ended is not None and abort:
             ended.abort()
-        self._ended()

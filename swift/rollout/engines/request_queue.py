@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, first_line
@@ -60,7 +60,7 @@ class RequestQueue:
         self.limit = limit
         self.dead: EngineDead | None = None
         self.paused = False
-        self.updates = QueueUpdates(self.do, self._update_ended)
+        self.updates = QueueUpdates(self.do)
         self._changed = threading.Condition()
         self._table = RequestTable(retries=False)  # by the names that the engine knows: "<stream>:<id>"
         self._streams: dict[str, CompletionStream] = {}  # by the same names
@@ -221,10 +221,6 @@ class RequestQueue:
             self.resume()
         return future
 
-    def _update_ended(self) -> None:
-        if self._resumes_later:
-            self._resume(self.engine)
-
     # --- the engine's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -241,10 +237,17 @@ class RequestQueue:
             if future.set_running_or_notify_cancel():
                 self._working = future
                 try:
-                    future.set_result(work(self.engine))
+                    future.set_result(self._carry_out(work))
                 except BaseException as error:  # belongs to whoever waits for the job
                     future.set_exception(error)
                 self._working = None
+
+    def _carry_out(self, work: Callable[[InferenceEngine], T]) -> T:
+        try:
+            return work(self.engine)
+        finally:
+            if self._resumes_later:  # if that has ended the update
+                self._resume(self.engine)
 
     @property
     def _job_is_due(self) -> bool:
@@ -364,8 +367,7 @@ class RequestQueue:
 
         Raises EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
         """
-        counters, now = self.engine.counters, time.monotonic()
-        signs = (self._working, self._table.count(ENGINE), counters.decode_steps, counters.prefill_tokens)
+        now, signs = time.monotonic(), (self._working, self._table.count(ENGINE), astuple(self.engine.counters))
         idle = self._working is None and (not self._table.count(ENGINE) or self._kept)
         if idle or signs != self._seen:
             self._seen, self._seen_at = signs, now
