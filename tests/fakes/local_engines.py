@@ -20,7 +20,6 @@ class LocalClient(EngineClient):
     stored = "object_store"
     devices = ("cpu",)
     restartable = False
-    progress_at = float("inf")
 
     def __init__(self, engine, name, timeouts, again):
         super().__init__(name, timeouts, keeps_weights=again is not None)

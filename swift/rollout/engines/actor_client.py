@@ -99,7 +99,6 @@ class ActorClient(EngineClient):
         super().__init__(name, timeouts or Timeouts(), weight_transport=weight_transport, keeps_weights=restarts > 0)
         self.spec, self.log_file, self.devices = spec, Path(log_file), spec.devices
         self.restarts, self.options, self.cluster = restarts, options or {}, uses
-        self.progress_at = time.monotonic()
         self._restarted: deque[float] = deque()
         self.life = self._launch()
 

@@ -55,7 +55,7 @@ class EngineClient(ABC):
         life: another object once the engine was replaced, or what it had in flight was given up.
         deliver: takes what comes of requests.
         lived: what the present life says it has done.
-        progress_at: monotonic time of the last sign of progress.
+        progress_at, busy_until: monotonic times of the last sign of progress, and until which its queue counts as full.
         version: of the policy that it samples with.
         dead: why it will not come back, or None.
         void: why its weights belong to no version; "" when they do.
@@ -68,7 +68,6 @@ class EngineClient(ABC):
     restartable: bool
     stored: str
     life: object
-    progress_at: float
 
     def __init__(
         self, name: str, timeouts: Timeouts, *, weight_transport: str | None = None, keeps_weights: bool = True
@@ -77,6 +76,7 @@ class EngineClient(ABC):
         self.weight_transport, self.keeps_weights = weight_transport, keeps_weights
         self.deliver: Deliver = lambda life, event: None
         self.lived = EngineCounters()
+        self.progress_at, self.busy_until = time.monotonic(), 0.0
         self.version = 0
         self.dead: SwiftError | None = None
         self.void = self.asleep = ""

@@ -59,9 +59,6 @@ class Dispatch:
         self.paused_at: float | None = None
         self.closed = False
         self.events: deque[tuple[EngineClient, object, Event]] = deque()
-        self._recovering: set[EngineClient] = set()
-        self._busy_until: dict[EngineClient, float] = {}
-        self._touched_at: dict[EngineClient, float] = {}
         self._looked_at = 0.0
         self._last: tuple[Any, EngineClient] | None = None
         self._homes: dict[str, EngineClient] = {}  # of trajectories, the longest silent first
@@ -93,7 +90,7 @@ class Dispatch:
                 life, parcel = parcels.setdefault(client, (client.life, []))
                 self.table.send([request.request_id], life, now)
                 parcel.append(request)
-                self._touched_at[client] = now
+                client.progress_at = now
         for client, (life, parcel) in parcels.items():
             try:
                 client.post(life, parcel)
@@ -102,8 +99,7 @@ class Dispatch:
 
     def _usable(self) -> list[EngineClient]:
         now = time.monotonic()
-        there = [one for one in self.clients if one.dead is None and not one.replacing and one not in self._recovering]
-        return [one for one in there if self._busy_until.get(one, 0.0) <= now]
+        return [one for one in self.clients if one.dead is None and not one.replacing and one.busy_until <= now]
 
     def _choose(self, request: Request, usable: list[EngineClient]) -> EngineClient:
         """The engine of its trajectory, of its group, or the one with the least work."""
@@ -153,7 +149,7 @@ class Dispatch:
                 with self.changed:
                     self.table.release(life, event.request_ids)
                     if event.busy:
-                        self._busy_until[client] = time.monotonic() + BUSY_S
+                        client.busy_until = time.monotonic() + BUSY_S
             elif isinstance(event, Lost):
                 self._lost(client, life, event)
             elif isinstance(event, EngineDead):
@@ -192,9 +188,9 @@ class Dispatch:
         """Its requests wait for an engine; it is replaced, unless it has been."""
         with self.changed:
             self.table.release(life)
-            if client.life is not life or client.dead is not None or client in self._recovering:
+            if client.life is not life or client.dead is not None or client.replacing:
                 return
-            self._recovering.add(client)
+            client.replacing = True
         work = partial(self._recover, client, life, str(lost))
         threading.Thread(target=work, name=f"replaces {client.name}", daemon=True).start()
 
@@ -205,8 +201,8 @@ class Dispatch:
         except Exception as raised:  # in the thread that streams
             error = raised
         with self.changed:
-            self._recovering.discard(client)
-            self._touched_at[client] = time.monotonic()
+            client.replacing = False
+            client.progress_at = time.monotonic()
             if error is not None and not self.closed:
                 self.events.append((client, life, error))
             self.changed.notify_all()
@@ -232,10 +228,8 @@ class Dispatch:
                 else:
                     self._lost(client, life, Lost(problem))
         for life, client in clients.items():
-            progress_at = max(client.progress_at, self._touched_at.get(client, 0.0))
-            if self.table.count(life) and now - progress_at > client.timeouts.stall_s:
-                stacks = client.stacks()
-                problem = f"no progress for {client.timeouts.stall_s:g} s: {stacks}".rstrip(": ")
+            if self.table.count(life) and now - client.progress_at > client.timeouts.stall_s:
+                problem = f"no progress for {client.timeouts.stall_s:g} s: {client.stacks()}".rstrip(": ")
                 raise EngineError(client.die(problem).problems[0])  # the others are not to go on without
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
@@ -251,6 +245,7 @@ class Dispatch:
         """The pause is over; time limits did not run meanwhile."""
         with self.changed:
             now, paused_at, self.paused_at = time.monotonic(), self.paused_at, None
-            self._touched_at = dict.fromkeys(self.clients, now)
+            for client in self.clients:
+                client.progress_at = now
             if paused_at is not None:
                 self.table.postpone(now - paused_at)

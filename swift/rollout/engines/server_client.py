@@ -76,10 +76,10 @@ class ServerClient(ServerCalls):
         weight_transport: str | None = None,
         force_restart: bool = False,
     ) -> None:
-        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8), weight_transport)
+        bounds = replace(timeouts, stall_s=math.inf)  # a server watches its engines itself
+        super().__init__(url, spec, api_key, bounds, run_id or secrets.token_hex(8), weight_transport)
         self.force_restart = force_restart
         self.life: object = object()
-        self.progress_at = math.inf  # a server watches its engines itself
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
         self._boot = ""
