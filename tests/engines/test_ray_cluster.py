@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from actor_parts import PATHS
 from processes import wait_for
 from scripted_engine import ScriptedEngine
 
@@ -38,11 +39,9 @@ def test_engines_join_a_cluster_with_its_token_and_leave_it_running():
     tmp_path = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets there
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
-    here = Path(__file__).parent
     environment = {
         **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent / "fakes")]),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONPATH": PATHS,
     }  # fmt: skip
     head = [
         Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=2",
@@ -88,17 +87,20 @@ sys.stdin.readline()
 """
 
 
+def without_ray():
+    """The environment of a process that is in no cluster."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": PATHS}
+
+
 @pytest.fixture
 def two_nodes():
     """Processes that form a cluster of two nodes; ended after the test."""
-    here, started = Path(__file__).parent, []
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PYTHONPATH": os.pathsep.join([*sys.path, str(here), str(here.parent / "fakes")])}
+    started = []
 
     def start(code, *words):
         process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=without_ray(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
         return process
@@ -188,10 +190,8 @@ assert get_authentication_mode() == AuthenticationMode.TOKEN
 assert ray.get(ray.remote(lambda: 3).remote()) == 3
 one.close()
 """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", code]
-    found = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, check=False, env=without_ray(), capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
 
 

@@ -74,7 +74,7 @@ def test_slow_adapters_on_a_cpu_are_announced_once(made):
     assert sum("adapters decode 5 to 10 times slower on a CPU" in line for line in made[1]) == 1
 
 
-def test_ten_versions_leave_no_drift_and_two_stay_on_disk(engine, folder):
+def test_ten_versions_leave_no_drift_and_two_stay_on_disk_until_the_adapter_is_dropped(engine, folder):
     model = tuned(folder)
     for version in range(1, 11):
         change(model, version)
@@ -87,6 +87,11 @@ def test_ten_versions_leave_no_drift_and_two_stay_on_disk(engine, folder):
     assert [folder.name for folder in held] == ["9-policy-v9", "10-policy-v10"]
     assert sorted(held[0].parent.iterdir()) == sorted(held)
     assert len(engine._llm.list_loras()) == 2
+    engine.drop_adapter()
+    assert engine.version == 0
+    assert drift(engine, load(folder)) <= LIMIT
+    assert not any(path.exists() for path in held)
+    assert sample(engine, [request(tokens=3)])["r"].versions == [(0, 0, 3)]
 
 
 def test_the_same_version_again_is_another_adapter(engine, folder):
@@ -96,16 +101,6 @@ def test_the_same_version_again_is_another_adapter(engine, folder):
     assert drift(engine, first, requests(2)) <= LIMIT
     engine.load_adapter(adapter_weights(second), 3)
     assert drift(engine, second, requests(2)) <= LIMIT
-
-
-def test_dropping_the_adapter_gives_the_base_and_its_version_back(engine, folder):
-    engine.load_adapter(adapter_weights(tuned(folder, seed=1)), 7)
-    paths = folders_of(engine)
-    engine.drop_adapter()
-    assert engine.version == 0
-    assert drift(engine, load(folder)) <= LIMIT
-    assert not any(path.exists() for path in paths)
-    assert sample(engine, [request(tokens=3)])["r"].versions == [(0, 0, 3)]
 
 
 def test_a_rank_above_the_limit_is_refused_with_the_flag(engine, folder):

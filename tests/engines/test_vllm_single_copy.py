@@ -183,13 +183,6 @@ def test_a_kv_cache_beside_a_layer_is_no_obstacle(stored, policy):
     share(stored, policy)
 
 
-def test_parameters_that_the_engine_has_moved_are_noticed(stored, policy):
-    single, live = share(stored, policy), live_of(policy)
-    assert single.holds(live())
-    stored.model.norm.weight.data = stored.model.norm.weight.data.clone()
-    assert not single.holds(live())
-
-
 # --- one copy ---------------------------------------------------------------------------------------------------
 
 
@@ -225,11 +218,14 @@ def test_a_checkpoint_is_saved_and_loaded_whole(stored, policy, tmp_path):
         assert torch.equal(kept[name], tensor), name
 
 
-def test_a_trainer_with_other_memory_is_noticed(stored, policy):
+@pytest.mark.parametrize("side", ["stored", "policy"])
+def test_a_side_with_other_memory_is_noticed(stored, policy, side):
     single, live = share(stored, policy), live_of(policy)
-    policy.model.norm.weight.data = policy.model.norm.weight.data.clone()
+    assert single.holds(live())
+    moved = {"stored": stored, "policy": policy}[side].model
+    moved.norm.weight.data = moved.norm.weight.data.clone()
     assert not single.holds(live())
-    policy.model.norm = copy.deepcopy(policy.model.norm)
+    moved.norm = copy.deepcopy(moved.norm)
     assert not single.holds(live())
 
 

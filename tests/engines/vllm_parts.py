@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from oracle import gap
 
@@ -51,22 +49,3 @@ def drift(engine, model, wanted=None):
     found = sample(engine, wanted)
     assert set(found) == {one.request_id for one in wanted}
     return max(gap(model, one, found[one.request_id]) for one in wanted)
-
-
-def children_of(pid):
-    """Command lines of the processes whose parent is `pid`, but for Python's own tracker of shared memory."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
-            command = (entry / "cmdline").read_text()
-        except OSError:  # ended meanwhile
-            continue
-        if int(parent) == pid and "resource_tracker" not in command:
-            found.append(command)
-    return found
-
-
-def segments():
-    """Shared memory of this machine, without the semaphores that Python makes and unlinks at once."""
-    return {one for one in Path("/dev/shm").iterdir() if not one.name.startswith("sem.mp-")}
