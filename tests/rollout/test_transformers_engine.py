@@ -92,10 +92,10 @@ def joined_late(engine, first, later, step):
 
 
 @pytest.mark.parametrize("step", [1, 5, 10])
-def test_requests_that_come_later_join_a_batch_that_runs(nano_folder, step):
+def test_requests_that_come_later_join_a_batch_that_runs(nano_folder, step, monkeypatch):
     """Prompts that are longer than the slots in use, too; rows that have left give their slots back."""
     engine = make_engine(nano_folder)
-    engine.joins = True
+    monkeypatch.setattr(TransformersEngine, "joins", True)  # as on an accelerator
     requests = make_requests([*PROMPTS, [7] * 60])
     alone = run(engine, requests)
     joined = joined_late(engine, requests[:4], requests[4:], step)
