@@ -8,6 +8,7 @@ What the subclass overrides, and why:
     _save                  weights that were gathered are stored as if they had never been sharded
     _load_best_model       its seconds count as saving
     _issue_warnings_after_load  tied weights are stored once
+    create_optimizer       16-bit weights are updated through float32 masters
     train, get_batch_samples, training_step   what fails before the weights change: see `saved_if_it_fails`
 
 A subclass may add to a checkpoint: `state_beside_weights` gathers on all ranks, `add_to_checkpoint` writes on rank 0.
@@ -25,6 +26,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
@@ -35,6 +37,7 @@ from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
 from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, step_of
 from swift.trainers.distributed import Collectives
+from swift.trainers.optimizers.master_weights import keep_master_weights
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
@@ -72,6 +75,15 @@ class AtomicTrainer(Trainer):
         """Trainer's, for a model that is sharded already."""
         shard(self.model, self.accelerator)
         return super()._prepare_for_training(*arguments, **named)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Trainer's; small updates of 16-bit weights are not rounded away."""
+        made = self.optimizer is None
+        optimizer: Optimizer = super().create_optimizer(model)
+        # fp16's loss scaling needs gradients at the weights that the optimizer holds; ZeRO and FSDP have own masters
+        if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            keep_master_weights(optimizer)
+        return optimizer
 
     def state_beside_weights(self) -> Any:
         """What a checkpoint holds beyond Trainer's files and the settings; collective."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ CALLS = "swift/calls"
 STORE_LIMIT_S = 60.0
 LOOK_S = 0.05
 """Longest time between two looks at it."""
+
+T = TypeVar("T")
 
 
 class Collectives:
@@ -63,6 +65,10 @@ class Collectives:
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks in rank order, everywhere."""
         return list(self.broadcast(self.gather(value)))
+
+    def merged(self, mine: Mapping[int, T]) -> dict[int, T]:
+        """The entries of all ranks, everywhere; equal keys have the value of the highest rank."""
+        return {key: value for part in self.all_gather(mine) for key, value in part.items()}
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value, everywhere."""

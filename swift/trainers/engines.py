@@ -68,11 +68,6 @@ class EngineSetup:
     sources: Sources | None = None
     begin: Callable[[], None] = lambda: None
 
-    @property
-    def colocated(self) -> bool:
-        """Whether engine and trainer share a device but not the weights."""
-        return self.placement.mode == "colocate"
-
     def close(self) -> None:
         """End the engines; repeatable."""
         if self.engine is not None:

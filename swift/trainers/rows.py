@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from swift.errors import ConfigError, ResourceError, counted, first_line, join_problems
+from swift.errors import ConfigError, RefusedChat, ResourceError, counted, first_line, join_problems
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,30 +46,40 @@ PLACE = {"place": "int64"}
 class Encoder:
     """Turns examples into rows; picklable, so that worker processes can run it.
 
-    A subclass has `columns`, `given` and `__call__`; its fields are settings that decide what a row becomes.
+    A subclass has `columns` (names of a row's columns, and their types: a list of integers, "ids", or one of Arrow),
+    `given` and `encode`; its fields are settings that decide what a row becomes.
     """
 
     template: Template
     max_length: int | None
 
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """The names of a row's columns, and their types: a list of integers ("ids"), or one of Arrow."""
-        raise NotImplementedError
+    columns: ClassVar[Mapping[str, str]] = {}
 
     def given(self, example: Example) -> Iterator[list[Any]]:
         """The arguments, in terms of JSON, of each row that an example gives."""
         raise NotImplementedError
 
-    def __call__(self, *given: Any) -> dict[str, Any]:
-        """A row, and `COUNTS`: `problem` tells why it is left out, else ""; `moved` that the template writes the prompt
-        alone in another way than before an answer.
+    def encode(self, *given: Any) -> dict[str, Any]:
+        """A row, and `COUNTS`: `moved` tells that the template writes the prompt alone in another way than before an
+        answer. A RefusedChat tells why there is none.
         """
         raise NotImplementedError
+
+    def __call__(self, *given: Any) -> dict[str, Any]:
+        """The same; `problem` tells why it is left out, else ""."""
+        try:
+            return self.encode(*given)
+        except RefusedChat as error:
+            return self.left_out(str(error))
 
     def rows(self, *given: Any) -> Iterator[dict[str, Any]]:
         """All rows of what is given, for an encoder that knows their number only then; the others make one."""
         yield self(*given)
+
+    def check_length(self, size: int) -> None:
+        """Refuses rows of more tokens than `max_length`."""
+        if self.max_length is not None and size > self.max_length:
+            raise RefusedChat(TOO_LONG)
 
     def from_json(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """The same for rows of a table with JSON text in the column `given` (Arrow needs one type per column)."""

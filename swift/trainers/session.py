@@ -34,7 +34,7 @@ from swift.observability.secrets import MASK, mask_argv, mask_text
 from swift.signals import answered, kept_from_children
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     from swift.arguments import Resolved
     from swift.observability.rank_log import RankLog
@@ -343,7 +343,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
         # below 1 transformers takes warmup_steps as a share of all steps
         "warmup_steps": args.warmup_steps or args.warmup_ratio,
-        "optim": "adamw_torch" if is_registered(args.optim) else args.optim,  # then see `own_optimizer`
+        "optim": "adamw_torch" if is_registered(args.optim) else args.optim,  # then see `set_own_optimizer`
         "gradient_checkpointing_kwargs": checkpointing if args.gradient_checkpointing else None,
         "dataloader_num_workers": args.dataloader_num_workers if on_gpu else 0,
         "dataloader_pin_memory": on_gpu,
@@ -354,7 +354,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "load_best_model_at_end": args.load_best_model_at_end and evaluates,
         "use_cpu": not on_gpu,
         "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
-        # for TensorBoard see `tensorboard_callback`
+        # for TensorBoard see `equip`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
         **sharding_options(args),
@@ -377,15 +377,19 @@ def on_one_device(arguments: TrainingArguments) -> TrainingArguments:
     return arguments
 
 
-def tensorboard_callback(args: Any, folder: Path) -> TrainerCallback | None:
-    """Writes TensorBoard files into `<run>/runs`; None when `--report_to` does not ask for it.
+def equip(trainer: Trainer, args: Any, folder: Path) -> None:
+    """Gives a trainer the optimizer of `--optim` and TensorBoard files in `<run>/runs`; it does not speak itself.
 
-    transformers takes the folder from an environment variable, which a second run in this process would inherit.
+    transformers takes that folder from an environment variable, which a second run in this process would inherit.
     """
-    if "tensorboard" not in args.report_to:
-        return None
+    from transformers import PrinterCallback
     from transformers.integrations import TensorBoardCallback
 
-    callback = TensorBoardCallback()
-    callback.logging_dir = str(folder / "runs")
-    return callback
+    from swift.trainers.optimizers.choice import set_own_optimizer
+
+    set_own_optimizer(trainer, args)
+    trainer.remove_callback(PrinterCallback)
+    if "tensorboard" in args.report_to:
+        board = TensorBoardCallback()
+        board.logging_dir = str(folder / "runs")
+        trainer.add_callback(board)

@@ -6,12 +6,12 @@ A chat is used whole or not at all: cutting one would teach the model to stop in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.errors import RefusedChat
-from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.rows import IGNORED, Encoder, counts
 
 if TYPE_CHECKING:
     from swift.data.loading import Example
@@ -28,32 +28,25 @@ class ChatEncoder(Encoder):
 
     loss: str = "default"
 
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """See `Encoder`."""
-        return {"input_ids": "ids", "labels": "ids"}
+    columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
     def given(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`."""
         yield [example.messages, example.columns.get("tools")]
 
-    def __call__(
+    def encode(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> dict[str, Any]:
         """`input_ids` and `labels` of equal length; see `Encoder`.
 
         A ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
         """
-        try:
-            if len(messages) == 1 and messages[0]["role"] == "assistant":
-                ids = self._document(messages[0]["content"])
-                mask = [1] * len(ids)
-            else:
-                ids, mask = self._chat(messages, tools)
-        except RefusedChat as error:
-            return self.left_out(str(error))
-        if self.max_length is not None and len(ids) > self.max_length:
-            return self.left_out(TOO_LONG)
+        if len(messages) == 1 and messages[0]["role"] == "assistant":
+            ids = self._document(messages[0]["content"])
+            mask = [1] * len(ids)
+        else:
+            ids, mask = self._chat(messages, tools)
+        self.check_length(len(ids))
         labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
         return {"input_ids": ids, "labels": labels, **counts(len(ids), sum(mask))}
 

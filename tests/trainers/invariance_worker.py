@@ -7,7 +7,6 @@ and a layout (how): the number of micro-batches of a rank, packed with or withou
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -28,7 +27,6 @@ from swift.models.attention.interface import enable_packed_attention
 from swift.models.forward import TokenSequence, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, TrainSample
-from swift.trainers.checkpoint import read_state, write_state
 from swift.trainers.grpo import micro_batch as microbatch
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.grpo.settings import CorrectionSettings
@@ -261,10 +259,7 @@ def on_two_ranks(
 ) -> dict:
     """`measure` in two processes."""
     folder.mkdir()
-    layouts = [[layout.passes, layout.kind, layout.tokens] for layout in layouts]
-    task = {"model": str(model), "layouts": layouts, "names": names and list(names)}
-    write_state(folder, batch)
-    (folder / "task.json").write_text(json.dumps(task))
+    torch.save((model, batch, layouts, names), folder / "task")
     run_ranks([__file__, folder, "{rank}"], folder)
     return torch.load(folder / "found")
 
@@ -275,10 +270,8 @@ def main(folder: str, rank: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/meeting", rank=int(rank), world_size=2, timeout=timedelta(seconds=120)
     )
-    task = json.loads((place / "task.json").read_text())
-    bench = Bench(task["model"], place / f"rank-{rank}")
-    layouts = [Layout(*layout) for layout in task["layouts"]]
-    found = measure(bench, read_state(place, RolloutBatch), layouts, task["names"])
+    model, *task = torch.load(place / "task", weights_only=False)
+    found = measure(Bench(model, place / f"rank-{rank}"), *task)
     if rank == "0":
         torch.save(found, place / "found")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""One process of runs on sharded parameters: `python sharded_worker.py <tasks.json>`, with torchrun's variables.
+"""One process of runs on sharded parameters: `python sharded_worker.py <tasks.pt>`, with torchrun's variables.
 
 Each task is a run of its own; rank 0 writes what came out of all with torch.save. `launch` starts the processes.
 """
@@ -6,7 +6,6 @@ Each task is a run of its own; rank 0 writes what came out of all with torch.sav
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import sys
@@ -27,12 +26,10 @@ from swift.models.forward import TokenSequence
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered, is_zero3, whole_shape
 from swift.models.sharded_sampling import sampling_from
-from swift.rl.entropy import AdaptiveEntropy
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.base import TensorInfo
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.trainers.grpo.callbacks import EveryFewSteps
-from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.memory.offload import optimizer_tensors
 from swift.trainers.parallel.sharding import sharding_options
 from swift.trainers.session import join_processes
@@ -45,8 +42,8 @@ def launch(folder: Path, processes: int, tasks: list[dict[str, Any]], **common: 
     """Run the tasks in fresh processes; what each made."""
     folder.mkdir(parents=True, exist_ok=True)
     tasks = [{"output": str(folder / f"run-{number}"), **task} for number, task in enumerate(tasks)]
-    file, result = folder / "tasks.json", folder / "results.pt"
-    file.write_text(json.dumps({"tasks": tasks, "common": common, "result": str(result)}))
+    file, result = folder / "tasks.pt", folder / "results.pt"
+    torch.save({"tasks": tasks, "common": common, "result": result}, file)
     run_ranks([__file__, file], folder, count=processes, limit_s=LIMIT_S, DS_ACCELERATOR="cpu")
     return torch.load(result)
 
@@ -108,7 +105,7 @@ def build(task: dict[str, Any]) -> Any:
         model=model,
         reference=reference if beta else None,
         loss=LossConfig(beta=beta, **task.get("loss", {})),
-        settings=objective(task),
+        settings=task.get("settings"),
         reward=score,
         scorer=LateScorer(score, seen) if task.get("late") else None,
         **task.get("parts", {}),
@@ -135,17 +132,6 @@ def report_reference(trainer: Any, seen: threading.Event) -> None:
         seen.set()
 
     trainer.pipeline.batches.refer = told
-
-
-def objective(task: dict[str, Any]) -> dict[str, Any]:
-    """More settings of the step; the entropy's are nested."""
-    given = dict(task.get("settings", {}))
-    if "entropy" in given:
-        entropy = dict(given["entropy"])
-        adaptive = entropy.pop("adaptive", None)
-        controller = AdaptiveEntropy(**adaptive) if adaptive is not None else None
-        given["entropy"] = EntropySettings(**entropy, adaptive=controller)
-    return given
 
 
 def around(trainer: Any, *, gather: bool) -> None:
@@ -240,7 +226,7 @@ def share_of_reference(trainer: Any) -> float | None:
 
 def main(path: str) -> None:
     """Run the tasks of a file, one after the other."""
-    content = json.loads(Path(path).read_text())
+    content = torch.load(path, weights_only=False)
     collectives = join_processes(60, always=True)
     results = [train({**content["common"], **task}) for task in content["tasks"]]
     if collectives.is_main:

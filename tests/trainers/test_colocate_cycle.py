@@ -77,11 +77,10 @@ class SleepyEngine(ScriptedEngine):
 class Trainer:
     """A model, an optimizer with state, and everything that a cycle needs around them."""
 
-    def __init__(self, *, ranks=None, interval=1, optimizer=True, engine=None, bias=1.0, **settings):
+    def __init__(self, *, ranks=None, interval=1, optimizer=True, engine=None, **settings):
         torch.manual_seed(5)
         self.events, self.lines, self.warnings, self.metrics = [], [], [], MetricStore()
         self.model = nn.Linear(64, 64)
-        nn.init.constant_(self.model.bias, bias)
         self.optimizer = torch.optim.AdamW(self.model.parameters()) if optimizer else None
         if optimizer:
             self.model(torch.ones(2, 64)).sum().backward()
@@ -90,16 +89,11 @@ class Trainer:
         self.engine = SleepyEngine(self.events, **(engine or {}))
         self.ranks = ranks or Collectives()
         self.weight_sync = WeightSync(self.engine, source=self.source, interval=interval, ranks=self.ranks)
-        flags = {
-            "sleep_level": 0,
-            "offload_model": False,
-            "offload_optimizer": False,
-            "gc_collect_after_offload": False,
-        }
+        flags = {"sleep_level": 0, "offload_model": False, "offload_optimizer": False, "copies_on_host": True}
         self.cycle = ColocateCycle(
             self.engine,
             self.weight_sync,
-            **flags | {"sleep_level": 0, "copies_on_host": True} | settings,
+            **flags | {"gc_collect_after_offload": False} | settings,
             log=self.lines.append,
             metrics=self.metrics,
             ranks=self.ranks,
@@ -148,27 +142,6 @@ def test_the_eight_steps_in_their_order(monkeypatch):
         "optimizer out", "model out", "gc", "wake weights", "update", ("update", 0), "wake kv_cache", "sample",
         "sleep 1", "model back", "optimizer back",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("model_out", [False, True])
-@pytest.mark.parametrize("optimizer_out", [False, True])
-def test_what_the_flags_name_is_out_while_the_engine_samples(level, model_out, optimizer_out):
-    trainer = Trainer(sleep_level=level, offload_model=model_out, offload_optimizer=optimizer_out)
-    for step in range(3):
-        with trainer.cycle(step):
-            assert (trainer.model_is_out, trainer.optimizer_is_out) == (model_out, optimizer_out)
-            assert len(sample(trainer.engine)) == 2
-        assert trainer.is_whole()
-        assert bool(trainer.engine.asleep) == (level > 0)
-
-
-def test_the_engine_gets_the_weights_of_a_model_that_is_out():
-    plain, out = Trainer(), Trainer(sleep_level=2, **OFFLOAD)
-    for trainer in (plain, out):
-        with trainer.cycle(1):
-            assert trainer.weight_sync.version == 1
-    assert plain.engine.weights == out.engine.weights != Trainer(bias=2.0).engine.weights
 
 
 def test_without_a_new_version_nothing_is_sent_unless_level_2_dropped_the_weights():
@@ -426,15 +399,3 @@ def test_the_failure_of_one_rank_is_raised_on_all_and_every_trainer_is_whole(cal
         return trainer.is_whole()
 
     assert on_ranks(2, rank) == [True, True]
-
-
-def test_two_ranks_take_turns_with_their_engines():
-    def rank(collectives):
-        trainer = Trainer(sleep_level=2, ranks=collectives, **OFFLOAD)
-        for step in range(2):
-            with trainer.cycle(step):
-                assert trainer.model_is_out
-                assert len(sample(trainer.engine)) == 2
-        return trainer.is_whole(), trainer.weight_sync.version
-
-    assert on_ranks(2, rank) == [(True, 1), (True, 1)]

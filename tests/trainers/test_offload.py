@@ -99,36 +99,6 @@ def test_copies_can_be_read_while_the_parameters_are_away(dtype):
     assert offloader.copies() == {}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("which", ["model", "optimizer", "both"])
-def test_training_goes_on_as_if_nothing_had_left(dtype, which):
-    torch.manual_seed(0)
-    models = [TiedPair(dtype)]
-    models.append(copy.deepcopy(models[0]))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    for optimizer in optimizers:
-        assert (keep_master_weights(optimizer) > 0) == (dtype == torch.bfloat16)
-    model_part = moved(models[1])
-    optimizer_part = Offloader(
-        lambda: optimizer_tensors(optimizers[1]), CPU, keep=lambda: model_tensors(models[1])
-    )  # fmt: skip
-    parts = {"model": [model_part], "optimizer": [optimizer_part], "both": [optimizer_part, model_part]}[which]
-    for _ in range(3):
-        for part in parts:
-            part.leave()
-        for part in reversed(parts):
-            part.come_back()
-        for model, optimizer in zip(models, optimizers, strict=True):
-            train(model, optimizer, 2)
-    for ours, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
-        assert torch.equal(ours, theirs)
-    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    assert len(states[0]) == 3
-    for index, state in states[0].items():
-        for name, value in state.items():
-            assert torch.equal(value, states[1][index][name]), name
-
-
 def test_the_optimizers_state_leaves_without_the_model():
     model = TiedPair(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())

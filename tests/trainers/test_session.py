@@ -17,7 +17,7 @@ from swift.signals import STOP, kept_from_children
 from swift.startup import collector_resting
 from swift.trainers import session
 from swift.trainers.distributed import Collectives
-from swift.trainers.session import SignalTrap, Start, resume_command, tensorboard_callback
+from swift.trainers.session import SignalTrap, Start, equip, resume_command
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,11 @@ def test_a_closing_terminal_does_not_reach_the_processes_that_a_run_needs():
 
 
 def test_each_run_of_a_process_has_its_own_tensorboard_folder(tmp_path):
-    asked, not_asked = SimpleNamespace(report_to=["tensorboard"]), SimpleNamespace(report_to=["none"])
-    assert tensorboard_callback(asked, tmp_path / "a").logging_dir == str(tmp_path / "a" / "runs")
-    assert tensorboard_callback(asked, tmp_path / "b").logging_dir == str(tmp_path / "b" / "runs")
-    assert tensorboard_callback(not_asked, tmp_path) is None
+    boards = []
+    trainer = SimpleNamespace(remove_callback=lambda _: None, add_callback=boards.append)
+    for name, tracker in (("a", "tensorboard"), ("b", "tensorboard"), ("c", "none")):
+        equip(trainer, SimpleNamespace(optim="adamw_torch", report_to=[tracker]), tmp_path / name)
+    assert [board.logging_dir for board in boards] == [str(tmp_path / name / "runs") for name in "ab"]
 
 
 def test_a_failed_write_of_torch_is_a_full_disk_only_when_the_disk_is_full(tmp_path, monkeypatch):

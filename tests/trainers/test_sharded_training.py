@@ -16,6 +16,9 @@ from sharded_worker import launch
 from timings import is_timing
 from transformers import AutoModelForCausalLM
 
+from swift.rl.entropy import AdaptiveEntropy
+from swift.trainers.grpo.entropy import EntropySettings
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PARTS = {"max_samples": 2, "num_global_batches": 2, "iterations": 2}
@@ -26,7 +29,7 @@ EVERYTHING = {
     "beta": 0.1,
     "moves": [3, 0.6],
     "settings": {
-        "entropy": {"quantile": 0.6, "adaptive": {"coefficient": 0.05, "target": 5.455, "step": 0.02}},
+        "entropy": EntropySettings(quantile=0.6, adaptive=AdaptiveEntropy(coefficient=0.05, target=5.455, step=0.02)),
         "off_policy_delta": 0.01,
         "log_offpolicy": True,
     },

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.data.transforms import THOUGHTS
 from swift.errors import ConfigError, counted
@@ -43,10 +43,7 @@ class DocumentEncoder(ChatEncoder):
     min_completion_prefix: int = 0
     masks_thoughts: bool = False
 
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """See `Encoder`."""
-        return {"input_ids": "ids", "labels": "ids", "anchors": "ids", "digest": "string"}
+    columns: ClassVar = {"input_ids": "ids", "labels": "ids", "anchors": "ids", "digest": "string"}
 
     def given(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`.

@@ -102,7 +102,7 @@ class FeatureRewards:
         mine = {
             i: energies(one[None, 1:], one[:1], **options) for i, one in zip(own, features, strict=True) if len(one) > 1
         }
-        found = {i: one for part in ranks.all_gather(mine) for i, one in part.items()}
+        found = ranks.merged(mine)
         for i, group in enumerate(groups):
             _book(group, found.get(i), self.args.ebft_rl_coef)
         scored = [found[i].metrics for i in sorted(found)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from swift.errors import NumericError
 from swift.models.forward import TokenSequence
 from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.trainers.grpo.micro_batch import split_by_sample
 
 logger = logging.getLogger("swift.rollout")
 
@@ -56,15 +57,14 @@ class AlignmentCheck:
         chosen = [one for one in batch.samples if _comparable(one) and self.is_fresh(one)][:SAMPLES]
         if not chosen:
             return
-        sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in chosen]
-        trainer = self._scores(sequences, chosen, self.temperature)
+        trainer = self._scores(chosen, self.temperature)
         gaps = np.concatenate([(t - s.sampler_logprobs)[s.trained] for t, s in zip(trainer, chosen, strict=True)])
         mean = float(np.abs(gaps).mean())
         self.add("alignment/diff_mean", float(gaps.mean()))
         self.add("alignment/diff_abs_mean", mean)
         self.add("alignment/diff_max", float(np.abs(gaps).max()))
         if mean > FLOOR:
-            self._explain(mean, trainer, sequences, chosen)
+            self._explain(mean, trainer, chosen)
         self._wrong = self._wrong + 1 if mean > WRONG else 0
         if self._wrong >= 2:
             raise NumericError(
@@ -76,19 +76,11 @@ class AlignmentCheck:
         if np.abs(gaps).max() >= LARGE:
             self._tell("token", _worst(trainer, chosen))
 
-    def _scores(
-        self, sequences: Sequence[TokenSequence], chosen: Sequence[TrainSample], temperature: float
-    ) -> list[np.ndarray]:
-        flat = self.score(sequences, temperature).float().cpu().numpy()
-        return np.split(flat, np.cumsum([one.token_ids.size for one in chosen])[:-1])
+    def _scores(self, chosen: Sequence[TrainSample], temperature: float) -> list[np.ndarray]:
+        sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in chosen]
+        return split_by_sample(self.score(sequences, temperature), chosen)
 
-    def _explain(
-        self,
-        mean: float,
-        trainer: Sequence[np.ndarray],
-        sequences: Sequence[TokenSequence],
-        chosen: Sequence[TrainSample],
-    ) -> None:
+    def _explain(self, mean: float, trainer: Sequence[np.ndarray], chosen: Sequence[TrainSample]) -> None:
         """Raises NumericError if another reading of the log-probs fits much better."""
         for shift in (-1, 1):
             if mean > BETTER * _shifted(trainer, chosen, shift):
@@ -97,7 +89,7 @@ class AlignmentCheck:
                     "environment's inference_logprobs"
                 )
         if self.temperature != 1.0:
-            raw = self._scores(sequences, chosen, 1.0)
+            raw = self._scores(chosen, 1.0)
             gaps = [np.abs(t - s.sampler_logprobs)[s.trained] for t, s in zip(raw, chosen, strict=True)]
             if mean > BETTER * float(np.concatenate(gaps).mean()):
                 raise NumericError(

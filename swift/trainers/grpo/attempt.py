@@ -6,8 +6,6 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PrinterCallback
-
 from swift.errors import NumericError, counted
 from swift.models.reference import FrozenReference
 from swift.observability.health import HealthMonitor
@@ -31,9 +29,8 @@ from swift.trainers.grpo.build import (
 from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
-from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
 from swift.trainers.reporting import ReportCallback, RunReport
-from swift.trainers.session import SignalTrap, tensorboard_callback
+from swift.trainers.session import SignalTrap, equip
 from swift.trainers.supervision.watchdog import WatchdogCallback
 from swift.trainers.trl.callbacks import StopOnSignal
 
@@ -89,12 +86,10 @@ class Attempt:
 
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         parts, args = self.parts, self.parts.args
-        arguments = training_arguments(args, self.folder, parts)
         pipeline = build_pipeline(self)
         trainer = GRPOTrainer(
             model=model,
-            args=arguments,
-            optimizer_cls_and_kwargs=own_optimizer(args, arguments),
+            args=training_arguments(args, self.folder, parts),
             processing_class=parts.template.tokenizer,
             settings=trainer_settings(args, logprob_support=self._logprob_support(), given=self.resolved.given),
             pipeline=pipeline,
@@ -108,10 +103,9 @@ class Attempt:
             on_progress=self.watchdog.touch,
             stops_at_alert=args.health_action == "stop",
         )
-        attach_own_optimizer(args, trainer)
         if parts.references is not None:
             attach(self, trainer, model)
-        trainer.remove_callback(PrinterCallback)
+        equip(trainer, args, self.folder)
         for callback in self._callbacks(trainer):
             trainer.add_callback(callback)
         if args.rollout_source == "atropos":
@@ -137,8 +131,6 @@ class Attempt:
             callbacks.append(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
         if self.report is not None:
             callbacks.append(ReportCallback(self.report))
-        if (board := tensorboard_callback(args, self.folder)) is not None:
-            callbacks.append(board)
         return callbacks
 
     def _logprob_support(self) -> str:

@@ -112,7 +112,7 @@ def build_weight_sync(run: Attempt, model: Any) -> WeightSync:
     """Gives the engines the weights of `model`, or its adapter alone."""
     args = run.parts.args
     # only where sampling and training take turns, and nothing else moves the parameters
-    one_memory = run.setup.colocated and not (args.offload_model or args.deepspeed or args.fsdp)
+    one_memory = run.setup.placement.mode == "colocate" and not (args.offload_model or args.deepspeed or args.fsdp)
     return WeightSync(
         run.setup.engine,
         source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
@@ -128,7 +128,7 @@ def build_weight_sync(run: Attempt, model: Any) -> WeightSync:
 def build_cycle(run: Attempt) -> ColocateCycle | None:
     """What happens around generation where engine and trainer share a device."""
     args, engine = run.parts.args, run.setup.engine
-    if not run.setup.colocated or engine is None:
+    if run.setup.placement.mode != "colocate" or engine is None:
         return None
     return ColocateCycle(
         engine,

@@ -126,8 +126,7 @@ class EntropyControl:
             assert entropy_N is not None
             mine |= dict(zip(held, split_by_sample(entropy_N, one.samples), strict=False))  # none of a filler
         policy.train()
-        entropies = {i: values for of_rank in logprobs.collectives.all_gather(mine) for i, values in of_rank.items()}
-        return self.choose(batch, entropies)
+        return self.choose(batch, logprobs.collectives.merged(mine))
 
     def choose(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
         """The most uncertain tokens (arXiv:2506.01939), from the entropies of all samples of a global batch.

@@ -198,7 +198,7 @@ class LogProbs:
                     num_sequences=one.tokens.num_sequences,
                 )
                 mine |= dict(zip(held, k1_S.tolist(), strict=False))
-        sums = {i: value for of_rank in self.collectives.all_gather(mine) for i, value in of_rank.items()}
+        sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]
 
     def _of_reference(self, batch: MicroBatch) -> Tensor:

@@ -7,7 +7,6 @@ The hooks that the subclass overrides, and why:
     _prepare_inputs        leaves it as it is
     floating_point_ops     does not count it
     training_step          makes the gradients of a global batch (`swift.trainers.grpo.step`)
-    create_optimizer       16-bit weights are updated through float32 masters
     _get_grad_norm         a non-finite gradient skips the update on all ranks alike
     _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, a sharded model
                            (ZeRO-3, FSDP2) needs the same number of forward passes on each rank; frozen models follow
@@ -47,7 +46,6 @@ from swift.trainers.grpo.metrics import StepMetrics, summarise
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.step import GlobalBatchStep
 from swift.trainers.micro_batches import Limits
-from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 from swift.trainers.token_budget import MicroBatchPlanner
 from swift.types import Prompt, TrainerProgress
@@ -228,14 +226,6 @@ class GRPOTrainer(AtomicTrainer):
     def _say(self, line: str) -> None:
         if self.report is not None:
             self.report.progress.line(line)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's optimizer; small updates of 16-bit weights are not rounded away."""
-        made = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if made and not self.is_deepspeed_enabled and not self.is_fsdp_enabled:  # these have masters of their own
-            keep_master_weights(optimizer)
-        return optimizer
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The norm before clipping; a non-finite one drops the gradients, so that no weight is touched."""

@@ -8,15 +8,13 @@ method `options(arguments)` of an entry gives other keyword arguments, `attach(t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, first_line
 from swift.plugin.registry import optimizers
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
 
 def is_registered(name: str) -> bool:
@@ -26,19 +24,23 @@ def is_registered(name: str) -> bool:
     return name in optimizers
 
 
-def own_optimizer(args: Any, arguments: TrainingArguments) -> tuple[Callable[..., Optimizer], dict[str, Any]] | None:
-    """What Trainer takes as `optimizer_cls_and_kwargs`; None for an optimizer of transformers."""
+def set_own_optimizer(trainer: Trainer, args: Any) -> None:
+    """Gives a trainer the entry of the registry, if `--optim` is one; not every trainer takes it as an argument."""
     if not is_registered(args.optim):
-        return None
-    entry, parameters = optimizers[args.optim], optimizers.parameters_of(args.optim)
+        return
+    entry, arguments = optimizers[args.optim], trainer.args
+    if hasattr(entry, "attach"):
+        entry.attach(trainer)
     if hasattr(entry, "options"):
-        return entry, entry.options(arguments)
+        trainer.optimizer_cls_and_kwargs = entry, entry.options(arguments)
+        return
     if arguments.optim_args:
         raise ConfigError(
             f"--optim_args: {arguments.optim_args}: has no effect with --optim {args.optim}, which has flags of its own"
         )
+    parameters = optimizers.parameters_of(args.optim)
     own = {one.name: getattr(args, one.name) for one in dataclasses.fields(parameters)} if parameters else {}
-    return entry, {"lr": arguments.learning_rate, **own}
+    trainer.optimizer_cls_and_kwargs = entry, {"lr": arguments.learning_rate, **own}
 
 
 def check_optimizer(args: Any) -> None:
@@ -69,9 +71,3 @@ def check_optimizer(args: Any) -> None:
             f"--lr_scheduler_kwargs: {args.lr_scheduler_kwargs}: --lr_scheduler_type {args.lr_scheduler_type} does not "
             f"take them ({first_line(error)}); correct or drop them"
         ) from error
-
-
-def attach_own_optimizer(args: Any, trainer: Trainer) -> None:
-    """What an entry of the registry needs of the trainer that got it."""
-    if is_registered(args.optim) and hasattr(optimizers[args.optim], "attach"):
-        optimizers[args.optim].attach(trainer)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import RefusedChat
 from swift.models.template import Template
-from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.rows import IGNORED, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded
 
@@ -48,34 +48,30 @@ class AnswerEncoder(Encoder):
 
     layout: Layout
 
-    def __call__(
+    def encode(
         self, prompt: list[dict[str, Any]], answers: list[list[dict[str, Any]]], tools: Any, more: Any
     ) -> dict[str, Any]:
         """The columns of the layout; `more` is the label of a verdict, or the margin of a scored pair."""
         if not prompt:
-            return self.left_out(NO_PROMPT)
+            raise RefusedChat(NO_PROMPT)
         if any(not turn.get("loss", True) for answer in answers for turn in answer):
-            return self.left_out(NO_LOSS)
-        encode = self.template.encode_finished if self.layout == "scored pair" else self._encode
-        try:
-            alone = self.template.encode_prompt(prompt, tools)
-            wholes = [encode([*prompt, *answer], tools) for answer in answers]
-        except RefusedChat as error:
-            return self.left_out(str(error))
+            raise RefusedChat(NO_LOSS)
+        whole_of = self.template.encode_finished if self.layout == "scored pair" else self._rendered
+        alone = self.template.encode_prompt(prompt, tools)
+        wholes = [whole_of([*prompt, *answer], tools) for answer in answers]
         start = min(_num_shared(alone, whole) for whole in wholes)
         if any(len(whole) == start for whole in wholes):
-            return self.left_out(EMPTY)
+            raise RefusedChat(EMPTY)
         moved = start < len(alone) and self.layout != "scored pair"
         if self.layout == "labelled pair":
             wholes, start = self._with_ends(wholes, start)
         size = sum(map(len, wholes))
-        if self.max_length is not None and max(map(len, wholes)) > self.max_length:
-            return self.left_out(TOO_LONG)
+        self.check_length(max(map(len, wholes)))
         columns = zip(self.columns, self._values(wholes, start, more), strict=True)
         return {**dict(columns), **counts(size, size - start * len(wholes), moved=moved)}
 
     @property
-    def columns(self) -> Mapping[str, str]:
+    def columns(self) -> Mapping[str, str]:  # type: ignore[override]
         """See `Encoder`."""
         return COLUMNS[self.layout]
 
@@ -95,7 +91,7 @@ class AnswerEncoder(Encoder):
             for rejected in columns["rejected"]:
                 yield [prompt, [columns["chosen"], rejected], tools, columns.get("margin")]
 
-    def _encode(self, messages: list[dict[str, Any]], tools: Any) -> Ids:
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> Ids:
         return self.template.encode_text(self.template.render(messages, tools=tools))
 
     def _with_ends(self, wholes: list[Ids], start: int) -> tuple[list[Ids], int]:

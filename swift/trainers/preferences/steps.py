@@ -7,15 +7,15 @@ Source: Let's Verify Step by Step (arXiv:2305.20050); stepwise rows as of Math-S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from swift.errors import ConfigError, RefusedChat
+from swift.errors import ConfigError
 from swift.models.step_scores import SEPARATOR, encode_steps
 from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.rows import IGNORED, TOO_LONG, Encoder, counts
+from swift.trainers.rows import IGNORED, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
 
@@ -32,26 +32,19 @@ class StepEncoder(Encoder):
     separator: str
     last_only: bool = False
 
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """See `Encoder`."""
-        return {"input_ids": "ids", "labels": "ids"}
+    columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
     def given(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`."""
         columns = example.columns
         yield [example.messages, columns["completions"], columns["labels"], columns.get("tools")]
 
-    def __call__(
+    def encode(
         self, prompt: list[dict[str, Any]], steps: Sequence[str], verdicts: Sequence[bool], tools: Any = None
     ) -> dict[str, Any]:
         """See `Encoder`; as many tokens are trained on as there are steps to judge."""
-        try:
-            ids, ends = encode_steps(self.template, prompt, steps, self.separator, tools)
-        except RefusedChat as error:
-            return self.left_out(str(error))
-        if self.max_length is not None and len(ids) > self.max_length:
-            return self.left_out(TOO_LONG)
+        ids, ends = encode_steps(self.template, prompt, steps, self.separator, tools)
+        self.check_length(len(ids))
         judged = list(zip(ends, verdicts, strict=True))[-1 if self.last_only else 0 :]
         labels = [IGNORED] * len(ids)
         for end, right in judged:

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
 from swift.models.template import Template
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
-from swift.trainers.optimizers.choice import attach_own_optimizer, own_optimizer
-from swift.trainers.optimizers.master_weights import keep_master_weights
-from swift.trainers.session import on_one_device, tensorboard_callback, training_options
+from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
 from swift.trainers.trl.evaluation import EvaluationNames
@@ -77,15 +75,7 @@ def build_trainer(
     for one, data in given.items():  # TRL rounds adapters on quantised weights to 16 bits, PEFT reads them in 32
         if one.dtype != data.dtype:
             one.data = data
-    trainer.optimizer_cls_and_kwargs = own_optimizer(args, arguments)  # not every trainer takes it as an argument
-    attach_own_optimizer(args, trainer)
-    trainer.remove_callback(PrinterCallback)  # `LogLines` speaks instead
-    # fp16's loss scaling needs gradients at the very weights that the optimizer holds; ZeRO and FSDP have own masters
-    if not trainer.args.fp16 and not args.deepspeed and not args.fsdp:
-        trainer.create_optimizer()
-        keep_master_weights(trainer.optimizer)
-    if (board := tensorboard_callback(args, folder)) is not None:
-        trainer.add_callback(board)
+    equip(trainer, args, folder)
     return trainer
 
 
