@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from preloaded import run_ranks
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModelForCausalLM
-from trl_runs import newest_run, rows, trained, written
+from trl_runs import assert_resumes_exactly, in_two, rows, trained, untimed, weights, written
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
@@ -26,15 +25,9 @@ def strided(argv) -> Path:
     return trained(resolved)
 
 
-def log(run_dir: Path) -> list[dict]:
-    """The log lines without what measures time."""
-    lines = rows(run_dir / "logging.jsonl")
-    return [{name: value for name, value in row.items() if name not in ("step_time", "attempt")} for row in lines]
-
-
 def test_a_run_logs_its_metrics_and_both_losses(strided_argv):
     run_dir = strided(strided_argv())
-    lines = log(run_dir)
+    lines = untimed(run_dir)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:
         assert set(METRICS) <= line.keys()
@@ -108,25 +101,17 @@ def test_gradient_accumulation_equals_a_larger_batch(strided_argv, whitening):
     once = strided(strided_argv(*flags, "--per_device_train_batch_size", "4"))
     parts = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4")
     twice = strided(strided_argv(*flags, *parts, "--gradient_checkpointing", "true"))
-    for line in (lines := (log(once), log(twice)))[0] + lines[1]:
+    for line in (lines := (untimed(once), untimed(twice)))[0] + lines[1]:
         line.pop("ebft/advantages_std")  # of a micro-batch
         assert ("ebft/rank_deficient_frac" in line) and line["ebft/rank_deficient_frac"] <= 1
     for ours, theirs in zip(*lines, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("tuner", "weights"), [pytest.param("full", "model", marks=pytest.mark.long), ("lora", "adapter_model")]
-)
-def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(strided_argv, tuner, weights):
-    argv = strided_argv("--save_steps", "2", "--ebft_whitening", "pooled", tuner=tuner)
-    run_dir = strided(argv)
-    straight = load_file(run_dir / "checkpoint-4" / f"{weights}.safetensors")
-    before = log(run_dir)
-    assert strided([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")]) == run_dir
-    resumed = load_file(run_dir / "checkpoint-4" / f"{weights}.safetensors")
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    assert log(run_dir) == [*before, *before[2:]]
+@pytest.mark.parametrize("tuner", [pytest.param("full", marks=pytest.mark.long), "lora"])
+def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_uninterrupted_one(strided_argv, tuner):
+    argv = strided_argv("--ebft_whitening", "pooled", tuner=tuner)
+    assert_resumes_exactly(lambda *flags: parse("rlhf", [*argv, *flags], {}))
 
 
 def test_cross_entropy_alone_samples_in_evaluation_only(strided_argv, texts, monkeypatch):
@@ -139,7 +124,7 @@ def test_cross_entropy_alone_samples_in_evaluation_only(strided_argv, texts, mon
         *("--ebft_rl_coef", "0", "--ebft_ce_coef", "1", "--val_dataset", f"{texts}#4", "--eval_steps", "2"),
         *("--save_steps", "2", "--load_best_model_at_end", "true", "--per_device_eval_batch_size", "2"),
     )
-    lines = log(strided(argv))
+    lines = untimed(strided(argv))
     assert len(calls) == 4, "two batches of two evaluations"
     assert "ebft/cfm_loss" not in lines[0] and lines[0]["loss"] == pytest.approx(lines[0]["ebft/ce_loss"], abs=1e-5)
     evaluations = [line for line in lines if "eval_loss" in line]
@@ -153,10 +138,9 @@ def test_an_evaluation_is_that_of_its_tokens_at_any_step_and_however_it_is_cut(s
     found = []
     for size, steps in (("2", "2"), ("5", "1")):
         own = ("--per_device_eval_batch_size", size, "--max_steps", steps, "--output_dir", str(tmp_path / size))
-        found += [line for line in log(strided(strided_argv(*flags, *own))) if "eval_loss" in line]
+        found += [line for line in untimed(strided(strided_argv(*flags, *own))) if "eval_loss" in line]
     for line in found:
-        timed = [name for name in line if "second" in name or "runtime" in name]
-        for name in ("step", "max_steps", "epoch", "eval_ebft/advantages_std", *timed):  # the deviation is of a batch
+        for name in ("step", "max_steps", "epoch", "eval_ebft/advantages_std"):  # the deviation is of a batch
             line.pop(name, None)
     first, second, other = found
     assert first["eval_loss"] == pytest.approx(first["eval_ebft/rl_loss"] + 0.1 * first["eval_ebft/ce_loss"])
@@ -165,7 +149,7 @@ def test_an_evaluation_is_that_of_its_tokens_at_any_step_and_however_it_is_cut(s
 
 def test_several_evaluation_sets_have_metrics_of_their_own(strided_argv, texts, tmp_path):
     other = written(tmp_path / "other.jsonl", rows(texts)[:3])
-    lines = log(strided([*strided_argv("--eval_steps", "4"), "--val_dataset", f"{texts}#4", str(other)]))
+    lines = untimed(strided([*strided_argv("--eval_steps", "4"), "--val_dataset", f"{texts}#4", str(other)]))
     for name in ("texts", "other"):
         (found,) = [line for line in lines if f"eval_{name}_loss" in line]
         assert {f"eval_{name}_{metric}" for metric in METRICS} <= found.keys()
@@ -176,7 +160,7 @@ def test_weights_of_16_bits_and_other_pooling_and_truncated_samples(strided_argv
     """Everything that the other runs leave at its default, at once."""
     own = ("--torch_dtype", "bfloat16", "--ebft_embed_method", "concat", "--ebft_feature_norm", "per_layer")
     own += ("--ebft_top_p", "0.9", "--ebft_advantage_estimator", "group_norm", "--ebft_alignment_coef", "0.5")
-    lines = log(strided(strided_argv(*own, tuner="lora")))
+    lines = untimed(strided(strided_argv(*own, tuner="lora")))
     for line in lines:
         assert line["grad_norm"] > 0 and abs(line["ebft/alignment"]) <= 1
         assert line["ebft/effective_reward"] == pytest.approx(line["ebft/alignment"] - line["ebft/diversity"], abs=1e-5)
@@ -288,17 +272,14 @@ def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path, tex
     alone = strided(strided_argv(*whitened, "--output_dir", str(tmp_path / "one")))
     flags = ("--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
     whitened = (*whitened[:-1], "2")
-    run_ranks(["-m", "swift", "rlhf", *strided_argv(*whitened, *flags)], tmp_path / "logs", limit_s=240)
-    lines = [log(alone), log(newest_run(tmp_path / "two"))]
+    together = in_two(parse("rlhf", strided_argv(*whitened, *flags), {}))
+    lines = [untimed(alone), untimed(together)]
     for ours, theirs in zip(*lines, strict=True):
         for line in (ours, theirs):
-            timed = [name for name in line if "second" in name or "runtime" in name]
-            for name in ("ebft/advantages_std", "eval_ebft/advantages_std", *timed):  # of a micro-batch
+            for name in ("ebft/advantages_std", "eval_ebft/advantages_std"):  # of a micro-batch
                 line.pop(name, None)
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
-    ours, theirs = (
-        load_file(path / "checkpoint-4" / "model.safetensors") for path in (alone, newest_run(tmp_path / "two"))
-    )
+    ours, theirs = (weights(path / "checkpoint-4") for path in (alone, together))
     assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
 
 
@@ -308,7 +289,7 @@ def test_two_processes_train_the_model_that_one_does(strided_argv, tmp_path, tex
 def test_sharded_processes_train_the_model_that_one_does(strided_argv, tmp_path, tuner, sharding):
     alone = strided(strided_argv("--output_dir", str(tmp_path / "one"), tuner=tuner))
     flags = (*sharding, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two"))
-    run_ranks(["-m", "swift", "rlhf", *strided_argv(*flags, tuner=tuner)], tmp_path / "logs", limit_s=600)
-    for ours, theirs in zip(log(alone), log(newest_run(tmp_path / "two")), strict=True):
+    together = in_two(parse("rlhf", strided_argv(*flags, tuner=tuner), {}))
+    for ours, theirs in zip(untimed(alone), untimed(together), strict=True):
         assert ours["ebft/cfm_loss"] == pytest.approx(theirs["ebft/cfm_loss"], rel=2e-2, abs=1e-3)
         assert ours["ebft/ce_loss"] == pytest.approx(theirs["ebft/ce_loss"], rel=1e-3)

@@ -2,9 +2,16 @@
 
 import json
 import random
+from itertools import chain
 from pathlib import Path
 
+import pytest
+import torch
+from preloaded import run_ranks
+from safetensors.torch import load_file
+
 from swift.models import load_chat
+from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.distributed import Collectives
 from swift.trainers.trl.frame import build_trainer
 from swift.trainers.trl.method import method_of
@@ -60,6 +67,69 @@ def trained(resolved) -> Path:
     """Runs the method in this process; the run's folder."""
     assert run(resolved) == 0
     return newest_run(resolved.args.output_dir)
+
+
+def in_two(resolved, *, count=2, **variables) -> Path:
+    """Runs it in two processes (or `count`); the run's folder."""
+    words = [f"--{name} {_words(getattr(resolved.args, name))}".split(" ") for name in resolved.given]
+    output = Path(resolved.args.output_dir)
+    command = ["-m", "swift", resolved.command, *chain.from_iterable(words)]
+    run_ranks(command, output.with_name(f"{output.name}-logs"), count=count, limit_s=600, **variables)
+    return newest_run(output)
+
+
+def _words(value):
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def train_as_one_and_as_two(make, tmp_path, *way, rel=1e-2) -> Path:
+    """Runs `make(*flags)` in one process, with two micro-batches, and in two, sharded by `way`: the same model.
+
+    Returns:
+        the folder of the two.
+    """
+    alone = trained(make("--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")))
+    together = in_two(make("--output_dir", str(tmp_path / "two"), *way))
+    ours, theirs = (weights(list_checkpoints(one)[-1]) for one in (alone, together))
+    assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
+    for name in ("loss", "grad_norm"):  # Adam hides a factor
+        assert logged(alone, name) == pytest.approx(logged(together, name), rel=rel)
+    return together
+
+
+def assert_resumes_exactly(make, at=2) -> Path:
+    """A run of `make(*flags)` that goes on from step `at` is the undisturbed one."""
+
+    def saving(*flags):
+        return make("--save_steps", str(at), *flags)
+
+    run_dir = trained(saving())
+    assert_goes_on_exactly(run_dir, saving, at)
+    return run_dir
+
+
+def assert_goes_on_exactly(run_dir, make, at=2, run=trained):
+    """From its checkpoint of step `at`: to the same weights and logs."""
+    last = list_checkpoints(run_dir)[-1]
+    straight = weights(last)
+    assert run(make("--resume_from_checkpoint", str(run_dir / f"checkpoint-{at}"))) == run_dir
+    resumed = weights(last)
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    first, second = ([row for row in untimed(run_dir) if row["attempt"] == attempt] for attempt in (1, 2))
+    assert second == [row | {"attempt": 2} for row in first if row["step"] > at] != []
+
+
+def untimed(run_dir) -> list[dict]:
+    """The log lines without what measures time."""
+    timed = ("step_time", "_runtime", "_second")
+    found = rows(run_dir / "logging.jsonl")
+    return [{name: value for name, value in row.items() if not name.endswith(timed)} for row in found]
+
+
+def weights(checkpoint):
+    (file,) = checkpoint.glob("*model.safetensors")
+    return load_file(file)
 
 
 def newest_run(output_dir) -> Path:

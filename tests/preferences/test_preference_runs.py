@@ -4,9 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from preloaded import run_ranks
-from safetensors.torch import load_file
-from trl_runs import logged, sums, trained, trainer_of, verdicts, written
+from trl_runs import (
+    assert_goes_on_exactly,
+    assert_resumes_exactly,
+    in_two,
+    logged,
+    sums,
+    train_as_one_and_as_two,
+    trained,
+    trainer_of,
+    verdicts,
+    weights,
+    written,
+)
 
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
@@ -19,24 +29,6 @@ OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
 LORA = ("--tuner_type", "lora")
 WAYS = [("--deepspeed", "zero2"), ("--deepspeed", "zero3"), ("--fsdp", "full_shard")]
-
-
-def weights(checkpoint):
-    (file,) = checkpoint.glob("*model.safetensors")
-    return load_file(file)
-
-
-def assert_resumes_exactly(settings, method, *flags):
-    flags = ("--save_steps", "2", *flags)
-    run_dir = trained(settings(method, *flags))
-    straight = weights(run_dir / "checkpoint-4")
-    assert trained(settings(method, *flags, "--resume_from_checkpoint", str(run_dir / "checkpoint-2"))) == run_dir
-    resumed = weights(run_dir / "checkpoint-4")
-    assert straight.keys() == resumed.keys()
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    losses = logged(run_dir)
-    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
-    return run_dir
 
 
 FAST = [("dpo", LORA), ("kto", ()), ("rm", LORA)]
@@ -55,14 +47,14 @@ REST = [
 
 @pytest.mark.parametrize(("method", "flags"), FAST)
 def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_undisturbed_one(settings, method, flags):
-    run_dir = assert_resumes_exactly(settings, method, *flags)
+    run_dir = assert_resumes_exactly(lambda *more: settings(method, *flags, *more))
     assert not [path for path in (run_dir / "checkpoint-4").iterdir() if path.is_dir()], "an adapter of the reference"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "flags"), REST)
 def test_resume_is_exact_for_the_other_methods_tuners_and_references(settings, method, flags):
-    assert_resumes_exactly(settings, method, *flags)
+    assert_resumes_exactly(lambda *more: settings(method, *flags, *more))
 
 
 @pytest.mark.parametrize(("method", "accuracy"), [("dpo", "rewards/accuracies"), ("rm", "accuracy")])
@@ -144,10 +136,7 @@ def test_on_quantised_weights_the_reference_is_the_adapter_in_full_precision(set
 
     def run(name, *more):
         resolved = settings("dpo", *flags, "--max_steps", "2", "--output_dir", str(tmp_path / name), *more)
-        path = os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)])
-        run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / f"logs-{name}", count=1, PYTHONPATH=path)
-        (run_dir,) = (tmp_path / name).glob("v*-*")
-        return run_dir
+        return in_two(resolved, count=1, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)]))
 
     again = run("again", "--adapters", str(run("first") / "checkpoint-2"))
     assert logged(again, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-6)
@@ -247,37 +236,9 @@ SHARDED = [
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "way", "flags"), SHARDED)
 def test_sharded_processes_train_the_model_that_one_does_and_resume(settings, tmp_path, method, way, flags):
-    train_as_one_and_as_two(lambda *more: settings(method, *flags, "--save_steps", "2", *more), tmp_path, *way)
-    (run_dir,) = (tmp_path / "two").glob("v*-*")
-    train_two(
-        settings(method, *flags, "--save_steps", "2", *way, "--resume_from_checkpoint", f"{run_dir}/checkpoint-2"),
-        tmp_path,
+    together = train_as_one_and_as_two(
+        lambda *more: settings(method, *flags, "--save_steps", "2", *more), tmp_path, *way
     )
-    losses = logged(run_dir)
-    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
-
-
-def train_two(resolved, tmp_path):
-    """Runs it in two processes."""
-    run_ranks(["-m", "swift", "rlhf", *words_of(resolved)], tmp_path / "logs", limit_s=240)
-
-
-def words_of(resolved):
-    """The flags of a command that was parsed."""
-    return [word for name in resolved.given for word in (f"--{name}", *_words(getattr(resolved.args, name)))]
-
-
-def train_as_one_and_as_two(make, tmp_path, *way):
-    """Runs `make(*flags)` in one process, with two micro-batches, and in two, sharded by `way`: the same model."""
-    alone = make("--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one"))
-    train_two(make("--output_dir", str(tmp_path / "two"), *way), tmp_path)
-    alone = trained(alone)
-    (together,) = (tmp_path / "two").glob("v*-*")
-    ours, theirs = weights(alone / "checkpoint-4"), weights(together / "checkpoint-4")
-    assert all(torch.allclose(ours[name], theirs[name], atol=5e-4) for name in ours)
-    for name in ("loss", "grad_norm"):  # Adam hides a factor
-        assert logged(alone, name) == pytest.approx(logged(together, name), rel=1e-2)
-
-
-def _words(value):
-    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+    assert_goes_on_exactly(
+        together, lambda *more: settings(method, *flags, "--save_steps", "2", *way, *more), run=in_two
+    )

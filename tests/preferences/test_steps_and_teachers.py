@@ -11,11 +11,21 @@ import pytest
 import torch
 from datasets import Dataset
 from oracle import first_step
-from test_preference_runs import WAYS, assert_resumes_exactly, train_as_one_and_as_two, train_two
+from test_preference_runs import WAYS
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers.integrations import liger
 from trl.experimental.gkd import GKDConfig, GKDTrainer
-from trl_runs import logged, sums, trained, trainer_of, written
+from trl_runs import (
+    assert_goes_on_exactly,
+    assert_resumes_exactly,
+    in_two,
+    logged,
+    sums,
+    train_as_one_and_as_two,
+    trained,
+    trainer_of,
+    written,
+)
 
 from swift.cli.main import main
 from swift.models import load_chat
@@ -168,7 +178,7 @@ def test_two_processes_have_the_losses_of_one(prm, gkd, tmp_path, method):
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora"), STREAM])
 def test_prm_resumes_exactly(settings, flags):
-    assert_resumes_exactly(lambda method, *more: settings(method, *more, rows=steps(32)), "prm", *flags)
+    assert_resumes_exactly(lambda *more: settings("prm", *flags, *more, rows=steps(32)))
 
 
 @pytest.mark.long
@@ -176,19 +186,16 @@ def test_prm_resumes_exactly(settings, flags):
     "flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora"), STREAM]
 )
 def test_gkd_resumes_exactly(gkd, flags):
-    assert_resumes_exactly(lambda method, *more: gkd(*more), "gkd", *flags)
+    assert_resumes_exactly(lambda *more: gkd(*flags, *more))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_gkd_samples_in_sharded_processes_and_resumes_exactly(gkd, tmp_path, way):
     flags = ("--lmbda", "0.6", "--seq_kd", "true", "--save_steps", "2", *way, "--output_dir", str(tmp_path / "two"))
-    train_two(gkd(*flags), tmp_path)
-    (run_dir,) = (tmp_path / "two").glob("v*-*")
-    train_two(gkd(*flags, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")), tmp_path)
-    losses = logged(run_dir)
-    assert losses[1, 4] > 0
-    assert [losses[2, step] for step in (3, 4)] == [losses[1, step] for step in (3, 4)]
+    run_dir = in_two(gkd(*flags))
+    assert logged(run_dir)[1, 4] > 0
+    assert_goes_on_exactly(run_dir, lambda *more: gkd(*flags, *more), run=in_two)
 
 
 @pytest.mark.long

@@ -8,9 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from preloaded import run_ranks
 from test_sft_run import sft
-from trl_runs import losses, newest_run, rows
+from trl_runs import losses, rows, train_as_one_and_as_two
+
+from swift.arguments import parse
 
 pytestmark = pytest.mark.long
 
@@ -27,21 +28,20 @@ def test_32_rows_are_memorised(sft_argv, sums, packing):
 @pytest.mark.parametrize(
     "flags",
     [
+        (),
         ("--packing", "true", "--max_length", "64"),
         ("--streaming", "true", "--shuffle_buffer_size", "7"),
         ("--streaming", "true", "--packing", "true", "--max_length", "256"),
     ],
-    ids=["packed", "stream", "packed stream"],
+    ids=["rows", "packed", "stream", "packed stream"],
 )
 def test_two_processes_train_on_the_rows_that_one_does(sft_argv, tmp_path, flags):
-    def argv(name, batch):
-        return sft_argv(*flags, "--per_device_train_batch_size", str(batch), "--output_dir", str(tmp_path / name))
+    def make(*more):
+        return parse("sft", sft_argv(*flags, "--per_device_train_batch_size", "2", *more), {})
 
-    alone = sft(argv("one", 2))
-    run_ranks(["-m", "swift", "sft", *argv("two", 1)], tmp_path / "logs", limit_s=240)
-    together = newest_run(tmp_path / "two")
-    for (_, a), (_, b) in zip(losses(alone), losses(together), strict=True):
-        assert a == pytest.approx(b, rel=1e-3)
+    together = train_as_one_and_as_two(make, tmp_path, rel=1e-3)
+    assert len(list(tmp_path.glob("two/v*"))) == 1
+    assert (together / "logs" / "attempt-1" / "rank-1.log").exists()
 
 
 def stories(path, monkeypatch, *words):

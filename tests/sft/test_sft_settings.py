@@ -6,10 +6,8 @@ import shutil
 import huggingface_hub
 import pytest
 import torch
-from preloaded import run_ranks
-from safetensors.torch import load_file
 from test_sft_run import sft
-from trl_runs import losses, newest_run, rows
+from trl_runs import assert_resumes_exactly, in_two, rows, weights
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
@@ -34,17 +32,8 @@ from swift.trainers.trl.run import run
 )
 def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
-    argv = sft_argv(*flags.split(), "--save_steps", "3", "--logging_steps", "1", "--neftune_noise_alpha", "5")
-    run_dir = sft(argv)
-    logged = losses(run_dir)
-    last = run_dir / f"checkpoint-{logged[-1][0]}"
-    straight = load_file(last / "model.safetensors")
-    shutil.rmtree(last)
-    (run_dir / "logging.jsonl").unlink()
-    assert sft([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-3")]) == run_dir
-    assert losses(run_dir) == logged[3:]
-    resumed = load_file(last / "model.safetensors")
-    assert all(straight[name].equal(resumed[name]) for name in straight)
+    argv = sft_argv(*flags.split(), "--logging_steps", "1", "--neftune_noise_alpha", "5")
+    assert_resumes_exactly(lambda *more: parse("sft", [*argv, *more], {}), at=3)
 
 
 def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
@@ -100,12 +89,11 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
 
 
 @pytest.mark.slow
-def test_an_adapter_of_a_model_that_is_compiled_and_sharded_has_the_names_of_any_other(sft_argv, tmp_path):
+def test_an_adapter_of_a_model_that_is_compiled_and_sharded_has_the_names_of_any_other(sft_argv):
     argv = sft_argv("--max_steps", "1", tuner="lora")
-    plain = load_file(sft(argv) / "checkpoint-1" / "adapter_model.safetensors")
+    plain = weights(sft(argv) / "checkpoint-1")
     argv += ["--torch_compile", "true", "--torch_compile_backend", "eager", "--fsdp", "full_shard"]
-    run_ranks(["-m", "swift", "sft", *argv], tmp_path / "logs", count=1)
-    found = load_file(newest_run(tmp_path / "out") / "checkpoint-1" / "adapter_model.safetensors")
+    found = weights(in_two(parse("sft", argv, {}), count=1) / "checkpoint-1")
     assert found.keys() == plain.keys()
     assert all(torch.allclose(found[name], plain[name], atol=1e-4) for name in plain)
 

@@ -18,8 +18,8 @@ from swift.trainers.distributed import Collectives
 from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
-from swift.trainers.trl.evaluation import EvaluationNames
 from swift.trainers.trl.method import Method, named
+from swift.trainers.trl.own_metrics import OwnMetrics
 
 SAME_IN_TRAINERS = (
     "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config", "torch_compile", "torch_compile_backend",
@@ -32,7 +32,7 @@ SAME_IN_TRAINERS = (
 def trainer_class(method: Method) -> type[AtomicTrainer]:
     """The method's trainer with checkpoints that are valid or do not exist."""
     trainer = named(method.trainer)
-    return type(f"Atomic{trainer.__name__}", (*method.overrides, EvaluationNames, AtomicTrainer, trainer), {})
+    return type(f"Atomic{trainer.__name__}", (*method.overrides, OwnMetrics, AtomicTrainer, trainer), {})
 
 
 def build_trainer(

@@ -1,4 +1,4 @@
-"""Evaluation of several datasets: every metric under the name of its own."""
+"""Metrics of TRL: those of several evaluation sets by their names, and a count that goes on after a resume."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from collections import defaultdict
 from typing import Any
 
 
-class EvaluationNames:
+class OwnMetrics:
     """In front of a trainer of TRL, whose own metrics (accuracy and the like) do not name the dataset."""
 
+    state: Any
     _dataset = ""
+
+    @property
+    def _total_train_tokens(self) -> int:
+        """TRL's counter, where checkpoints have it."""
+        return int(self.state.num_input_tokens_seen)
+
+    @_total_train_tokens.setter
+    def _total_train_tokens(self, value: int) -> None:
+        self.state.num_input_tokens_seen = int(value)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Trainer's: with several datasets it calls itself for each, with `eval_<name>` as prefix."""
