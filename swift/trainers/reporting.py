@@ -12,8 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from swift.observability.completions_log import CompletionsLog, completion_rows, sample_line
 from swift.observability.curves import LOGGING, Curves
 from swift.observability.doctor import ALERTS
@@ -123,16 +121,3 @@ class RunReport:
         """What the run has reached, after `close`."""
         rows = read_log(self.run_dir / LOGGING)
         return summarise(rows, run_dir=self.run_dir, best_checkpoint=best, last_checkpoint=last)
-
-
-class ReportCallback(TrainerCallback):
-    """Hands Trainer's log events to the report."""
-
-    def __init__(self, report: RunReport) -> None:
-        self.report = report
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Training and evaluation logs; Trainer's closing summary is not one of them."""
-        logs = dict(logs or {})
-        if "train_runtime" not in logs:
-            self.report.on_logs(state.global_step, state.max_steps, logs)

@@ -29,7 +29,7 @@ from swift.trainers.grpo.build import (
 from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
-from swift.trainers.reporting import ReportCallback, RunReport
+from swift.trainers.reporting import RunReport
 from swift.trainers.session import SignalTrap, equip
 from swift.trainers.supervision.watchdog import WatchdogCallback
 from swift.trainers.trl.callbacks import StopOnSignal
@@ -129,8 +129,6 @@ class Attempt:
         if args.sync_ref_model and args.beta > 0:
             alpha = args.ref_model_mixup_alpha
             callbacks.append(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
-        if self.report is not None:
-            callbacks.append(ReportCallback(self.report))
         return callbacks
 
     def _logprob_support(self) -> str:

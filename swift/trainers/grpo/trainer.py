@@ -290,7 +290,11 @@ class GRPOTrainer(AtomicTrainer):
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if report is not None:
                 logs = report.examined(self.state.global_step, logs)
-        super().log(with_aliases(logs, report.metric_names) if report is not None else logs, start_time)
+        if report is not None:
+            logs = with_aliases(logs, report.metric_names)
+        super().log(logs, start_time)
+        if report is not None and "train_runtime" not in logs:  # Trainer's closing summary
+            report.on_logs(self.state.global_step, self.state.max_steps, logs)
         if trained and self.stops_at_alert:
             self.alert = self.collectives.broadcast(report.last_alert if report is not None else None)
             if self.alert is not None:

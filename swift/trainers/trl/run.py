@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from swift.arguments import Resolved
-    from swift.models.template import Template
     from swift.trainers.atomic_trainer import AtomicTrainer
-    from swift.trainers.distributed import Collectives
-    from swift.trainers.session import Start
     from swift.trainers.trl.callbacks import LogLines
 
 
@@ -46,6 +43,9 @@ def run(resolved: Resolved) -> int:
         NumericError: the loss stays non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
+    from swift.models.policy import quiet_loading
+    from swift.trainers.supervision.heartbeat import Heartbeat
+
     args: Any = resolved.args
     require_packages(args)
     with collector_resting():
@@ -61,7 +61,47 @@ def run(resolved: Resolved) -> int:
     train, val, lines = method.encode(args, template)
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
-        _train(resolved, method, collectives, start, template, train, val, lines, trap)
+        with collector_resting():
+            from swift.observability.curves import Curves
+            from swift.trainers.trl.callbacks import LogLines, StopOnSignal
+            from swift.trainers.trl.frame import build_trainer
+
+            model, parts = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+        trap.check(resolved.command, collectives, start)
+        with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
+            folder, curves = opened.folder, None
+            if collectives.is_main:
+                curves = stack.enter_context(Curves(folder))
+                for line in (f"run folder: {folder}", *lines):
+                    opened.say(line)
+            log = LogLines(
+                folder / "logging.jsonl", opened.attempt, opened.say, curves, logged=method.logged, shown=method.shown
+            )
+            started = time.monotonic()
+            with quiet_loading(), Heartbeat(collectives):
+                stop = StopOnSignal(trap, collectives)
+                trainer = build_trainer(
+                    method,
+                    args,
+                    folder,
+                    model,
+                    template,
+                    train,
+                    val,
+                    [stop, log],
+                    collectives=collectives,
+                    settings=start.settings,
+                    parts=parts,
+                )
+                opened.steps = lambda: trainer.state.global_step
+                trap.check(resolved.command, collectives, start)  # log-probs of a reference take their time
+                trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
+                if stop.interrupted:
+                    raise trap.interruption(resolved.command, folder, trainer.state.global_step)
+            leave_processes(collectives)  # nobody waits for an upload
+            if collectives.is_main:
+                for line in [*_summary(folder, log, trainer, time.monotonic() - started), *push(args, folder, trainer)]:
+                    opened.say(line)
     return 0
 
 
@@ -80,65 +120,6 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> s
     return (
         f"plan: {counted(len(train), 'row')}; {step}; {counted(per_epoch, 'step')} per epoch, {counted(steps, 'step')}"
     )
-
-
-def _train(
-    resolved: Resolved,
-    method: Method,
-    collectives: Collectives,
-    start: Start,
-    template: Template,
-    train: Dataset | IterableDataset,
-    val: Dataset | dict[str, Dataset] | None,
-    lines: list[str],
-    trap: SignalTrap,
-) -> None:
-    """Loads the model, opens the run's folder, says `lines`, and trains."""
-    from swift.models.policy import quiet_loading
-    from swift.trainers.supervision.heartbeat import Heartbeat
-
-    args: Any = resolved.args
-    with collector_resting():
-        from swift.observability.curves import Curves
-        from swift.trainers.trl.callbacks import LogLines, StopOnSignal
-        from swift.trainers.trl.frame import build_trainer
-
-        model, parts = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
-    trap.check(resolved.command, collectives, start)
-    with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
-        folder, curves = opened.folder, None
-        if collectives.is_main:
-            curves = stack.enter_context(Curves(folder))
-            for line in (f"run folder: {folder}", *lines):
-                opened.say(line)
-        log = LogLines(
-            folder / "logging.jsonl", opened.attempt, opened.say, curves, logged=method.logged, shown=method.shown
-        )
-        started = time.monotonic()
-        with quiet_loading(), Heartbeat(collectives):
-            stop = StopOnSignal(trap, collectives)
-            trainer = build_trainer(
-                method,
-                args,
-                folder,
-                model,
-                template,
-                train,
-                val,
-                [stop, log],
-                collectives=collectives,
-                settings=start.settings,
-                parts=parts,
-            )
-            opened.steps = lambda: trainer.state.global_step
-            trap.check(resolved.command, collectives, start)  # log-probs of a reference take their time
-            trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
-            if stop.interrupted:
-                raise trap.interruption(resolved.command, folder, trainer.state.global_step)
-        leave_processes(collectives)  # nobody waits for an upload
-        if collectives.is_main:
-            for line in [*_summary(folder, log, trainer, time.monotonic() - started), *push(args, folder, trainer)]:
-                opened.say(line)
 
 
 def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
