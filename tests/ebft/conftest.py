@@ -24,6 +24,6 @@ def strided_argv(nano_folders, texts, tmp_path):
             "--tuner_type": tuner, "--output_dir": tmp_path / "out", "--ebft_feature_layers": "0.5 1.0",
             "--ebft_generate_max_len": 4, "--ebft_ce_coef": 0.1, "--per_device_train_batch_size": 4, "--max_steps": 4,
         }  # fmt: skip
-        return argv_of(own, flags)
+        return argv_of(own, *flags)
 
     return argv

@@ -43,14 +43,24 @@ def written(path, rows):
     return path
 
 
-def argv_of(own, flags):
+def argv_of(own, *flags):
     """The words of a small run: `flags` in place of `own` settings, and these in place of what is usual."""
     usual = {
         "--tuner_type": "full", "--learning_rate": "3e-3", "--logging_steps": 1, "--gradient_checkpointing": "false",
         "--report_to": "none",
     }  # fmt: skip
-    base = {flag: str(value).split() for flag, value in {**usual, **own}.items() if flag not in flags}
-    return [*(word for flag, words in base.items() for word in (flag, *words)), *flags]
+    given = list(words_of(flags))
+    base = [f"{flag} {value}" for flag, value in {**usual, **own}.items() if flag not in given]
+    return [*words_of(base), *given]
+
+
+def words_of(flags):
+    """`"--flag value --other value"`, or a value by itself, or several of these."""
+    for one in flags:
+        if isinstance(one, str):
+            yield from one.split() if one.startswith("--") else [one]
+        else:
+            yield from words_of(one)
 
 
 def trainer_of(resolved, folder):

@@ -14,6 +14,6 @@ def settings(nano_folders, tmp_path):
             "--rlhf_type": method, "--model": nano_folders["qwen2"], "--dataset": data,
             "--output_dir": tmp_path / "out", "--per_device_train_batch_size": 4, "--max_steps": 4,
         }  # fmt: skip
-        return parse("rlhf", argv_of(own, flags), {})
+        return parse("rlhf", argv_of(own, *flags), {})
 
     return resolved

@@ -29,11 +29,11 @@ TRL = {
 }
 NAMES = {"mpo": "dpo", "ld": "dpo", "margin": "rm"}
 FLAGS = {
-    "mpo": ("--loss_type", "sigmoid", "aot", "--loss_weights", "0.8", "0.2", "--rpo_alpha", "0.5"),
-    "ld": ("--ld_alpha", "0.3", "--f_divergence_type", "js_divergence"),
-    "kto": ("--desirable_weight", "1.5"),
-    "cpo": ("--label_smoothing", "0.1"),
-    "rm": ("--center_rewards_coefficient", "0.01"),
+    "mpo": "--loss_type sigmoid aot --loss_weights 0.8 0.2 --rpo_alpha 0.5",
+    "ld": "--ld_alpha 0.3 --f_divergence_type js_divergence",
+    "kto": "--desirable_weight 1.5",
+    "cpo": "--label_smoothing 0.1",
+    "rm": "--center_rewards_coefficient 0.01",
 }
 
 
@@ -61,8 +61,8 @@ def bare(case, resolved, folder):
 def pair_of(settings, case, folder, *flags):
     """Our trainer and TRL's."""
     rows = [{**pair, "margin": n % 3} for n, pair in enumerate(sums(32))] if case == "margin" else None
-    given = (*FLAGS.get(case, ()), "--dataset_shuffle", "false", *flags)
-    resolved = settings(NAMES.get(case, case), *given, rows=rows)
+    given = (FLAGS.get(case, ()), "--dataset_shuffle false", flags)
+    resolved = settings(NAMES.get(case, case), given, rows=rows)
     return trainer_of(resolved, folder / "swift"), bare(case, resolved, folder / "trl")
 
 

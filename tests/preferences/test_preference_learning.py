@@ -47,9 +47,7 @@ def test_margins_grow_and_held_out_preferences_are_right(settings, maker, method
     rows = maker["pairs"]()
     train, held_out = maker["part"](rows, False), maker["part"](rows, True)
     shown = maker["labelled"](train) if method == "kto" else train
-    run_dir = trained(
-        settings(method, "--max_steps", str(STEPS[method]), "--per_device_train_batch_size", "16", rows=shown)
-    )
+    run_dir = trained(settings(method, f"--max_steps {STEPS[method]} --per_device_train_batch_size 16", rows=shown))
     margins = list(logged(run_dir, "rewards/margins").values())
     assert sum(margins[-10:]) / 10 > sum(margins[:10]) / 10 + 0.05
     assert preferred(run_dir / f"checkpoint-{STEPS[method]}", held_out) > 0.9
@@ -60,11 +58,10 @@ def test_a_reward_model_tells_held_out_answers_apart_where_grpo_asks_it(settings
     rows = maker["pairs"]()
     held_out = maker["part"](rows, True)
     val = written(tmp_path / "val.jsonl", held_out)
-    words = ("--max_steps", "400", "--learning_rate", "1e-3", "--per_device_train_batch_size", "16")
-    words += ("--val_dataset", str(val), "--eval_steps", "400", "--per_device_eval_batch_size", "64")
-    lora = ("--lora_rank", "16", "--lora_alpha", "32", "--modules_to_save", "embed_tokens")
-    words += ("--tuner_type", tuner, *(lora if tuner == "lora" else ()))
-    run_dir = trained(settings("rm", *words, rows=maker["part"](rows, False)))
+    words = "--max_steps 400 --learning_rate 1e-3 --per_device_train_batch_size 16"
+    words += f" --val_dataset {val} --eval_steps 400 --per_device_eval_batch_size 64"
+    lora = "--lora_rank 16 --lora_alpha 32 --modules_to_save embed_tokens" if tuner == "lora" else ()
+    run_dir = trained(settings("rm", words, "--tuner_type", tuner, lora, rows=maker["part"](rows, False)))
     (accuracy,) = logged(run_dir, "eval_accuracy").values()
     assert accuracy > 0.9
     (source,) = find_reward_models(RewardTestArguments(reward_model=[str(run_dir / "checkpoint-400")]))

@@ -27,40 +27,40 @@ from swift.trainers.trl.run import run
 
 OPTIONAL = Path(sys.prefix) / "optional"
 METHODS = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
-LORA = ("--tuner_type", "lora")
-WAYS = [("--deepspeed", "zero2"), ("--deepspeed", "zero3"), ("--fsdp", "full_shard")]
+LORA = "--tuner_type lora"
+WAYS = ["--deepspeed zero2", "--deepspeed zero3", "--fsdp full_shard"]
 
 
 FAST = [("dpo", LORA), ("kto", ()), ("rm", LORA)]
-PISSA = (*LORA, "--init_weights", "pissa_niter_4")
+PISSA = (LORA, "--init_weights pissa_niter_4")
 REST = [
     *((method, tuner) for method in METHODS for tuner in ((), LORA) if (method, tuner) not in FAST),
-    ("dpo", ("--precompute_ref_log_probs", "true")),
-    ("dpo", ("--sync_ref_model", "true", "--ref_model_sync_steps", "1")),
-    ("kto", ("--precompute_ref_log_probs", "true", *LORA)),
-    ("dpo", (*LORA, "--use_dora", "true")),
+    ("dpo", "--precompute_ref_log_probs true"),
+    ("dpo", "--sync_ref_model true --ref_model_sync_steps 1"),
+    ("kto", ("--precompute_ref_log_probs true", LORA)),
+    ("dpo", (LORA, "--use_dora true")),
     ("dpo", PISSA),
     ("rm", PISSA),
-    *((method, ("--streaming", "true", "--shuffle_buffer_size", "7")) for method in METHODS),
+    *((method, "--streaming true --shuffle_buffer_size 7") for method in METHODS),
 ]
 
 
 @pytest.mark.parametrize(("method", "flags"), FAST)
 def test_a_resumed_run_ends_with_the_weights_and_logs_of_an_undisturbed_one(settings, method, flags):
-    run_dir = assert_resumes_exactly(lambda *more: settings(method, *flags, *more))
+    run_dir = assert_resumes_exactly(lambda *more: settings(method, flags, more))
     assert not [path for path in (run_dir / "checkpoint-4").iterdir() if path.is_dir()], "an adapter of the reference"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "flags"), REST)
 def test_resume_is_exact_for_the_other_methods_tuners_and_references(settings, method, flags):
-    assert_resumes_exactly(lambda *more: settings(method, *flags, *more))
+    assert_resumes_exactly(lambda *more: settings(method, flags, more))
 
 
 @pytest.mark.parametrize(("method", "accuracy"), [("dpo", "rewards/accuracies"), ("rm", "accuracy")])
 def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, accuracy):
     val = written(tmp_path / "val.jsonl", sums(8, seed=1))
-    run_dir = trained(settings(method, "--val_dataset", str(val), "--eval_steps", "4"))
+    run_dir = trained(settings(method, f"--val_dataset {val} --eval_steps 4"))
     evaluations = logged(run_dir, f"eval_{accuracy}")
     assert [step for _, step in evaluations] == [4] and 0 <= evaluations[1, 4] <= 1
     assert logged(run_dir, accuracy).keys() == {(1, step) for step in (1, 2, 3, 4)}
@@ -79,9 +79,9 @@ SETS = [("dpo", "rewards/margins"), ("kto", "kl"), ("orpo", "rewards/accuracies"
 def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, capsys, method, metric):
     make = verdicts if method == "kto" else sums
     easy, hard = (written(tmp_path / f"{name}.jsonl", make(8, seed=n)) for n, name in enumerate(("easy", "hard"), 1))
-    flags = ("--eval_steps", "2", "--max_steps", "2", "--metric_for_best_model", "hard_loss")
-    flags = (*flags, "--early_stopping_patience", "1")
-    resolved = settings(method, *flags)
+    flags = "--eval_steps 2 --max_steps 2 --metric_for_best_model hard_loss"
+    flags = (flags, "--early_stopping_patience 1")
+    resolved = settings(method, flags)
     resolved.args.val_dataset, resolved.args.eval_strategy = [str(easy), str(hard)], "steps"
     run_dir = trained(resolved)
     for name in ("easy", "hard"):
@@ -97,8 +97,8 @@ def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, c
 )
 def test_a_run_ends_with_its_best_weights(settings, tmp_path, method, flags):
     val = written(tmp_path / "val.jsonl", (verdicts if method == "kto" else sums)(8, seed=1))
-    flags = (*flags, "--learning_rate", "1", "--val_dataset", str(val), "--eval_steps", "2", "--save_steps", "2")
-    resolved = settings(method, *flags, "--eval_on_start", "true", "--load_best_model_at_end", "true")
+    flags = (flags, f"--learning_rate 1 --val_dataset {val} --eval_steps 2 --save_steps 2")
+    resolved = settings(method, flags, "--eval_on_start true --load_best_model_at_end true")
     made = []
     with pytest.MonkeyPatch.context() as patch:
         build = frame.build_trainer
@@ -112,7 +112,7 @@ def test_a_run_ends_with_its_best_weights(settings, tmp_path, method, flags):
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "rm"])
 def test_a_dry_run_plans_and_writes_nothing(settings, tmp_path, capsys, method):
-    assert rehearse_trl(settings(method, "--dry_run", "true")) == 0
+    assert rehearse_trl(settings(method, "--dry_run true")) == 0
     out = capsys.readouterr().out
     assert "plan: 32 rows; 4 per device x 1 process" in out and "train: 32 rows" in out
     assert not (tmp_path / "out").exists()
@@ -122,9 +122,9 @@ def test_a_dry_run_plans_and_writes_nothing(settings, tmp_path, capsys, method):
     "tuner", ["ia3", *(pytest.param(one, marks=pytest.mark.long) for one in ("lora", "vera", "boft"))]
 )
 def test_the_reference_of_an_adapter_to_start_from_is_that_adapter(settings, tuner):
-    flags = ("--tuner_type", tuner, "--max_steps", "2", "--learning_rate", "1e-1")
-    start = trained(settings("dpo", *flags)) / "checkpoint-2"
-    rewards = logged(trained(settings("dpo", *flags, "--adapters", str(start))), "rewards/margins")
+    flags = ("--tuner_type", tuner, "--max_steps 2 --learning_rate 1e-1")
+    start = trained(settings("dpo", flags)) / "checkpoint-2"
+    rewards = logged(trained(settings("dpo", flags, f"--adapters {start}")), "rewards/margins")
     assert rewards[1, 1] == pytest.approx(0, abs=1e-5), "policy and reference are the same at the first step"
     assert abs(rewards[1, 2]) > 1e-4
 
@@ -132,42 +132,42 @@ def test_the_reference_of_an_adapter_to_start_from_is_that_adapter(settings, tun
 @pytest.mark.long
 @pytest.mark.skipif(not list(OPTIONAL.glob("bitsandbytes-*")), reason="make install puts bitsandbytes there")
 def test_on_quantised_weights_the_reference_is_the_adapter_in_full_precision(settings, tmp_path):
-    flags = (*LORA, "--quant_method", "bnb", "--quant_bits", "4", "--learning_rate", "1e-1")
+    flags = (LORA, "--quant_method bnb --quant_bits 4 --learning_rate 1e-1")
 
     def run(name, *more):
-        resolved = settings("dpo", *flags, "--max_steps", "2", "--output_dir", str(tmp_path / name), *more)
+        resolved = settings("dpo", flags, f"--max_steps 2 --output_dir {tmp_path / name}", more)
         return in_two(resolved, count=1, PYTHONPATH=os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)]))
 
     again = run("again", "--adapters", str(run("first") / "checkpoint-2"))
     assert logged(again, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-6)
 
 
-HEAD = (*LORA, "--target_modules", "q_proj", "lm_head")
+HEAD = (LORA, "--target_modules q_proj lm_head")
 
 
 @pytest.mark.parametrize("method", ["dpo", "ipo", "kto", "gkd"])
 def test_an_adapter_on_an_output_layer_whose_weight_the_loss_reads_is_refused(settings, tmp_path, method):
-    teacher = ("--teacher_model", "x") if method == "gkd" else ()
+    teacher = "--teacher_model x" if method == "gkd" else ()
     for start in (rehearse_trl, run):
         rows = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in sums(8)] if method == "gkd" else None
         with pytest.raises(ConfigError, match=r"--target_modules: lm_head: .*--modules_to_save lm_head"):
-            start(settings(method, *HEAD, *teacher, rows=rows))
+            start(settings(method, HEAD, teacher, rows=rows))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("method", "flags"), [("orpo", HEAD), ("simpo", HEAD), ("dpo", (*LORA, "--modules_to_save", "lm_head"))]
+    ("method", "flags"), [("orpo", HEAD), ("simpo", HEAD), ("dpo", (LORA, "--modules_to_save lm_head"))]
 )
 def test_an_output_layer_learns_where_the_loss_can_see_it(settings, method, flags):
-    run_dir = trained(settings(method, *flags, "--save_steps", "1", "--max_steps", "2"))
+    run_dir = trained(settings(method, flags, "--save_steps 1 --max_steps 2"))
     before, after = (weights(run_dir / f"checkpoint-{step}") for step in (1, 2))
     assert any(not torch.equal(before[name], after[name]) for name in after if "lm_head" in name)
 
 
 @pytest.mark.parametrize("init", ["false", "pissa"])
 def test_the_reference_of_an_adapter_is_its_start_without_dropout(settings, tmp_path, init):
-    flags = (*LORA, "--init_weights", init, "--lora_dropout", "0.5", "--gradient_checkpointing", "false")
-    trainer = trainer_of(settings("dpo", *flags), tmp_path)
+    flags = (LORA, "--init_weights", init, "--lora_dropout 0.5 --gradient_checkpointing false")
+    trainer = trainer_of(settings("dpo", flags), tmp_path)
     batch = next(iter(trainer.get_train_dataloader()))
     assert trainer.model.training
     first, again = (torch.stack(trainer.compute_ref_log_probs(trainer.model, batch)) for _ in range(2))
@@ -181,9 +181,9 @@ def test_the_reference_of_an_adapter_is_its_start_without_dropout(settings, tmp_
 
 @pytest.mark.long
 def test_precomputed_log_probs_are_those_of_the_settings(settings):
-    flags = ("--precompute_ref_log_probs", "true", "--max_steps", "1")
-    for more in ((), ("--ld_alpha", "0.2")):  # the second finds the file of the first
-        run_dir = trained(settings("dpo", *flags, *more, rows=uneven(8)))
+    flags = "--precompute_ref_log_probs true --max_steps 1"
+    for more in ((), "--ld_alpha 0.2"):  # the second finds the file of the first
+        run_dir = trained(settings("dpo", flags, more, rows=uneven(8)))
         assert logged(run_dir, "rewards/margins")[1, 1] == pytest.approx(0, abs=1e-5)
 
 
@@ -194,13 +194,13 @@ def uneven(count):
 
 
 def test_a_reference_of_its_own_is_compared_with(settings, nano_folders):
-    other = settings("dpo", "--ref_model", str(nano_folders["llama"]), "--max_steps", "1")
+    other = settings("dpo", f"--ref_model {nano_folders['llama']} --max_steps 1")
     assert abs(logged(trained(other), "rewards/margins")[1, 1]) > 1e-4
 
 
 @pytest.mark.parametrize("tuner", ["full", pytest.param("lora", marks=pytest.mark.long)])
 def test_a_reward_model_serves_grpo_at_once(settings, nano_folders, tmp_path, tuner):
-    trained_model = trained(settings("rm", "--max_steps", "2", "--tuner_type", tuner)) / "checkpoint-2"
+    trained_model = trained(settings("rm", "--max_steps 2", "--tuner_type", tuner)) / "checkpoint-2"
     flags = {
         "rlhf_type": "grpo",
         "model": nano_folders["qwen2"],
@@ -220,15 +220,15 @@ def test_a_reward_model_serves_grpo_at_once(settings, nano_folders, tmp_path, tu
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "flags"),
-    [*((method, ()) for method in METHODS), ("dpo", ("--precompute_ref_log_probs", "true"))],
+    [*((method, ()) for method in METHODS), ("dpo", "--precompute_ref_log_probs true")],
 )
 def test_two_processes_train_the_model_that_one_does(settings, tmp_path, method, flags):
-    train_as_one_and_as_two(lambda *more: settings(method, *flags, *more), tmp_path)
+    train_as_one_and_as_two(lambda *more: settings(method, flags, more), tmp_path)
 
 
 SHARDED = [
     *(("dpo", way, flags) for way in WAYS for flags in ((), LORA)),
-    *(("dpo", way, ("--precompute_ref_log_probs", "true")) for way in WAYS),
+    *(("dpo", way, "--precompute_ref_log_probs true") for way in WAYS),
     *((method, WAYS[1], ()) for method in ("kto", "orpo", "rm")),
 ]
 
@@ -236,9 +236,5 @@ SHARDED = [
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "way", "flags"), SHARDED)
 def test_sharded_processes_train_the_model_that_one_does_and_resume(settings, tmp_path, method, way, flags):
-    together = train_as_one_and_as_two(
-        lambda *more: settings(method, *flags, "--save_steps", "2", *more), tmp_path, *way
-    )
-    assert_goes_on_exactly(
-        together, lambda *more: settings(method, *flags, "--save_steps", "2", *way, *more), run=in_two
-    )
+    together = train_as_one_and_as_two(lambda *more: settings(method, flags, "--save_steps 2", more), tmp_path, way)
+    assert_goes_on_exactly(together, lambda *more: settings(method, flags, "--save_steps 2", way, more), run=in_two)

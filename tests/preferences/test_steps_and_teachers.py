@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from transformers.integrations import liger
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl_runs import (
+    argv_of,
     assert_goes_on_exactly,
     assert_resumes_exactly,
     in_two,
@@ -52,24 +53,24 @@ def chats(count):
         yield {"messages": [*pair["prompt"], *pair["chosen"]]}
 
 
-STREAM = ("--streaming", "true", "--shuffle_buffer_size", "7")
+STREAM = "--streaming true --shuffle_buffer_size 7"
 
 
 @pytest.fixture
 def prm(settings):
-    return lambda *flags, rows=32: settings("prm", *flags, rows=steps(rows))
+    return lambda *flags, rows=32: settings("prm", flags, rows=steps(rows))
 
 
 @pytest.fixture
 def gkd(settings, nano_folders):
     return lambda *flags: settings(
-        "gkd", "--teacher_model", str(nano_folders["qwen2"]), "--max_completion_length", "4", *flags, rows=chats(32)
+        "gkd", f"--teacher_model {nano_folders['qwen2']} --max_completion_length 4", flags, rows=chats(32)
     )
 
 
 def test_the_label_of_a_step_sits_on_the_separator_after_it(settings):
     row = {"prompt": "add", "completions": ["1+1=2", "2+2=5"], "labels": [True, False]}
-    args = settings("prm", "--step_separator", "##", rows=[row]).args
+    args = settings("prm", "--step_separator ##", rows=[row]).args
     template = load_chat(args)
     table, val, _ = encode(args, template)
     ids, labels = table[0]["input_ids"], table[0]["labels"]
@@ -93,7 +94,7 @@ def test_steps_are_counted_in_evaluation():
 
 
 def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
-    resolved = prm("--dataset_shuffle", "false")
+    resolved = prm("--dataset_shuffle false")
     found, grads = first_step(trainer_of(resolved, tmp_path / "swift"))
     torch.manual_seed(resolved.args.seed)
     model = AutoModelForTokenClassification.from_pretrained(resolved.args.model, num_labels=2, dtype=torch.float32)
@@ -114,7 +115,7 @@ def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
 
 
 def test_the_first_step_of_gkd_is_trls(gkd, tmp_path):
-    resolved = gkd("--dataset_shuffle", "false", "--lmbda", "0", "--temperature", "0.7", "--beta", "0.3")
+    resolved = gkd("--dataset_shuffle false --lmbda 0 --temperature 0.7 --beta 0.3")
     teacher = perturbed(resolved.args.model)
     trainer = trainer_of(resolved, tmp_path / "swift")
     trainer.teacher_model.load_state_dict(teacher.state_dict())
@@ -149,8 +150,8 @@ def perturbed(folder):
 
 
 def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
-    flags = ("--tuner_type", "lora", "--lora_dropout", "0.3", "--gradient_checkpointing", "true")
-    trainer = trainer_of(gkd(*flags), tmp_path)
+    flags = "--tuner_type lora --lora_dropout 0.3 --gradient_checkpointing true"
+    trainer = trainer_of(gkd(flags), tmp_path)
     assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
     assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
 
@@ -161,8 +162,8 @@ def test_ligers_kernels_reach_a_model_without_a_language_head_but_not_its_loss(s
     module = SimpleNamespace(_apply_liger_kernel_to_instance=lambda model, **config: given.append((model, config)))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", module)
     monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: True)
-    flags = ("--use_liger_kernel", "true", "--liger_kernel_config", '{"rope": false}', "--max_steps", "1")
-    trainer = trainer_of(settings(method, *flags, rows=steps(8) if method == "prm" else None), tmp_path)
+    flags = ("--use_liger_kernel true", "--liger_kernel_config", '{"rope": false}', "--max_steps 1")
+    trainer = trainer_of(settings(method, flags, rows=steps(8) if method == "prm" else None), tmp_path)
     trainer.train()
     ((model, config),) = given
     assert model is trainer.model and config == {"rope": False, "fused_linear_cross_entropy": False}
@@ -171,31 +172,29 @@ def test_ligers_kernels_reach_a_model_without_a_language_head_but_not_its_loss(s
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["prm", "gkd"])
 def test_two_processes_have_the_losses_of_one(prm, gkd, tmp_path, method):
-    make = {"prm": prm, "gkd": lambda *flags: gkd("--lmbda", "0", *flags)}[method]
+    make = {"prm": prm, "gkd": lambda *flags: gkd("--lmbda 0", flags)}[method]
     train_as_one_and_as_two(make, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [(), ("--tuner_type", "lora"), STREAM])
+@pytest.mark.parametrize("flags", [(), "--tuner_type lora", STREAM])
 def test_prm_resumes_exactly(settings, flags):
-    assert_resumes_exactly(lambda *more: settings("prm", *flags, *more, rows=steps(32)))
+    assert_resumes_exactly(lambda *more: settings("prm", flags, more, rows=steps(32)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "flags", [("--lmbda", "0.5"), ("--lmbda", "0.5", "--seq_kd", "true", "--tuner_type", "lora"), STREAM]
-)
+@pytest.mark.parametrize("flags", ["--lmbda 0.5", "--lmbda 0.5 --seq_kd true --tuner_type lora", STREAM])
 def test_gkd_resumes_exactly(gkd, flags):
-    assert_resumes_exactly(lambda *more: gkd(*flags, *more))
+    assert_resumes_exactly(lambda *more: gkd(flags, more))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_gkd_samples_in_sharded_processes_and_resumes_exactly(gkd, tmp_path, way):
-    flags = ("--lmbda", "0.6", "--seq_kd", "true", "--save_steps", "2", *way, "--output_dir", str(tmp_path / "two"))
-    run_dir = in_two(gkd(*flags))
+    flags = ("--lmbda 0.6 --seq_kd true --save_steps 2", way, f"--output_dir {tmp_path / 'two'}")
+    run_dir = in_two(gkd(flags))
     assert logged(run_dir)[1, 4] > 0
-    assert_goes_on_exactly(run_dir, lambda *more: gkd(*flags, *more), run=in_two)
+    assert_goes_on_exactly(run_dir, lambda *more: gkd(flags, more), run=in_two)
 
 
 @pytest.mark.long
@@ -203,8 +202,8 @@ def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_pa
     val = written(tmp_path / "val.jsonl", steps(64, seed=1))
     run_dir = trained(
         prm(
-            *("--val_dataset", str(val), "--max_steps", "600", "--eval_steps", "600", "--save_steps", "600"),
-            *("--per_device_train_batch_size", "16", "--per_device_eval_batch_size", "16"),
+            f"--val_dataset {val} --max_steps 600 --eval_steps 600 --save_steps 600",
+            "--per_device_train_batch_size 16 --per_device_eval_batch_size 16",
             rows=1024,
         )
     )
@@ -224,7 +223,7 @@ def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_pa
 
 @pytest.mark.long
 def test_a_student_comes_closer_to_its_teacher(gkd, tmp_path):
-    resolved = gkd("--lmbda", "0.3", "--max_steps", "40")
+    resolved = gkd("--lmbda 0.3 --max_steps 40")
     folder = tmp_path / "teacher"
     perturbed(resolved.args.model).save_pretrained(folder)
     AutoTokenizer.from_pretrained(resolved.args.model).save_pretrained(folder)
@@ -243,14 +242,14 @@ WRONG = {
     "no step": ("prm", [ROW, {**ROW, "completions": [], "labels": []}], (), "must be lists"),
     "empty step": ("prm", [ROW, {**ROW, "completions": ["a", " "]}], (), "empty"),
     "empty separator": ("prm", [ROW], ("--step_separator", ""), "--step_separator"),
-    "separator of an adapter": ("prm", [ROW], ("--step_separator", "##", "--tuner_type", "lora"), "--step_separator"),
-    "tuner of heads too": ("prm", [ROW], ("--tuner_type", "vera"), "--tuner_type: vera: PEFT cannot keep it out"),
-    "too long": ("prm", [ROW], ("--max_length", "3"), "longer than max_length"),
+    "separator of an adapter": ("prm", [ROW], "--step_separator ## --tuner_type lora", "--step_separator"),
+    "tuner of heads too": ("prm", [ROW], "--tuner_type vera", "--tuner_type: vera: PEFT cannot keep it out"),
+    "too long": ("prm", [ROW], "--max_length 3", "longer than max_length"),
     "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
-    "teacher nowhere": ("gkd", list(chats(2)), ("--teacher_model", "./nowhere"), "--teacher_model"),
-    "share above one": ("gkd", list(chats(2)), ("--teacher_model", "x", "--lmbda", "1.5"), "--lmbda"),
-    "answer without loss": ("gkd", [UNTRAINED], ("--teacher_model", "MODEL"), 'an answer with "loss": false'),
-    "two presets": ("rloo", [{"query": "q"}], ("--preset", "dapo", "--reward_funcs", "format"), "--preset: dapo"),
+    "teacher nowhere": ("gkd", list(chats(2)), "--teacher_model ./nowhere", "--teacher_model"),
+    "share above one": ("gkd", list(chats(2)), "--teacher_model x --lmbda 1.5", "--lmbda"),
+    "answer without loss": ("gkd", [UNTRAINED], "--teacher_model MODEL", 'an answer with "loss": false'),
+    "two presets": ("rloo", [{"query": "q"}], "--preset dapo --reward_funcs format", "--preset: dapo"),
 }
 
 
@@ -258,11 +257,10 @@ WRONG = {
 def test_wrong_inputs_are_one_line(nano_folders, tmp_path, capsys, name):
     method, rows, flags, expected = WRONG[name]
     data = written(tmp_path / "rows.jsonl", rows)
-    words = ["--rlhf_type", method, "--model", str(nano_folders["qwen2"]), "--dataset", str(data), "--strict", "true"]
-    flags = [str(nano_folders["qwen2"]) if one == "MODEL" else one for one in flags]
-    words += ["--output_dir", str(tmp_path / "out"), "--report_to", "none", *flags]
-    words += [] if "--tuner_type" in flags else ["--tuner_type", "full"]
-    assert main(["rlhf", *words]) == 2
+    model = str(nano_folders["qwen2"])
+    own = {"--rlhf_type": method, "--model": model, "--dataset": data, "--output_dir": tmp_path / "out"}
+    words = argv_of({**own, "--strict": "true"}, flags)
+    assert main(["rlhf", *(model if word == "MODEL" else word for word in words)]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("swift: error: ")]
     assert len(lines) == 1 and expected in lines[0]
     assert not (tmp_path / "out").exists()

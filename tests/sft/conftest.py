@@ -22,6 +22,6 @@ def sft_argv(nano_folders, sums, tmp_path):
             "--model": nano_folders[model], "--dataset": sums, "--tuner_type": tuner, "--output_dir": tmp_path / "out",
             "--per_device_train_batch_size": 8, "--max_steps": 6, "--logging_steps": 2,
         }  # fmt: skip
-        return argv_of(own, flags)
+        return argv_of(own, *flags)
 
     return argv

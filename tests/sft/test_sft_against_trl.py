@@ -15,7 +15,7 @@ from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.trainers.sft_packing import Packing, require_packed
 
-BATCH = ("--dataset_shuffle", "false", "--per_device_train_batch_size", "4")
+BATCH = "--dataset_shuffle false --per_device_train_batch_size 4"
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +42,18 @@ def bare(argv, folder, **options):
 
 CASES = {
     "assistant turns": ("sft", (), {"assistant_only_loss": True}),
-    "all tokens": ("sft", ("--loss_scale", "all"), {}),
-    "dft": ("sft", ("--loss_type", "dft"), {"assistant_only_loss": True, "loss_type": "dft"}),
+    "all tokens": ("sft", "--loss_scale all", {}),
+    "dft": ("sft", "--loss_type dft", {"assistant_only_loss": True, "loss_type": "dft"}),
     "packed": (
         "sft",
-        ("--packing", "true", "--max_length", "64"),
+        "--packing true --max_length 64",
         {"assistant_only_loss": True, "packing": True, "max_length": 64},
     ),
-    "padding_free": ("sft", ("--padding_free", "true", "--assistant_only_loss", "false"), {"padding_free": True}),
-    "documents": ("pt", ("--packing", "false"), {}),
+    "padding_free": ("sft", "--padding_free true --assistant_only_loss false", {"padding_free": True}),
+    "documents": ("pt", "--packing false", {}),
     "packed documents": (
         "pt",
-        ("--max_length", "24"),
+        "--max_length 24",
         {"packing": True, "packing_strategy": "bfd_split", "max_length": 24},
     ),
 }
@@ -62,8 +62,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_path, case):
     mode, flags, options = CASES[case]
-    rows = ("--dataset", str(documents)) if mode == "pt" else ()
-    argv = sft_argv(*rows, *flags, *BATCH)
+    rows = f"--dataset {documents}" if mode == "pt" else ()
+    argv = sft_argv(rows, flags, BATCH)
     expected, theirs = first_step(bare(argv, tmp_path / "trl", **{"max_length": None, **options}))
     found, grads = first_step(trainer_of(parse(mode, argv, {}), tmp_path / "swift"))
     assert found == pytest.approx(expected, abs=1e-6)
@@ -74,7 +74,7 @@ def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_p
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_what_stands_in_one_document_changes_no_loss_in_another(sft_argv, documents, tmp_path, strategy):
-    argv = sft_argv("--dataset", str(documents), "--max_length", "60", "--packing_strategy", strategy, *BATCH)
+    argv = sft_argv(f"--dataset {documents} --max_length 60", "--packing_strategy", strategy, BATCH)
     trainer = trainer_of(parse("pt", argv, {}), tmp_path)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     ends = batch["cu_seq_lens_q"].tolist()

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("packing", ["true", "false"])
 def test_32_rows_are_memorised(sft_argv, sums, packing):
-    flags = ("--dataset", f"{sums}#32", "--packing", packing, "--max_length", "128", "--max_steps", "400")
-    run_dir = sft(sft_argv(*flags, "--learning_rate", "1e-2", "--logging_steps", "50"))
+    flags = (f"--dataset {sums}#32", "--packing", packing, "--max_length 128 --max_steps 400")
+    run_dir = sft(sft_argv(flags, "--learning_rate 1e-2 --logging_steps 50"))
     assert losses(run_dir)[-1][1] < 0.1
 
 
@@ -29,15 +29,15 @@ def test_32_rows_are_memorised(sft_argv, sums, packing):
     "flags",
     [
         (),
-        ("--packing", "true", "--max_length", "64"),
-        ("--streaming", "true", "--shuffle_buffer_size", "7"),
-        ("--streaming", "true", "--packing", "true", "--max_length", "256"),
+        "--packing true --max_length 64",
+        "--streaming true --shuffle_buffer_size 7",
+        "--streaming true --packing true --max_length 256",
     ],
     ids=["rows", "packed", "stream", "packed stream"],
 )
 def test_two_processes_train_on_the_rows_that_one_does(sft_argv, tmp_path, flags):
     def make(*more):
-        return parse("sft", sft_argv(*flags, "--per_device_train_batch_size", "2", *more), {})
+        return parse("sft", sft_argv(flags, "--per_device_train_batch_size 2", more), {})
 
     together = train_as_one_and_as_two(make, tmp_path, rel=1e-3)
     assert len(list(tmp_path.glob("two/v*"))) == 1

@@ -32,23 +32,14 @@ from swift.trainers.trl.run import run
 )
 def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
-    argv = sft_argv(*flags.split(), "--logging_steps", "1", "--neftune_noise_alpha", "5")
+    argv = sft_argv(flags.split(), "--logging_steps 1 --neftune_noise_alpha 5")
     assert_resumes_exactly(lambda *more: parse("sft", [*argv, *more], {}), at=3)
 
 
 def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
     other = shutil.copy(sums, tmp_path / "val.jsonl")
-    flags = (
-        "--eval_steps",
-        "1",
-        "--save_steps",
-        "2",
-        "--early_stopping_patience",
-        "2",
-        "--early_stopping_threshold",
-        "9",
-    )
-    argv = [*sft_argv(*flags, "--metric_for_best_model", "val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
+    flags = "--eval_steps 1 --save_steps 2 --early_stopping_patience 2 --early_stopping_threshold 9"
+    argv = [*sft_argv(flags, "--metric_for_best_model val_loss"), "--val_dataset", f"{sums}#4", f"{other}#6"]
     run_dir = sft(argv)
     evaluations = [row for row in rows(run_dir / "logging.jsonl") if "loss" not in row]
     assert [row["step"] for row in evaluations] == [1, 1, 2, 2, 3, 3], "no improvement by 9 in the second and third"
@@ -59,12 +50,12 @@ def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_st
     resumed = sft([*argv, "--resume_from_checkpoint", str(run_dir / "checkpoint-2")])
     assert rows(resumed / "logging.jsonl")[-1]["step"] == 3, "evaluations before the checkpoint count"
     with pytest.raises(ConfigError, match=r"--metric_for_best_model: loss: .*use sums_loss or val_loss"):
-        sft([*sft_argv(*flags), *argv[-3:]])
+        sft([*sft_argv(flags), *argv[-3:]])
 
 
 def test_several_evaluation_sets_need_no_metric_where_nothing_is_chosen_by_it(sft_argv, sums, tmp_path):
     other = shutil.copy(sums, tmp_path / "val.jsonl")
-    run_dir = sft([*sft_argv("--max_steps", "1", "--eval_steps", "1"), "--val_dataset", f"{sums}#4", f"{other}#6"])
+    run_dir = sft([*sft_argv("--max_steps 1 --eval_steps 1"), "--val_dataset", f"{sums}#4", f"{other}#6"])
     assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [1, 1, 1]
 
 
@@ -74,7 +65,7 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
         monkeypatch.setattr(
             huggingface_hub.HfApi, request, lambda self, _name=request, **given: asked.append((_name, given))
         )
-    run_dir = sft(sft_argv("--push_to_hub", "true", "--hub_model_id", "me/sums", "--max_steps", "1"))
+    run_dir = sft(sft_argv("--push_to_hub true --hub_model_id me/sums --max_steps 1"))
     (made, repository), (uploaded, what) = asked
     assert (made, uploaded) == ("create_repo", "upload_folder")
     assert repository["repo_id"] == what["repo_id"] == "me/sums"
@@ -90,7 +81,7 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
 
 @pytest.mark.slow
 def test_an_adapter_of_a_model_that_is_compiled_and_sharded_has_the_names_of_any_other(sft_argv):
-    argv = sft_argv("--max_steps", "1", tuner="lora")
+    argv = sft_argv("--max_steps 1", tuner="lora")
     plain = weights(sft(argv) / "checkpoint-1")
     argv += ["--torch_compile", "true", "--torch_compile_backend", "eager", "--fsdp", "full_shard"]
     found = weights(in_two(parse("sft", argv, {}), count=1) / "checkpoint-1")
@@ -103,7 +94,7 @@ def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft
     (model / "chat_template.jinja").unlink()
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 40)))
-    argv = sft_argv("--model", str(model), "--dataset", str(data), "--val_dataset", str(data), "--max_length", "32")
+    argv = sft_argv(f"--model {model} --dataset {data} --val_dataset {data} --max_length 32")
     run_dir = sft(argv, "pt")
     evaluations = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
     assert evaluations and load_for_inference(ModelArguments(model=str(run_dir / "checkpoint-6"))) is not None
