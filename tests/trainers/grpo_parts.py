@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -95,14 +96,10 @@ def make_trainer(
     model=None,
     reference=None,
     reward=all_different,
-    loss=None,
     generations=4,
     global_batch=8,
     num_global_batches=1,
     iterations=1,
-    max_samples=8,
-    per_device=8,
-    max_tokens=8,
     prompts=8,
     overlong_filter=False,
     eval_prompts=(),
@@ -110,15 +107,14 @@ def make_trainer(
     scorer=None,
     depth=0,
     interval=1,
-    settings=None,
     sampling=None,
     eos=(),
     **arguments,
 ):
-    """A trainer whose global batch has `global_batch` completions; `arguments` go to TrainingArguments.
+    """A trainer whose global batch has `global_batch` completions.
 
     `engine` has weights of its own, which are published to it every `interval` steps; without it the model samples
-    itself. `depth`: rounds sampled ahead on a thread. `settings`: more of `GRPOSettings`.
+    itself. `depth`: rounds sampled ahead on a thread. `arguments`: of `GRPOSettings` and TrainingArguments.
     """
     from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -127,7 +123,11 @@ def make_trainer(
     metrics = MetricStore()
     engine = engine or TransformersEngine(model, eos_token_ids=list(eos))
     rounds = []
-    distribution = SamplingParams(max_tokens, temperature=1.0, **(sampling or {}))
+    settings = {"loss": LossConfig(), "temperature": 1.0, "max_completion_length": 8, "per_device": 8, "max_samples": 8}
+    for one in dataclasses.fields(GRPOSettings):
+        if one.name in arguments:
+            settings[one.name] = arguments.pop(one.name)
+    distribution = SamplingParams(settings["max_completion_length"], temperature=1.0, **(sampling or {}))
     collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
     scheduler = RolloutScheduler(
         small_runs.NumberedPrompts(prompts),
@@ -172,16 +172,7 @@ def make_trainer(
     trainer = GRPOTrainer(
         model=model,
         args=TrainingArguments(str(output_dir), **options),
-        settings=GRPOSettings(
-            **{
-                "loss": loss or LossConfig(),
-                "temperature": 1.0,
-                "max_completion_length": max_tokens,
-                "per_device": per_device,
-                "max_samples": max_samples,
-                **(settings or {}),
-            }
-        ),
+        settings=GRPOSettings(**settings),
         pipeline=pipeline,
         collectives=collectives,
         metrics=metrics,

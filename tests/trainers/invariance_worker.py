@@ -161,7 +161,7 @@ class Bench:
     """
 
     def __init__(self, folder, output, dtype=torch.float32):
-        self.trainer = make_trainer(folder, output, max_tokens=LONGEST)
+        self.trainer = make_trainer(folder, output, max_completion_length=LONGEST)
         self.trainer.model.to(dtype)
         if dtype == torch.float64:
             for module in self.trainer.model.modules():

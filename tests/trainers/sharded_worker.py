@@ -105,7 +105,7 @@ def build(task: dict[str, Any]) -> Any:
         model=model,
         reference=reference if beta else None,
         loss=LossConfig(beta=beta, **task.get("loss", {})),
-        settings=task.get("settings"),
+        **task.get("settings", {}),
         reward=score,
         scorer=LateScorer(score, seen) if task.get("late") else None,
         **task.get("parts", {}),

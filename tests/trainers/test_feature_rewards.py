@@ -277,9 +277,7 @@ class NoRewards(Scorer):
 
 
 def ebft_trainer(folder, output, network, *, ce_coef=0.0, rl_coef=1.0):
-    trainer = make_trainer(
-        folder, output, scorer=NoRewards(lambda *_: 0.0), settings={"ce_coef": ce_coef, "rl_coef": rl_coef}
-    )
+    trainer = make_trainer(folder, output, scorer=NoRewards(lambda *_: 0.0), ce_coef=ce_coef, rl_coef=rl_coef)
     for one in trainer.pipeline.scheduler.source.prompts:
         one.columns["ground_truth"] = "abc" * len(one.token_ids)
     trainer.pipeline.features = scorer(network, ce_coef=ce_coef, rl_coef=rl_coef)

@@ -39,7 +39,7 @@ def test_samples_without_advantage_are_left_out_and_still_counted(make):
 
     found = []
     for skips, sequences in ((True, 4), (False, 8)):
-        trainer = make(reward=reward, settings={"skip_zero_advantage": skips})
+        trainer = make(reward=reward, skip_zero_advantage=skips)
         passes = passes_of(trainer)
         found.append(one_step(trainer).gradients)
         assert sum(passes) == sequences, "the group of equal rewards takes part in no forward pass if it may be skipped"

@@ -92,8 +92,7 @@ def test_reference_log_probs_are_those_of_the_reference(make, folder):
 
 @pytest.mark.parametrize("max_samples", [8, 3])
 def test_the_bonus_is_the_mean_entropy_of_the_global_batch(make, folder, max_samples):
-    settings = {"entropy": EntropySettings(coefficient=0.7), "temperature": 1.3}
-    trainer = make(max_samples=max_samples, settings=settings)
+    trainer = make(max_samples=max_samples, entropy=EntropySettings(coefficient=0.7), temperature=1.3)
     ours, values, samples = one_step(trainer, stale)
     by_hand = ByHand(trainer, folder, samples, temperature=1.3)
     mean = by_hand.entropy[by_hand.mask].mean()
@@ -105,8 +104,7 @@ def test_the_bonus_is_the_mean_entropy_of_the_global_batch(make, folder, max_sam
 
 @pytest.mark.parametrize(("max_samples", "forwards"), [(8, [8]), (3, [3, 3, 2] * 2)])
 def test_only_the_most_uncertain_tokens_of_the_global_batch_train(make, folder, max_samples, forwards):
-    settings = {"entropy": EntropySettings(quantile=0.3, coefficient=0.5)}
-    trainer = make(max_samples=max_samples, settings=settings)
+    trainer = make(max_samples=max_samples, entropy=EntropySettings(quantile=0.3, coefficient=0.5))
     calls = passes_of(trainer)
     ours, values, samples = one_step(trainer, stale)
     assert calls == forwards, "a pass of its own where no pass holds the global batch"
@@ -125,10 +123,9 @@ def test_samples_without_advantage_have_a_say_in_the_threshold(make, folder):
     def reward(completion, prompt):
         return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
 
-    settings = {"entropy": EntropySettings(quantile=0.5)}
     thresholds, gradients = [], []
     for size in (8, 4):
-        trainer = make(reward=reward, max_samples=size, settings=settings)
+        trainer = make(reward=reward, max_samples=size, entropy=EntropySettings(quantile=0.5))
         ours, values, samples = one_step(trainer)
         assert {one.advantage == 0 for one in samples} == {True, False}
         thresholds.append(values["entropy_threshold"])
@@ -151,7 +148,7 @@ def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matt
     def reward(completion, prompt):
         return 1.0 if prompt.prompt_id == "p0" else float(completion.token_ids[0] % 2)
 
-    trainer = make(reward=reward, settings={"entropy": entropy})
+    trainer = make(reward=reward, entropy=entropy)
     calls = passes_of(trainer)
     one_step(trainer)
     assert calls == [forwards]
@@ -159,8 +156,7 @@ def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matt
 
 def test_the_controller_sees_each_global_batch_once(make):
     start = AdaptiveEntropy(coefficient=0.1, target=100.0, step=0.02, maximum=0.15)
-    settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
-    trainer = make(iterations=2, max_samples=2, max_steps=4, settings=settings)
+    trainer = make(iterations=2, max_samples=2, max_steps=4, entropy=EntropySettings(coefficient=0.1, adaptive=start))
     trainer.train()
     rows = logs_of(trainer)
     assert [row["entropy_coef"] for row in rows] == pytest.approx([0.0, 0.12, 0.14, 0.15])
@@ -173,8 +169,7 @@ def test_the_controller_sees_each_global_batch_once(make):
 
 def test_above_the_target_the_bonus_rests(make):
     start = AdaptiveEntropy(coefficient=0.1, target=0.01, step=0.04)
-    settings = {"entropy": EntropySettings(coefficient=0.1, adaptive=start)}
-    trainer = make(max_steps=3, settings=settings)
+    trainer = make(max_steps=3, entropy=EntropySettings(coefficient=0.1, adaptive=start))
     trainer.train()
     assert [row["entropy_coef"] for row in logs_of(trainer)] == [0, 0, 0]
     assert trainer.entropy.controller.coefficient == 0.0
@@ -190,7 +185,7 @@ def test_sequences_that_drifted_lose_their_policy_term_and_nothing_else(make, fo
         for one in samples[::2]:
             one.sampler_logprobs = one.sampler_logprobs + 0.5
 
-    trainer = make(max_samples=max_samples, settings={"off_policy_delta": 0.2})
+    trainer = make(max_samples=max_samples, off_policy_delta=0.2)
     ours, values, samples = one_step(trainer, drift)
     by_hand = ByHand(trainer, folder, samples)
     kept = torch.tensor([i % 2 == 1 or one.advantage >= 0 for i, one in enumerate(samples)])
@@ -210,7 +205,7 @@ def test_unclamped_ratios_are_logged_with_their_effective_sample_size(make, fold
         for number, one in enumerate(samples):
             one.sampler_logprobs = one.sampler_logprobs - np.float32(0.25 * number)
 
-    trainer = make(max_samples=max_samples, settings=settings)
+    trainer = make(max_samples=max_samples, **settings)
     _, values, samples = one_step(trainer, shift)
     by_hand = ByHand(trainer, folder, samples)
     eta = (by_hand.logprobs.detach() - by_hand.join("sampler_logprobs")).double()
@@ -242,7 +237,7 @@ def test_ratios_are_logged_wherever_they_mean_something(make):
     assert not [name for name in values if name.startswith(("logp/", "entropy", "off_policy/masked"))], "unasked"
     assert values["mismatch/ess"] == pytest.approx(1.0, abs=1e-6)
     assert values["mismatch/logp_abs_diff_max"] < 1e-4 and values["mismatch/clipped_frac"] == 0.0
-    _, values, _ = one_step(make(settings={"correctable_sampling": False}))
+    _, values, _ = one_step(make(correctable_sampling=False))
     assert not [name for name in values if name.startswith("mismatch/")], "log-probs at another temperature"
 
 
@@ -253,16 +248,19 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(make):
 
     correction = {"correction": CorrectionSettings(mode="token_truncate")}
     plain, biased = (
-        one_step(make(settings={**correction, "comparable_sampling": comparable}), shift)
-        for comparable in (True, False)
+        one_step(make(**correction, comparable_sampling=comparable), shift) for comparable in (True, False)
     )
     assert all(torch.equal(biased.gradients[name], gradient) for name, gradient in plain.gradients.items())
     assert biased.values["mismatch/biased"] == 1.0 and "mismatch/biased" not in plain.values
 
 
 def test_log_probs_at_another_temperature_correct_nothing(make):
-    settings = {"correction": CorrectionSettings(mode="token_truncate"), "correctable_sampling": False}
-    assert make(settings=settings).step.correction(None, None) is None
+    assert (
+        make(correction=CorrectionSettings(mode="token_truncate"), correctable_sampling=False).step.correction(
+            None, None
+        )
+        is None
+    )
 
 
 # --- what the ratio compares with ---------------------------------------------------------------------------------
@@ -274,7 +272,7 @@ def test_the_ratio_may_be_taken_against_the_sampler(make, folder):
         for one in samples:
             one.sampler_logprobs = one.sampler_logprobs + rng.uniform(-0.4, 0.4, 8).astype(np.float32)
 
-    trainer = make(max_samples=3, settings={"old_logprobs": "sampler", "log_offpolicy": True})
+    trainer = make(max_samples=3, old_logprobs="sampler", log_offpolicy=True)
     ours, values, samples = one_step(trainer, shift)
     by_hand = ByHand(trainer, folder, samples)
     loss = by_hand.loss(LossConfig(), old_logprobs_T=by_hand.join("sampler_logprobs"))
@@ -283,8 +281,7 @@ def test_the_ratio_may_be_taken_against_the_sampler(make, folder):
 
 
 def test_the_samplers_log_probs_spare_later_global_batches_their_pass(make):
-    settings = {"old_logprobs": "sampler"}
-    trainer = make(num_global_batches=3, iterations=2, max_steps=6, settings=settings)
+    trainer = make(num_global_batches=3, iterations=2, max_steps=6, old_logprobs="sampler")
     calls = passes_of(trainer)
     trainer.train()
     assert calls == [8] * 6
@@ -294,7 +291,7 @@ def test_parts_of_a_global_batch_are_compared_with_the_sampler_too(make):
     from swift.rollout.samples import Arrival
 
     def gradients(parts):
-        trainer = make(settings={"old_logprobs": "sampler"})
+        trainer = make(old_logprobs="sampler")
         return one_step(trainer, shift, parts).gradients
 
     def shift(samples):
@@ -355,7 +352,7 @@ def moving_run(make, folder, kind, **arguments):
         iterations=2,
         max_samples=3,
         learning_rate=1e-2,
-        settings={"entropy": EntropySettings(adaptive=start, quantile=0.8)},
+        entropy=EntropySettings(adaptive=start, quantile=0.8),
         **arguments,
     )
     trainer.add_callback(EveryFewSteps(3, lambda step: trainer.move_reference(0.6)))
@@ -428,8 +425,7 @@ def test_a_resumed_run_has_the_controller_and_the_reference_of_the_straight_one(
 
 def test_gradients_do_not_depend_on_what_is_merely_logged(make):
     plain = one_step(make()).gradients
-    settings = {"entropy": EntropySettings(log=True), "log_offpolicy": True}
-    watched = one_step(make(settings=settings)).gradients
+    watched = one_step(make(entropy=EntropySettings(log=True), log_offpolicy=True)).gradients
     assert all(torch.equal(watched[name], gradient) for name, gradient in plain.items())
 
 
@@ -439,8 +435,7 @@ TRUNCATIONS = [{"top_k": 20}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 30, "top
 @pytest.mark.parametrize("sampling", TRUNCATIONS, ids="-".join)
 def test_truncated_samples_of_the_policy_itself_are_on_policy(make, sampling):
     """The sampler's log-probs are renormalised over what truncation keeps; the mass it kept makes them comparable."""
-    settings = {"old_logprobs": "sampler", "off_policy_delta": 0.05}
-    trainer = make(settings=settings, sampling=sampling, eos=[3, 4, 5])
+    trainer = make(old_logprobs="sampler", off_policy_delta=0.05, sampling=sampling, eos=[3, 4, 5])
     values = one_step(trainer).values
     assert values["off_policy/masked_frac"] == 0.0
     assert values["ratio/mean"] == pytest.approx(1.0, abs=1e-5) and values["ratio/max"] == pytest.approx(1.0, abs=1e-4)

@@ -42,13 +42,13 @@ def test_a_limit_of_tokens_makes_micro_batches_larger_than_the_device_batch_or_s
     expected, by_samples = stepped(make(per_device=2, max_samples=2))
     assert [samples for samples, _ in by_samples] == [2, 2, 2, 2]
     for tokens, found in ((63, [(8, 63)]), (40, [(4, 32), (4, 31)]), (18, [(2, 18), (2, 18), (2, 17), (2, 17)])):
-        trainer = make(per_device=2, max_samples=None, settings={"max_tokens": tokens})
+        trainer = make(per_device=2, max_samples=None, max_tokens=tokens)
         trainer.planner.budget = lambda **_: pytest.fail("memory was measured")
         gradients, passes = stepped(trainer)
         assert passes == found and trainer.planner.fitting_tokens is None
         assert relative_difference(gradients, expected) < 1e-6
     for tokens, most in ((18, 2), (63, 3)):
-        trainer = make(max_samples=3, settings={"max_tokens": tokens})
+        trainer = make(max_samples=3, max_tokens=tokens)
         assert max(samples for samples, _ in stepped(trainer)[1]) == most, "both limits hold"
 
 
@@ -103,7 +103,7 @@ def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
 
 
 def test_completions_above_the_limit_are_said_once(make):
-    trainer = make(max_samples=None, settings={"max_tokens": 10})
+    trainer = make(max_samples=None, max_tokens=10)
     said = []
     trainer.planner._say = said.append
     _, passes = stepped(trainer)

@@ -171,11 +171,11 @@ def test_an_assembled_sample_has_the_log_probs_of_the_trainers_forward(make, sam
 SETTINGS = {
     "grpo": {},
     "sequence ratio, reference": {"loss": LossConfig(loss_type="gspo", beta=0.3)},
-    "corrected by sequence": {"settings": {"correction": CorrectionSettings(mode="sequence_mask", threshold=1.5)}},
-    "drifted": {"settings": {"off_policy_delta": 0.1}},
-    "entropy bonus": {"settings": {"entropy": EntropySettings(coefficient=0.1)}},
-    "most uncertain": {"settings": {"entropy": EntropySettings(quantile=0.5)}},
-    "sampler": {"loss": LossConfig(rollout_kl_coef=0.1), "settings": {"old_logprobs": "sampler"}},
+    "corrected by sequence": {"correction": CorrectionSettings(mode="sequence_mask", threshold=1.5)},
+    "drifted": {"off_policy_delta": 0.1},
+    "entropy bonus": {"entropy": EntropySettings(coefficient=0.1)},
+    "most uncertain": {"entropy": EntropySettings(quantile=0.5)},
+    "sampler": {"loss": LossConfig(rollout_kl_coef=0.1), "old_logprobs": "sampler"},
 }
 
 
