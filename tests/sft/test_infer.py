@@ -6,6 +6,7 @@ import pytest
 import torch
 from preloaded import run_ranks
 from transformers import AutoModelForCausalLM
+from trl_runs import words_of
 
 from swift.arguments import parse
 from swift.errors import ConfigError
@@ -124,14 +125,14 @@ def questions(tmp_path):
     return path
 
 
-def infer(*argv: str) -> int:
-    return run(parse("infer", [*argv, "--max_completion_length", "6"], {}))
+def infer(*flags: str) -> int:
+    return run(parse("infer", list(words_of([*flags, "--max_completion_length 6"])), {}))
 
 
 def test_a_dataset_is_answered_into_a_file_that_is_never_overwritten(nano_folders, questions, tmp_path, capsys):
     result = tmp_path / "deep" / "answers.jsonl"
-    argv = ["--model", str(nano_folders["llama"]), "--val_dataset", str(questions), "--result_path", str(result)]
-    assert infer(*argv, "--max_length", "10") == 0
+    flags = f"--model {nano_folders['llama']} --val_dataset {questions} --result_path {result}"
+    assert infer(flags, "--max_length 10") == 0
     text = result.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["columns"] for line in lines] == [{"solution": str(n + 1)} for n in range(5)]
@@ -141,25 +142,22 @@ def test_a_dataset_is_answered_into_a_file_that_is_never_overwritten(nano_folder
     assert "5 rows answered" in printed and "5 prompts truncated" in printed
     assert [path.name for path in result.parent.iterdir()] == ["answers.jsonl"]
     with pytest.raises(ConfigError, match=r"--result_path: .*exists; name a new file"):
-        infer(*argv)
+        infer(flags)
     assert result.read_text() == text
 
 
 def test_without_a_dataset_it_is_a_conversation(nano_folders, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("/system be kind\nhi\n/exit\n"))
-    assert infer("--model", str(nano_folders["qwen3"])) == 0
+    assert infer(f"--model {nano_folders['qwen3']}") == 0
     assert capsys.readouterr().out.startswith("system prompt: be kind\n")
 
 
 @pytest.mark.long
 def test_two_processes_write_the_file_that_one_writes(nano_folders, questions, tmp_path):
-    def argv(name: str) -> list[str]:
-        given = {"--model": str(nano_folders["qwen2"]), "--dataset": str(questions), "--max_completion_length": "6"}
-        given["--result_path"] = str(tmp_path / name)
-        return [word for pair in given.items() for word in pair]
-
-    assert run(parse("infer", argv("one.jsonl"), {})) == 0
-    run_ranks(["-m", "swift", "infer", *argv("two.jsonl")], tmp_path / "logs", limit_s=240)
+    flags = f"--model {nano_folders['qwen2']} --dataset {questions} --result_path {tmp_path}"
+    assert infer(f"{flags}/one.jsonl") == 0
+    words = f"-m swift infer {flags}/two.jsonl --max_completion_length 6".split()
+    run_ranks(words, tmp_path / "logs", limit_s=240)
     assert (tmp_path / "one.jsonl").read_text() == (tmp_path / "two.jsonl").read_text()
 
 
@@ -175,19 +173,19 @@ def test_vllm_gives_the_answers_of_transformers_with_any_adapter(questions, tmp_
             if one.requires_grad:
                 one.add_(0.5 * torch.randn_like(one))
     policy.save_pretrained(tmp_path / "adapter")
-    argv = ["--model", model, "--val_dataset", str(questions), "--temperature", "0"]
+    adapter = f"--adapters {tmp_path / 'adapter'}"
     texts = []
-    for name, more in (("plain", []), ("hf", ["--adapters"]), ("vllm", ["--infer_backend", "vllm", "--adapters"])):
-        adapter = [str(tmp_path / "adapter")] if more else []
-        assert infer(*argv, "--result_path", str(tmp_path / name), *more, *adapter) == 0
+    for name, more in (("plain", ()), ("hf", (adapter,)), ("vllm", ("--infer_backend vllm", adapter))):
+        flags = f"--model {model} --val_dataset {questions} --temperature 0 --result_path {tmp_path / name}"
+        assert infer(flags, *more) == 0
         texts.append([json.loads(line)["response"] for line in (tmp_path / name).read_text().splitlines()])
     assert texts[0] != texts[1] == texts[2]
 
 
 def test_vllm_runs_in_one_process_with_unquantised_weights(nano_folders, questions, monkeypatch):
-    argv = ["--model", str(nano_folders["qwen2"]), "--val_dataset", str(questions), "--infer_backend", "vllm"]
+    flags = f"--model {nano_folders['qwen2']} --val_dataset {questions} --infer_backend vllm"
     with pytest.raises(ConfigError, match="--quant_method: bnb: vLLM gets merged, unquantised weights"):
-        infer(*argv, "--quant_method", "bnb", "--quant_bits", "4")
+        infer(flags, "--quant_method bnb --quant_bits 4")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="NPROC_PER_NODE: 2: vLLM runs in one process here"):
-        infer(*argv)
+        infer(flags)
