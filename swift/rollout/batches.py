@@ -308,14 +308,11 @@ def scores_of(group: RolloutGroup) -> GroupScores:
     return group.scores
 
 
-def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages]) -> dict[str, float]:
+def round_metrics(groups: Sequence[RolloutGroup], result: Advantages) -> dict[str, float]:
     """What a round of rollouts says in numbers; see docs/output_files.md for each name."""
     completions = [completion for group in groups for completion in group.completions]
     lengths = [len(completion.token_ids) for completion in completions]
-    rewards = torch.cat([result.rewards_S for result in results])
-    scored = rewards[~rewards.isnan()]
-    stds = torch.cat([result.std_P for result in results])
-    informative = torch.cat([result.informative_P for result in results])
+    scored = result.rewards_S[~result.rewards_S.isnan()]
     ended = [len(one.token_ids) for one in completions if one.finish_reason == "stop"] or [0]
     metrics = {
         "completions/mean_length": fmean(lengths),
@@ -325,9 +322,9 @@ def round_metrics(groups: Sequence[RolloutGroup], results: Sequence[Advantages])
         "completions/min_terminated_length": float(min(ended)),
         "completions/max_terminated_length": float(max(ended)),
         "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
-        "completions/excluded_ratio": float(rewards.isnan().double().mean()),
-        "reward_std": float(stds.mean()),
-        "frac_reward_zero_std": 1.0 - float(informative.double().mean()),
+        "completions/excluded_ratio": float(result.rewards_S.isnan().double().mean()),
+        "reward_std": float(result.std_P.mean()),
+        "frac_reward_zero_std": 1.0 - float(result.informative_P.double().mean()),
         **exclusion_metrics(groups),
     }
     episodes = [one.episode for one in completions if one.episode is not None]

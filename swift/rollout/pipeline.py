@@ -366,8 +366,7 @@ class RolloutPipeline:
         for prompt in [*result.failed, *(group.prompt for group in result.groups if self._has_failed(group))]:
             self.scheduler.queue_reroll(prompt)
         sampled = result.sampled() or result.groups  # a round of nothing but carried groups sampled none
-        known = len(made.plain) == 1 and list(map(id, sampled)) == list(map(id, result.groups))
-        metrics = round_metrics(sampled, made.plain if known else [self.batches.advantages(sampled)])
+        metrics = round_metrics(sampled, self.batches.advantages(sampled))
         metrics |= {**result.metrics, **made.metrics, **own_scores}
         if self.scheduler.reroll is not None:
             metrics["reroll/waiting"] = float(self.scheduler.rerolls_waiting)
@@ -457,7 +456,7 @@ class RolloutPipeline:
             scored = self.collector.finish(current, timer=self.timer)
         own_scores = self._score(scored.groups)
         result = self.batches.advantages(scored.groups)
-        metrics = {**round_metrics(scored.groups, [result]), **scored.metrics, **own_scores}
+        metrics = {**round_metrics(scored.groups, result), **scored.metrics, **own_scores}
         self._observe("eval", progress.global_step, scored.groups, [result], result.advantages_S.tolist(), metrics)
         return metrics
 

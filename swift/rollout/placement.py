@@ -212,19 +212,18 @@ def place(request: PlacementRequest) -> Placement:
 def describe(placement: Placement) -> str:
     """The placement in one line, for people."""
     p = placement
-    processes = f"{p.local_ranks} training {'process' if p.local_ranks == 1 else 'processes'}"
-    line = f"placement: {p.mode}; {processes} on {_span(p.trainer_devices)}"
+    line = f"placement: {p.mode}; {counted(p.local_ranks, 'training process')} on {_span(p.trainer_devices)}"
     if p.mode == "in_process":
         line += "; each generates with its own model"
     elif p.mode == "server":
         line += f"; generation by {', '.join(p.servers)}"
     else:
         width = f", tensor parallel {p.tensor_parallel_size}" if p.tensor_parallel_size > 1 else ""
-        engines = f"{len(p.engines)} {'engine' if len(p.engines) == 1 else 'engines'}"
-        line += f"; {engines} on {_span(tuple(name for engine in p.engines for name in engine))}{width}"
+        devices = _span([name for engine in p.engines for name in engine])
+        line += f"; {counted(len(p.engines), 'engine')} on {devices}{width}"
     if p.cores and p.engines:
-        count, groups = len({core for group in p.cores for core in group}), len(p.cores)
-        line += f"; {count} CPU {'core' if count == 1 else 'cores'} in {groups} {'group' if groups == 1 else 'groups'}"
+        cores = {core for group in p.cores for core in group}
+        line += f"; {counted(len(cores), 'CPU core')} in {counted(len(p.cores), 'group')}"
     return line
 
 

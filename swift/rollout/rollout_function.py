@@ -201,7 +201,6 @@ class RolloutFunctionEngine(EngineAround):
         self._given_up = 0
         self._calls = 0
         self._late = 0
-        self._paused = False
 
     # --- what it is: mostly the engine ------------------------------------------------------------------------
 
@@ -234,8 +233,7 @@ class RolloutFunctionEngine(EngineAround):
         self.check_length(request)
         assert request.prompt is not None, "the collector sends requests with their rows"
         with self._lock:
-            if request.request_id in self._waiting or (self._call and request.request_id in self._call.names):
-                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+            self._refuse_again(request, {*self._waiting, *(self._call.names if self._call else ())})
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:
@@ -264,10 +262,7 @@ class RolloutFunctionEngine(EngineAround):
         """A call cannot be kept."""
         if self._call is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
+        super().pause()
 
     def _drop_aborted(self) -> None:
         """Requests that were aborted before their call began, or with all of it."""
@@ -366,11 +361,7 @@ class RolloutFunctionEngine(EngineAround):
             if error is not None:
                 raise self._explained(error) from error
             self._given_up = 0
-            rollout, room = call.rollout, self.engine.room
-            reader = OutputReader(
-                self.name, rollout.num_generations, self.vocab_size, rollout.end_token_ids, rollout.version, room,
-                rollout.max_model_len,
-            )  # fmt: skip
+            reader = OutputReader(self.name, call.rollout, self.vocab_size, self.engine.room)
             made = reader.completions(call.future.result(), call.requests)
         self._ready.extend(one for one in made if one.request_id not in aborted)
         self._ready.extend(Completion(name, [], [], "abort") for name in sorted(aborted))

@@ -10,10 +10,13 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift.errors import EngineError
 from swift.types import Completion, FinishReason, Request
+
+if TYPE_CHECKING:
+    from swift.rollout.rollout_function import Rollout
 
 FLAG = "--rollout_func"
 RESERVED = frozenset(
@@ -32,18 +35,14 @@ RESULTS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "fin
 class OutputReader:
     """Reads what one call returned.
 
-    name: of the function. num_generations: completions of each prompt. vocab_size: of the policy. end_token_ids: tokens
-    that end a completion. version: of the policy. room: most sampled tokens of a request. max_model_len: most tokens of
-    prompt and completion.
+    name: of the function. rollout: what it was called with. vocab_size: of the policy. room: most sampled tokens of a
+    request.
     """
 
     name: str
-    num_generations: int
+    rollout: Rollout
     vocab_size: int
-    end_token_ids: Sequence[int]
-    version: int
     room: Callable[[Request], int]
-    max_model_len: int
 
     def completions(self, output: Any, requests: Sequence[Request]) -> list[Completion]:
         """Completions from what the function returned. Raises EngineError: the first entry that is wrong."""
@@ -62,7 +61,7 @@ class OutputReader:
         made = []
         for place, request in enumerate(requests):
             entry = {name: values[place] for name, values in lists.items()}
-            ids = self._ids(entry["completion_ids"], place, self.max_model_len - len(request.prompt_ids))
+            ids = self._ids(entry["completion_ids"], place, self.rollout.max_model_len - len(request.prompt_ids))
             mask = self._mask(entry["env_mask"], ids, place, self.room(request))
             logprobs = self._logprobs(entry["logprobs"], entry["logprob_token_ids"], ids, mask, place)
             prompt = entry["prompt_ids"]
@@ -77,7 +76,7 @@ class OutputReader:
                     token_ids=ids,
                     logprobs=logprobs,
                     finish_reason=self._reason(entry["finish_reasons"], ids, place, sum(mask) >= self.room(request)),
-                    versions=[(self.version, 0, len(ids))],
+                    versions=[(self.rollout.version, 0, len(ids))],
                     columns={name: values[place] for name, values in columns.items()},
                     mask=mask if 0 in mask else [],
                 )
@@ -93,8 +92,8 @@ class OutputReader:
             raise self._wrong(f"{name} is {type(values).__name__}; return a list with one entry per completion")
         if len(values) != count:
             raise self._wrong(
-                f"{name} has {len(values)} entries where {count} are wanted ({count // self.num_generations} prompts x "
-                f"{self.num_generations} completions, prompt by prompt)"
+                f"{name} has {len(values)} entries where {count} are wanted ({len(self.rollout.prompt_ids)} prompts x "
+                f"{self.rollout.num_generations} completions, prompt by prompt)"
             )
         return list(values)
 
@@ -158,7 +157,7 @@ class OutputReader:
     def _reason(self, given: Any, ids: Sequence[int], place: int, full: bool) -> FinishReason:
         """The reason that the function gave; by default "length" for what is as long as it may be without an end."""
         if given is None:
-            return "length" if full and ids[-1] not in self.end_token_ids else "stop"
+            return "length" if full and ids[-1] not in self.rollout.end_token_ids else "stop"
         if given not in ("stop", "length"):
             raise self._wrong(f"finish_reasons[{place}] is {given!r}; valid: stop, length")
         return given  # type: ignore[no-any-return]

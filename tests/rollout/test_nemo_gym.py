@@ -261,7 +261,7 @@ def test_a_fault_leaves_its_sample_out_and_no_other(policy, gym, engine_of, name
 def round_metrics_of(group):
     shape = {"generation_batches": 1, "num_global_batches": 1, "num_iterations": 1, "reward_weights": [1.0]}
     maker = BatchMaker(BatchConfig(num_generations=len(group.completions), **shape))
-    return round_metrics([group], [maker.advantages([group])])
+    return round_metrics([group], maker.advantages([group]))
 
 
 @pytest.mark.parametrize("mode", ["verify", "run"])

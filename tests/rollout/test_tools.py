@@ -170,7 +170,7 @@ def test_calls_per_completion_are_logged(qwen):
     both = [play(toolbox, hermes("add", a=1) + hermes("fail"), "x"), play(toolbox, "y")]
     group = RolloutGroup("p-0", 0, 0, Prompt("p", [], []), both, GroupScores([[0.0], [0.0]], [None, None]))
     maker = BatchMaker(BatchConfig(num_generations=2, generation_batches=1, num_global_batches=1, num_iterations=1))
-    metrics = round_metrics([group], [maker.advantages([group])])
+    metrics = round_metrics([group], maker.advantages([group]))
     assert (metrics["tools/calls"], metrics["tools/failed"]) == (1.0, 0.5)
 
 

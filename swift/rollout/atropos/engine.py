@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
-from swift.errors import EngineError, NumericError, SwiftError, first_line
+from swift.errors import NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
 from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.engines.around import EngineAround
@@ -63,7 +63,6 @@ class AtroposEngine(EngineAround):
     _waiting: dict[str, list[str]] = field(default_factory=dict)
     """Launch -> its requests that have no completion yet."""
     _aborted: list[str] = field(default_factory=list)
-    _paused: bool = False
 
     def close(self) -> None:
         """End the connection to the API; the engine is closed by its owner."""
@@ -78,8 +77,7 @@ class AtroposEngine(EngineAround):
     def submit(self, request: Request) -> None:
         launch = request.request_id.rpartition("/")[0]
         with self._lock:
-            if request.request_id in self._waiting.get(launch, ()):
-                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+            self._refuse_again(request, self._waiting.get(launch, ()))
             if not self._waiting:
                 self.api.begin_wait()
             self._waiting.setdefault(launch, []).append(request.request_id)
@@ -108,15 +106,6 @@ class AtroposEngine(EngineAround):
                 self._aborted += ended
                 if not self._waiting[launch]:
                     del self._waiting[launch]
-
-    def pause(self) -> None:
-        """The policy server goes on with what environments ask for."""
-        self._paused = True
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-        self._paused = False
 
     def drain_metrics(self) -> dict[str, float]:
         counted, self.api.counters = self.api.counters, type(self.api.counters)()

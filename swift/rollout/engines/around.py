@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
+from swift.errors import EngineError
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health, InferenceEngine, TensorInfo, WeightUpdate
 from swift.types import Request
 
@@ -12,6 +13,7 @@ class EngineAround(InferenceEngine):
     """An engine that makes completions of those of `engine`, whose weights, sleep and end are its owner's business."""
 
     engine: InferenceEngine
+    _paused = False
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -37,3 +39,16 @@ class EngineAround(InferenceEngine):
 
     def check_length(self, request: Request) -> None:
         self.engine.check_length(request)
+
+    def pause(self) -> None:
+        self._paused = True
+        self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+        self._paused = False
+
+    @staticmethod
+    def _refuse_again(request: Request, outstanding: Container[str]) -> None:
+        if request.request_id in outstanding:
+            raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")

@@ -51,14 +51,6 @@ class _Turn:
     answer: asyncio.Future[Completion]
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A trajectory at work."""
-
-    request: Request
-    task: asyncio.Task[None] | None = None
-
-
 @dataclass(eq=False)
 class TrajectoryEngine(EngineAround):
     """An engine of trajectories; weights, sleep and end of `engine` are its owner's business.
@@ -77,7 +69,7 @@ class TrajectoryEngine(EngineAround):
     play: Play
     name: str
     limit_s: float = 600.0
-    _running: dict[str, _Running] = field(default_factory=dict)
+    _running: dict[str, asyncio.Task[None] | None] = field(default_factory=dict)  # by request id; None is not begun
     _asked: deque[_Turn] = field(default_factory=deque)
     _turns: dict[str, _Turn] = field(default_factory=dict)  # in the inner engine
     _ready: deque[Completion] = field(default_factory=deque)
@@ -87,7 +79,6 @@ class TrajectoryEngine(EngineAround):
     _broken: Exception | None = None
     _news: threading.Event = field(default_factory=threading.Event)
     _loop: Loop | None = None
-    _paused: bool = False
 
     @property
     def late(self) -> int:  # type: ignore[override]
@@ -104,12 +95,11 @@ class TrajectoryEngine(EngineAround):
 
     def submit(self, request: Request) -> None:
         self.check_length(request)
-        if request.request_id in self._running:
-            raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+        self._refuse_again(request, self._running)
         if self._loop is None:
             self._loop = Loop()
-        running = self._running[request.request_id] = _Running(request)
-        self._loop.call(self._begin, running)
+        self._running[request.request_id] = None
+        self._loop.call(self._begin, request)
 
     def stream(self) -> Iterator[Completion]:
         while True:
@@ -127,17 +117,9 @@ class TrajectoryEngine(EngineAround):
                 self._news.wait(self._patience(LOOK_S))
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        for running in list(self._running.values()):
-            if self._loop is not None and (request_ids is None or running.request.request_id in request_ids):
-                self._loop.call(self._cancel, running)
-
-    def pause(self) -> None:
-        self._paused = True
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-        self._paused = False
+        for name in list(self._running):
+            if self._loop is not None and (request_ids is None or name in request_ids):
+                self._loop.call(self._cancel, name)
 
     # --- in the thread that streams -------------------------------------------------------------------------------
 
@@ -186,23 +168,23 @@ class TrajectoryEngine(EngineAround):
 
     # --- in the thread of the loop --------------------------------------------------------------------------------
 
-    def _begin(self, running: _Running) -> None:
-        running.task = asyncio.get_running_loop().create_task(self._run(running))
+    def _begin(self, request: Request) -> None:
+        self._running[request.request_id] = asyncio.get_running_loop().create_task(self._run(request))
 
-    def _cancel(self, running: _Running) -> None:
-        if running.task is not None:
-            asyncio.get_running_loop().call_soon(running.task.cancel)  # after its first step, so that it has an end
+    def _cancel(self, name: str) -> None:
+        if (task := self._running.get(name)) is not None:
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step, so that it has an end
 
-    async def _run(self, running: _Running) -> None:
+    async def _run(self, request: Request) -> None:
         """A trajectory from its request to its completion; whatever is raised, there is one."""
-        completion = Completion(running.request.request_id, [], [], "error")
+        completion = Completion(request.request_id, [], [], "error")
         try:
-            completion = await self._played(running.request)
+            completion = await self._played(request)
         except Exception as error:  # a defect, raised in the thread that streams
             self._broken = self._broken or error
         finally:
             self._ready.append(completion)
-            del self._running[running.request.request_id]
+            del self._running[request.request_id]
             self._news.set()
 
     async def _played(self, request: Request) -> Completion:
