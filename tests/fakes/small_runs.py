@@ -244,11 +244,6 @@ class SmallRun:
         self.scorer.pool.shutdown()
 
 
-def data(run):
-    """What each step of a run was trained on and came to."""
-    return [(step.tokens, step.versions, step.value) for step in run.steps]
-
-
 def on_two_ranks(settings, work):
     """`work(run)` on each of two ranks with a mailbox; `settings(rank)` are those of its run, the engine among them."""
     channels = {}

@@ -34,15 +34,20 @@ def policy(nano_folders):
     return load(folder), load_chat(CheckpointArguments(model=str(folder)))
 
 
+@pytest.fixture(scope="module")
+def template(policy):
+    return policy[1]
+
+
 @pytest.fixture
-def engine_of(policy, nano_folders):
+def engine_of(template, nano_folders):
     """Makes an engine of trajectories; no token ends an answer."""
     from oracle import load
 
     from swift.rollout.engines.transformers import TransformersEngine
     from swift.rollout.multi_turn.engine import TrajectoryEngine
 
-    model, template = load(nano_folders["qwen2"]), policy[1]
+    model = load(nano_folders["qwen2"])
     made = []
     Once.closed = Once.asleep = 0
 

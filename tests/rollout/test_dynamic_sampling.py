@@ -2,9 +2,8 @@
 
 import pytest
 from scripted_engine import ScriptedEngine
-from small_runs import data
 
-from swift.errors import EngineDead, EngineError
+from swift.errors import EngineError
 from swift.rollout.replay import ReplayBuffer
 from swift.rollout.scheduler import RerollConfig
 
@@ -82,28 +81,6 @@ def test_replacements_are_sampled_while_other_groups_decode(run):
     steps = len(submitted)
     assert steps == 2 * small.scheduler.launched
     assert engine.streams < 1 + small.scheduler.dropped, "each replacement waited for the batch to drain"
-
-
-def test_a_death_of_the_engine_ends_the_round_and_a_checkpoint_draws_it_again(run):
-    small = run(ScriptedEngine(fail_after=40))
-    with pytest.raises(EngineDead):
-        small.train(20)
-    assert small.steps
-    books = small.scheduler
-    state = small.save()
-    assert state["pipeline"].scheduler.launched == books.trained + books.dropped + len(books.carried)
-    again = run().load(state).train(8, max_steps=8)
-    whole = run().train(8, max_steps=8)
-    assert data(small) + data(again) == data(whole)
-
-
-def test_a_death_ahead_of_training_leaves_nothing_launched_and_nothing_lost(run):
-    small = run(ScriptedEngine(fail_after=40), depth=2)
-    with pytest.raises(EngineDead):
-        small.train(20)
-    again = run(depth=2).load(small.save()).train(8, max_steps=8)
-    indexes = [g.launch_index for one in (small, again) for scored in one.rounds for g in scored.groups]
-    assert sorted(indexes) == list(range(again.scheduler.launched))
 
 
 def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):

@@ -46,8 +46,7 @@ def starts(mask):
     return [i for i, kept in enumerate(mask) if kept and (i == 0 or not mask[i - 1])]
 
 
-def test_equal_seeds_give_equal_trajectories_whatever_the_company(policy, engine_of):
-    _, template = policy
+def test_equal_seeds_give_equal_trajectories_whatever_the_company(template, engine_of):
     wanted = requests(template, 6)
     together = run(engine_of(of_scheduler(Again(), "again")), wanted)
     alone = [run(engine_of(of_scheduler(Again(), "again")), [one])[0] for one in wanted[:2]]
@@ -55,14 +54,12 @@ def test_equal_seeds_give_equal_trajectories_whatever_the_company(policy, engine
 
 
 @pytest.mark.parametrize(("scope", "most"), [("total", TURN), ("per_round", 3 * TURN)])
-def test_what_the_length_limit_bounds(policy, engine_of, scope, most):
-    _, template = policy
+def test_what_the_length_limit_bounds(template, engine_of, scope, most):
     engine = engine_of(of_scheduler(Again(), "again"), Limits(3, scope, 2000))
     assert {sum(one.mask or [1] * TURN) for one in run(engine, requests(template))} == {most}
 
 
-def test_a_full_context_ends_a_trajectory(policy, engine_of):
-    _, template = policy
+def test_a_full_context_ends_a_trajectory(template, engine_of):
     wanted = requests(template, 2)
     limit = len(wanted[0].prompt_ids) + 30
     for one in run(engine_of(of_scheduler(Again(), "again"), Limits(9, "per_round", limit)), wanted):
@@ -71,8 +68,7 @@ def test_a_full_context_ends_a_trajectory(policy, engine_of):
         assert len(one.token_ids) <= 30
 
 
-def test_another_end_of_an_answer_keeps_the_tokens_both_have(policy, engine_of):
-    _, template = policy
+def test_another_end_of_an_answer_keeps_the_tokens_both_have(template, engine_of):
     seen = []
 
     class Tip(MultiTurnScheduler):
@@ -95,8 +91,7 @@ def test_another_end_of_an_answer_keeps_the_tokens_both_have(policy, engine_of):
 
 
 @pytest.mark.parametrize("more", [" wait,", ""], ids=["longer", "unchanged"])
-def test_an_answer_that_goes_on_loses_its_end_token(policy, more):
-    _, template = policy
+def test_an_answer_that_goes_on_loses_its_end_token(template, more):
     end = template.stop_token_ids[-1]
     spoken = iter([[*template.encode_text("four"), end], [*template.encode_text("five"), end]])
     first, second = template.encode_text("four"), template.encode_text("five")
@@ -121,9 +116,7 @@ def test_an_answer_that_goes_on_loses_its_end_token(policy, more):
 
 
 @pytest.mark.parametrize(("on_break", "reason"), [("exclude", "environment: history_rewritten"), ("truncate", None)])
-def test_a_scheduler_that_changes_what_was_said_before(policy, engine_of, on_break, reason):
-    _, template = policy
-
+def test_a_scheduler_that_changes_what_was_said_before(template, engine_of, on_break, reason):
     class Forger(Again):
         def step(self, request, choice, turn):
             request.messages[0]["content"] = "something else"
@@ -135,8 +128,7 @@ def test_a_scheduler_that_changes_what_was_said_before(policy, engine_of, on_bre
 
 
 @pytest.mark.parametrize(("on_break", "reason"), [("exclude", "environment: history_rewritten"), ("truncate", None)])
-def test_a_template_that_rewrites_earlier_turns(policy, engine_of, on_break, reason):
-    _, template = policy
+def test_a_template_that_rewrites_earlier_turns(template, engine_of, on_break, reason):
     tokenizer = type(template.tokenizer).from_pretrained(template.tokenizer.name_or_path)
     tokenizer.chat_template = (
         "{% for m in messages %}<{{ m.role }}>"
@@ -179,26 +171,25 @@ def never(rows):
         (of_envs({"once": Once}, "once"), 0),
     ],
 )
-def test_a_sample_that_ends_only_for_its_turns_is_counted(policy, engine_of, play, counted):
-    done = run(engine_of(play, Limits(2, "per_round", 2000)), requests(policy[1], 2))
+def test_a_sample_that_ends_only_for_its_turns_is_counted(template, engine_of, play, counted):
+    done = run(engine_of(play, Limits(2, "per_round", 2000)), requests(template, 2))
     assert [one.episode.metrics[OUT_OF_TURNS] for one in done] == [counted] * 2
 
 
 @pytest.mark.parametrize("key", ["response_token_ids", "response_loss_mask", "rollout_logprobs"])
-def test_a_scheduler_that_returns_its_own_tokens_ends_the_run(policy, engine_of, key):
+def test_a_scheduler_that_returns_its_own_tokens_ends_the_run(template, engine_of, key):
     class Own(Again):
         def step(self, request, choice, turn):
             return {**super().step(request, choice, turn), key: [1] * TURN}
 
     with pytest.raises(RewardError, match=f"--multi_turn_scheduler: own: step returned {key}, which is not supported"):
-        run(engine_of(of_scheduler(Own(), "own")), requests(policy[1], 1))
+        run(engine_of(of_scheduler(Own(), "own")), requests(template, 1))
 
 
 # --- the other doors ------------------------------------------------------------------------------------------
 
 
-def test_a_function_gets_rows_and_says_what_follows(policy, engine_of):
-    _, template = policy
+def test_a_function_gets_rows_and_says_what_follows(template, engine_of):
     rows = []
 
     def follow(given):
@@ -216,8 +207,7 @@ def test_a_function_gets_rows_and_says_what_follows(policy, engine_of):
 
 
 @pytest.mark.parametrize("answer", [None, [], [{}], [{}, {}]])
-def test_a_function_that_returns_other_rows_ends_the_run(policy, engine_of, answer):
-    _, template = policy
+def test_a_function_that_returns_other_rows_ends_the_run(template, engine_of, answer):
     with pytest.raises(RewardError, match="--multi_turn_scheduler: short: must return"):
         run(engine_of(of_function(lambda rows: answer, "short"), name="x"), requests(template))
 
@@ -255,9 +245,7 @@ def test_an_environment_opens_rewards_and_is_closed(policy, engine_of):
     assert Once.closed == 4
 
 
-def test_a_row_may_name_its_own_environment(policy, engine_of):
-    _, template = policy
-
+def test_a_row_may_name_its_own_environment(template, engine_of):
     class Other(Once):
         async def step(self, messages):
             return "", float(self.config["worth"]), True, {}

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import trajectories
 import yaml
 from nemo_gym_servers import FAULTS, RUN_FAULTS, NemoGym, at_random, odd_share
-from oracle import load, run
+from trajectories import run
 
 from swift.data.columns import ColumnPlan
 from swift.data.records import RowError
 from swift.errors import ConfigError, EngineError, ResourceError
-from swift.models.arguments import CheckpointArguments
-from swift.models.tokenizer import load_chat
 from swift.rollout.batches import BatchConfig, BatchMaker, round_metrics
 from swift.rollout.child import Child
 from swift.rollout.engines.transformers import TransformersEngine
@@ -28,9 +27,8 @@ from swift.rollout.nemo_gym import gym as play
 from swift.rollout.nemo_gym import servers as discovery
 from swift.rollout.nemo_gym.servers import find_servers, read_config
 from swift.rollout.round_result import fault
-from swift.types import Completion, Episode, GroupScores, Prompt, Request, RolloutGroup, SamplingParams
+from swift.types import Completion, Episode, GroupScores, Prompt, RolloutGroup
 
-TOKENS = 6
 ROW = {
     "responses_create_params": {"input": [{"role": "user", "content": "How many?"}], "user": None},
     "expected": {"value": 7, "unit": None},
@@ -38,12 +36,6 @@ ROW = {
     "hints": [{"text": "count", "source": None}],
     "absent": None,
 }
-
-
-@pytest.fixture(scope="module")
-def policy(nano_folders):
-    folder = nano_folders["qwen2"]
-    return load(folder), load_chat(CheckpointArguments(model=str(folder)))
 
 
 @pytest.fixture
@@ -85,10 +77,7 @@ def engine_of(policy):
 
 
 def requests(template, count=4, row=ROW):
-    messages = [{"role": "user", "content": "How many?"}]
-    prompt = Prompt("p", messages, template.encode_prompt(messages), dict(row))
-    sampling = [SamplingParams(max_new_tokens=TOKENS, temperature=0.8, seed=seed) for seed in range(count)]
-    return [Request(f"p-0/{i}", prompt.token_ids, one, prompt) for i, one in enumerate(sampling)]
+    return trajectories.requests(template, count, **row)
 
 
 def rewards(done):
@@ -215,9 +204,9 @@ def test_a_row_that_is_no_request_is_bad(wrong):
 # --- verify ---------------------------------------------------------------------------------------------------
 
 
-def test_each_completion_is_verified_with_its_row(policy, gym, engine_of):
+def test_each_completion_is_verified_with_its_row(template, gym, engine_of):
     gym.components = {"style": 0.5, "of_another_environment": None}
-    wanted = requests(policy[1])
+    wanted = requests(template)
     alone = {one.request_id: one for one in engine_of(gym).engine.generate(wanted)}
     done = run(engine_of(gym), wanted)
     assert [one.token_ids for one in done] == [alone[one.request_id].token_ids for one in wanted]
@@ -238,10 +227,10 @@ def test_each_completion_is_verified_with_its_row(policy, gym, engine_of):
 
 
 @pytest.mark.parametrize(("name", "reason"), FAULTS.items())
-def test_a_fault_leaves_its_sample_out_and_no_other(policy, gym, engine_of, name, reason):
+def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, name, reason):
     gym.fault_of = first_call_only(name)
     began = time.monotonic()
-    done = run(engine_of(gym, limit_s=1.0), requests(policy[1], 6))
+    done = run(engine_of(gym, limit_s=1.0), requests(template, 6))
     assert time.monotonic() - began < 5
     faults = [fault(one) for one in done]
     assert faults.count(None) == (6 if reason is None else 5), faults
@@ -250,7 +239,7 @@ def test_a_fault_leaves_its_sample_out_and_no_other(policy, gym, engine_of, name
         one.episode.rewards == [odd_share(one.text)] for one, why in zip(done, faults, strict=True) if why is None
     )
     left_out = GroupScores([[reward] for reward in rewards(done)], faults)
-    group = RolloutGroup("p-0", 0, 0, requests(policy[1])[0].prompt, done, left_out)
+    group = RolloutGroup("p-0", 0, 0, requests(template)[0].prompt, done, left_out)
     metrics = round_metrics_of(group)
     known = [odd_share(one.text) for one, why in zip(done, faults, strict=True) if why is None]
     assert metrics["reward"] == pytest.approx(sum(known) / len(known), rel=1e-12)
@@ -265,9 +254,9 @@ def round_metrics_of(group):
 
 
 @pytest.mark.parametrize("mode", ["verify", "run"])
-def test_with_faults_in_a_fifth_of_the_calls_the_other_rewards_are_the_same(policy, gym, engine_of, mode):
-    gym.canned = canned(policy[1])
-    wanted = requests(policy[1], 40)
+def test_with_faults_in_a_fifth_of_the_calls_the_other_rewards_are_the_same(template, gym, engine_of, mode):
+    gym.canned = canned(template)
+    wanted = requests(template, 40)
     clean = rewards(run(engine_of(gym, mode), wanted))
     bad = [name for name, reason in {**FAULTS, **(RUN_FAULTS if mode == "run" else {})}.items() if reason]
     gym.fault_of = at_random(0.2, bad) if mode == "verify" else every_fifth(bad)
@@ -282,38 +271,38 @@ def every_fifth(faults):
     return lambda body: faults[(number // 5) % len(faults)] if (number := next(count)) % 5 == 0 else None
 
 
-def test_calls_are_bounded(policy, gym, engine_of, monkeypatch):
+def test_calls_are_bounded(template, gym, engine_of, monkeypatch):
     monkeypatch.setitem(play.CALLS, "verify", (3, 9))
     gym.fault_of = lambda body: "slow"
     engine = engine_of(gym, limit_s=5)
     engine.limit_s = 1.2  # the last calls begin then
-    assert None not in rewards(run(engine, requests(policy[1], 15)))
+    assert None not in rewards(run(engine, requests(template, 15)))
     assert gym.most_at_once == 3
 
 
-def test_a_call_has_a_limit_of_its_own(policy, gym, engine_of):
-    gym.canned, gym.fault_of = canned(policy[1]), lambda body: "slow"
+def test_a_call_has_a_limit_of_its_own(template, gym, engine_of):
+    gym.canned, gym.fault_of = canned(template), lambda body: "slow"
     engine = engine_of(gym, "run", limit_s=5)
     engine.limit_s = 0.2  # --rollout_timeout, less than a call takes
-    assert rewards(run(engine, requests(policy[1], 2))) == [odd_share("canned")] * 2
+    assert rewards(run(engine, requests(template, 2))) == [odd_share("canned")] * 2
 
 
-def test_a_slow_host_keeps_no_other_one_waiting(policy, gym, engine_of, monkeypatch):
+def test_a_slow_host_keeps_no_other_one_waiting(template, gym, engine_of, monkeypatch):
     monkeypatch.setitem(play.CALLS, "verify", (1, 2))
     gym.fault_of = lambda body: "slow"
     engine = engine_of(gym)
     with NemoGym() as quick:
         engine.play.servers.resources["quick"] = quick.url
-        slow = requests(policy[1], 3)
-        [one] = requests(policy[1], 1, {**ROW, "agent_ref": {"name": "quick"}})
+        slow = requests(template, 3)
+        [one] = requests(template, 1, {**ROW, "agent_ref": {"name": "quick"}})
         one = replace(one, request_id="quick")
         assert next(iter(engine.generate([*slow, one]))).request_id == "quick"
 
 
-def test_a_component_with_the_name_of_a_reward_function_ends_the_run(policy, gym, engine_of):
+def test_a_component_with_the_name_of_a_reward_function_ends_the_run(template, gym, engine_of):
     gym.components = {"accuracy": 1.0}
     with pytest.raises(ConfigError, match="--reward_funcs: accuracy: NeMo Gym gives a reward component of that name"):
-        run(engine_of(gym, reward_names=["environment", "accuracy"]), requests(policy[1]))
+        run(engine_of(gym, reward_names=["environment", "accuracy"]), requests(template))
 
 
 @pytest.mark.parametrize(
@@ -323,9 +312,9 @@ def test_a_component_with_the_name_of_a_reward_function_ends_the_run(policy, gym
         ({"solution": "7"}, "--dataset: a row has no responses_create_params"),
     ],
 )
-def test_a_row_that_cannot_be_sent_ends_the_run(policy, gym, engine_of, row, said):
+def test_a_row_that_cannot_be_sent_ends_the_run(template, gym, engine_of, row, said):
     with pytest.raises(ConfigError, match=said):
-        run(engine_of(gym), requests(policy[1], row=row))
+        run(engine_of(gym), requests(template, row=row))
 
 
 # --- run ------------------------------------------------------------------------------------------------------
@@ -337,12 +326,12 @@ def canned(template):
     return (prompt, first, [-0.5, -0.25]), ([*prompt, *first, *result], second, [-1.0, -2.0, 0.0])
 
 
-def test_the_calls_of_an_agent_become_one_sample(policy, gym, engine_of):
-    gym.canned = canned(policy[1])
+def test_the_calls_of_an_agent_become_one_sample(template, gym, engine_of):
+    gym.canned = canned(template)
     engine = engine_of(gym, "run")
     engine.play.versions_of = lambda keys: [[(3, 0, len(ids))] if ids == [11, 12] else None for _, ids, _ in keys]
     row = {**ROW, "responses_create_params": {"input": "Count.", "max_output_tokens": 4}}
-    [done] = run(engine, requests(policy[1], 1, row))
+    [done] = run(engine, requests(template, 1, row))
     assert (done.token_ids, done.mask) == ([11, 12, 5, 6, 7, 13, 14, 15], [1, 1, 0, 0, 0, 1, 1, 1])
     assert done.logprobs == [-0.5, -0.25, 0, 0, 0, -1.0, -2.0, 0.0]
     assert (done.versions, done.finish_reason, done.text) == ([(3, 0, 2)], "length", "canned")
@@ -357,20 +346,20 @@ def test_the_calls_of_an_agent_become_one_sample(policy, gym, engine_of):
 
 
 @pytest.mark.parametrize(("name", "reason"), {**FAULTS, **RUN_FAULTS}.items())
-def test_a_fault_of_an_agent_leaves_its_sample_out(policy, gym, engine_of, name, reason):
-    gym.canned = canned(policy[1])
+def test_a_fault_of_an_agent_leaves_its_sample_out(template, gym, engine_of, name, reason):
+    gym.canned = canned(template)
     numbers = iter(range(10**6))  # the runs of a row are equal calls
     gym.fault_of = lambda body: name if next(numbers) in (0, 4) else None  # the second is the other try
-    done = run(engine_of(gym, "run", limit_s=1.0), requests(policy[1]))
+    done = run(engine_of(gym, "run", limit_s=1.0), requests(template))
     faults = [fault(one) for one in done]
     wanted = [] if reason is None else [f"environment: {reason}"]
     assert [why for why in faults if why is not None] == wanted
     assert [one for one in rewards(done) if one is not None] == [odd_share("canned")] * (4 - len(wanted))
 
 
-def test_a_broken_prefix_can_end_a_sample_before_it(policy, gym, engine_of):
-    gym.canned, gym.fault_of = canned(policy[1]), lambda body: "prefix_break"
-    [done] = run(engine_of(gym, "run", on_prefix_break="truncate"), requests(policy[1], 1))
+def test_a_broken_prefix_can_end_a_sample_before_it(template, gym, engine_of):
+    gym.canned, gym.fault_of = canned(template), lambda body: "prefix_break"
+    [done] = run(engine_of(gym, "run", on_prefix_break="truncate"), requests(template, 1))
     assert (done.token_ids, done.mask, fault(done)) == ([11, 12], [], None)
     assert done.episode.metrics["rollout/history_rewritten"] == 1
     assert rewards([done]) == [odd_share("canned")]

@@ -104,21 +104,6 @@ def test_an_engine_that_dies_ahead_ends_the_run_when_the_round_is_needed(run):
     assert made.scheduler.launched == 4 and made.scheduler.trained == 4, "the lost round was never launched"
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_rewards_that_break_ahead_leave_a_checkpoint_from_which_nothing_is_lost(run, depth):
-    broken = RewardError("--reward_funcs: hash: failed on every sample")
-    failing = run(depth=depth, scorer=SlowScorer(fail_at="p1-1", failure=broken))
-    with pytest.raises(RewardError):
-        failing.train(9)
-    assert failing.step == 4
-    books = failing.scheduler
-    assert (books.launched, books.trained, books.in_flight) == (8, 8, 0)
-    state = failing.save()
-    healed = run(depth=depth).load(state).train(9)
-    launched = [g.launch_index for r in [*failing.rounds, *healed.rounds] for g in r.groups]
-    assert launched == list(range(18))
-
-
 def test_in_front_of_a_broken_round_a_checkpoint_is_still_made_and_evaluation_goes_well(run):
     broken = RewardError("--reward_funcs: hash: failed on every sample")
     failing = run(depth=2, scorer=SlowScorer(fail_at="p1-1", failure=broken)).train(3)

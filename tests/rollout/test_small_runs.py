@@ -264,3 +264,24 @@ def test_an_update_that_is_lost_on_one_rank_is_repeated_on_an_engine_made_anew()
 
     healthy, repaired = on_two_ranks(settings, lambda small: (small.train(6), small.engine.events)[1])
     assert ("rebuild",) in repaired and ("rebuild",) not in healthy
+
+
+@pytest.mark.parametrize("broken", ["engine", "rewards"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_has_failed_loses_no_launch_and_goes_on_from_its_checkpoint(run, kind, broken):
+    if broken == "engine":
+        failed = run(**settings_of(kind, fail_after=25), equal=equal)
+    else:
+        failed = run(**settings_of(kind), scorer=SlowScorer(equal=equal, fail_at="p13-0", failure=BROKEN_REWARDS))
+    with pytest.raises((EngineDead, RewardError)):
+        train(failed)
+    assert 0 < failed.step < STEPS
+    again = train(run(**settings_of(kind), equal=equal).load(failed.save()))
+    books = again.scheduler
+    carried = [group.launch_index for group in books.carried]
+    assert sorted(launched(failed) + launched(again) + carried) == list(range(books.launched))
+    assert books.in_flight == 0
+    if "depth" not in KINDS[kind]:  # what was lost ahead is sampled again with newer weights
+        straight = train(run(**settings_of(kind), equal=equal))
+        assert story(failed) + story(again) == story(straight)
+        assert end(again) == end(straight)

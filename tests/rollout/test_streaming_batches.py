@@ -2,9 +2,7 @@
 
 import pytest
 from scripted_engine import ScriptedEngine
-from small_runs import data
 
-from swift.errors import EngineDead
 from swift.rollout.replay import ReplayBuffer
 from swift.types import TrainerProgress
 
@@ -50,14 +48,3 @@ def test_replayed_groups_come_with_the_last_part(run):
     assert small.rounds[1].metrics["replay/groups"] == 2.0
     used = [group for group in groups_of(small.steps[1]) if group in groups_of(small.steps[0])]
     assert len(used) == 2
-
-
-def test_an_engine_that_dies_ends_the_step_and_nothing_of_it_is_saved(run):
-    small = run(ScriptedEngine(fail_after=17))
-    with pytest.raises(EngineDead):
-        small.train(9)
-    state = small.save()
-    assert state["pipeline"].batch is None and len(small.steps) == 1
-    again = run().load(state).train(3)
-    whole = run().train(3)
-    assert data(small) + data(again) == data(whole)

@@ -19,9 +19,7 @@ from swift.rollout.round_result import fault
 from swift.types import Prompt
 
 
-def test_an_environment_that_waits_holds_nobody_up(policy, engine_of):
-    _, template = policy
-
+def test_an_environment_that_waits_holds_nobody_up(template, engine_of):
     began = time.monotonic()
     assert len(run(engine_of(of_envs({"slow": sleepy(0.3)}, "slow")), requests(template, 20))) == 20
     assert time.monotonic() - began < 3.0, "one after the other they take six seconds"
@@ -43,8 +41,7 @@ def on_a_thread(seconds):
     return lambda: asyncio.to_thread(time.sleep, seconds)
 
 
-def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(policy, engine_of):
-    _, template = policy
+def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(template, engine_of):
     steps = set()
     for _ in range(5):
         engine = engine_of(asking(on_a_thread(0.0)))
@@ -55,8 +52,7 @@ def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(policy, en
 
 @pytest.mark.long
 @pytest.mark.parametrize("wait", [on_a_thread, lambda seconds: lambda: asyncio.sleep(seconds)], ids=["sync", "async"])
-def test_64_trajectories_with_a_slow_tool_take_hardly_longer(policy, engine_of, wait):
-    _, template = policy
+def test_64_trajectories_with_a_slow_tool_take_hardly_longer(template, engine_of, wait):
     wanted = requests(template, 64)
     sized = [replace(one.sampling, max_new_tokens=20 + 5 * number) for number, one in enumerate(wanted)]
     wanted = [replace(request, sampling=sampling) for request, sampling in zip(wanted, sized, strict=True)]
@@ -73,9 +69,7 @@ def test_64_trajectories_with_a_slow_tool_take_hardly_longer(policy, engine_of, 
     assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
 
 
-def test_a_sample_whose_environment_fails_is_left_out(policy, engine_of, caplog):
-    _, template = policy
-
+def test_a_sample_whose_environment_fails_is_left_out(template, engine_of, caplog):
     class Shaky(Once):
         async def step(self, messages):
             if self.config["worth"] == "bad":
@@ -92,9 +86,7 @@ def test_a_sample_whose_environment_fails_is_left_out(policy, engine_of, caplog)
     assert Once.closed == 4
 
 
-def test_an_environment_that_never_works_ends_the_run(policy, engine_of, caplog):
-    _, template = policy
-
+def test_an_environment_that_never_works_ends_the_run(template, engine_of, caplog):
     class Broken(Once):
         async def step(self, messages):
             raise KeyError("the board")
@@ -115,9 +107,7 @@ def left_out(trajectory):
 
 
 @pytest.mark.parametrize("end", [full, left_out], ids=["full", "excluded"])
-def test_a_trajectory_that_came_to_any_end_shows_that_the_environment_works(policy, engine_of, end):
-    _, template = policy
-
+def test_a_trajectory_that_came_to_any_end_shows_that_the_environment_works(template, engine_of, end):
     async def play(trajectory):
         if trajectory.request.request_id == "p-0/0":
             end(trajectory)
@@ -128,9 +118,7 @@ def test_a_trajectory_that_came_to_any_end_shows_that_the_environment_works(poli
 
 
 @pytest.mark.parametrize("waits", ["for its environment", "for its turn"])
-def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(policy, engine_of, waits):
-    _, template = policy
-
+def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(template, engine_of, waits):
     class Long(Once):
         async def step(self, messages):
             if self.config["long"]:
@@ -147,16 +135,13 @@ def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(policy, engine
     assert engine.engine.counters.decode_rows < 900
 
 
-def test_an_environment_that_is_always_late_ends_the_run(policy, engine_of):
-    _, template = policy
+def test_an_environment_that_is_always_late_ends_the_run(template, engine_of):
     engine = engine_of(of_envs({"slow": sleepy(100)}, "slow"), limit_s=0.3)
     with pytest.raises(EngineError, match=r"--gym_env: mine: took over --rollout_timeout 0.3 s; the first 32"):
         run(engine, requests(template, 32))
 
 
-def test_an_environments_own_timeout_is_its_failure(policy, engine_of):
-    _, template = policy
-
+def test_an_environments_own_timeout_is_its_failure(template, engine_of):
     class Impatient(Once):
         async def step(self, messages):
             async with asyncio.timeout(0.01):
@@ -168,9 +153,7 @@ def test_an_environments_own_timeout_is_its_failure(policy, engine_of):
 
 
 @pytest.mark.parametrize("message", [{"role": "assistant"}, {"content": "?"}, "no message"])
-def test_whatever_an_environment_makes_of_its_messages_every_request_ends(policy, engine_of, message):
-    _, template = policy
-
+def test_whatever_an_environment_makes_of_its_messages_every_request_ends(template, engine_of, message):
     async def play(trajectory):
         trajectory.messages.append(message)
 
@@ -184,9 +167,7 @@ def test_whatever_an_environment_makes_of_its_messages_every_request_ends(policy
     assert {*ended, *(one.request_id for one in engine.stream())} == {"p-0/0", "p-0/1"}
 
 
-def test_an_environment_that_exits_fails_its_sample_alone(policy, engine_of):
-    _, template = policy
-
+def test_an_environment_that_exits_fails_its_sample_alone(template, engine_of):
     class Leaves(Once):
         async def step(self, messages):
             raise SystemExit(1)
@@ -195,8 +176,7 @@ def test_an_environment_that_exits_fails_its_sample_alone(policy, engine_of):
     assert {fault(one) for one in run(engine, requests(template, 2))} == {"environment: SystemExit"}
 
 
-def test_the_end_of_the_pipeline_closes_environments(policy, engine_of):
-    _, template = policy
+def test_the_end_of_the_pipeline_closes_environments(template, engine_of):
     engine = engine_of(of_envs({"endless": sleepy(100)}, "endless"))
     pipeline = SmallRun(engine).pipeline
     engine.submit(requests(template, 1)[0])
@@ -215,9 +195,7 @@ def test_an_unused_loop_closes_without_a_warning():
     Loop().close()
 
 
-def test_an_abort_ends_trajectories_where_they_are(policy, engine_of):
-    _, template = policy
-
+def test_an_abort_ends_trajectories_where_they_are(template, engine_of):
     engine = engine_of(of_envs({"endless": sleepy(100)}, "endless"))
     wanted = requests(template, 3)
     engine.between_steps = lambda: engine.abort(["p-0/1", "p-0/2"]) if time.monotonic() > begun + 0.5 else None
@@ -233,11 +211,11 @@ def test_an_abort_ends_trajectories_where_they_are(policy, engine_of):
     assert not list(engine.engine.stream())
 
 
-def test_an_abort_before_the_first_step_ends_every_request(policy, engine_of):
+def test_an_abort_before_the_first_step_ends_every_request(template, engine_of):
     engine = engine_of(of_envs({"once": Once}, "once"))
     engine._loop = Loop()
     engine._loop.call(time.sleep, 0.2)  # all of what follows runs at once
-    for request in requests(policy[1], 3):
+    for request in requests(template, 3):
         engine.submit(request)
     engine.abort()
     ended = []
@@ -248,7 +226,7 @@ def test_an_abort_before_the_first_step_ends_every_request(policy, engine_of):
 
 
 @pytest.mark.parametrize("when", ["while it is deleted", "after what is ready was taken"])
-def test_the_last_sample_is_never_lost(policy, engine_of, monkeypatch, when):
+def test_the_last_sample_is_never_lost(template, engine_of, monkeypatch, when):
     """It ends while the stream looks whether anything is left."""
 
     class Slow(dict):
@@ -272,4 +250,4 @@ def test_the_last_sample_is_never_lost(policy, engine_of, monkeypatch, when):
                 time.sleep(0.01)
 
         monkeypatch.setattr(engine, "_come", come)
-    assert len(run(engine, requests(policy[1], 1))) == 1
+    assert len(run(engine, requests(template, 1))) == 1
