@@ -58,10 +58,6 @@ class RolloutCollector:
     late: int = 0
     _late_told: int = 0
 
-    def __post_init__(self) -> None:
-        if self.share is None and self.engine is not None:
-            self.share = EngineShare(self.collectives.rank, self.collectives.world_size)
-
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
         """A round of the launches in `log`, or with a filter of those that it draws; `settings` of `Round`."""
         current = Round(self, log, **settings)

@@ -209,17 +209,12 @@ class Round:
     # --- while and after it is sampled --------------------------------------------------------------------------
 
     def scored(self) -> list[RolloutGroup]:
-        """Scored groups in launch order, up to the first that is not scored; rank 0 only, on the main thread.
-
-        Left out are groups of a fixed round that rank 0 learns of at its end.
-        """
+        """Scored groups in launch order, up to the first that is not scored; on the main thread of a rank with all."""
         found: list[RolloutGroup] = []
         for launch in list(self.log.launches):
-            if self.group_filter is None and launch.index not in self._left:
-                continue
             group, future = self.groups.get(launch.index), self.futures.get(launch.index)
             fixed = self.group_filter is None
-            if group is not None and group.scores is None and fixed and future is not None and future.done():
+            if fixed and group is not None and group.scores is None and future is not None and future.done():
                 if future.exception() is not None:
                     break
                 set_scores(group, future.result())

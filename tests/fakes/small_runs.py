@@ -17,6 +17,7 @@ from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipeline
+from swift.rollout.round import EngineShare
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.weights.sync import WeightSync
@@ -128,7 +129,7 @@ class SmallRun:
         in_flight=False,
         scorer=None,
         ranks=None,
-        share=None,
+        share=EngineShare(),  # noqa: B008
         max_tokens=16,
         prompts=7,
         dynamic=None,

@@ -23,6 +23,7 @@ def decode(ids):
 
 
 def collector(ranks, engine=None, *, share=None, scorer=None):
+    share = share or (EngineShare(ranks.rank, ranks.world_size) if engine else None)
     return RolloutCollector(engine, SamplingParams(16), 7, decode, scorer or SlowScorer(), ranks, share)
 
 

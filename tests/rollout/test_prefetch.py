@@ -11,6 +11,7 @@ from swift.errors import EngineDead, EngineError, PromptTooLong, RewardError
 from swift.rollout import prefetch
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.prefetch import Generation
+from swift.rollout.round import EngineShare
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler
 from swift.types import SamplingParams, TrainerProgress
 
@@ -25,7 +26,7 @@ def sampled():
 
     def make(engine, scorer=None, **settings):
         scorer = scorer or SlowScorer()
-        collector = RolloutCollector(engine, SamplingParams(16), 7, str, scorer, OneRank())
+        collector = RolloutCollector(engine, SamplingParams(16), 7, str, scorer, OneRank(), EngineShare())
         thread = Generation(collector, **settings)
         scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=2, batches_per_epoch=None)
 

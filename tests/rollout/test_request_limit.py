@@ -13,6 +13,7 @@ from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.prefetch import Generation
 from swift.rollout.request_limit import RequestClock
+from swift.rollout.round import EngineShare
 from swift.rollout.scheduler import LaunchLog
 from swift.types import Prompt, Request, SamplingParams, TrainerProgress
 
@@ -113,7 +114,15 @@ def test_a_round_leaves_what_was_given_up_out_and_counts():
     launches = launches_of([Prompt("p", [], [1, 2, 3])])
     engine = Endless(endless=[f"{launches[0].group_id}/1"], step_s=0.01)
     collector = RolloutCollector(
-        engine, SamplingParams(20), 7, str, SlowScorer(), OneRank(), request_s=0.5, progress=lambda: moved.append(1)
+        engine,
+        SamplingParams(20),
+        7,
+        str,
+        SlowScorer(),
+        OneRank(),
+        EngineShare(),
+        request_s=0.5,
+        progress=lambda: moved.append(1),
     )
 
     def run():

@@ -16,6 +16,7 @@ from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.pipeline import RolloutPipeline
+from swift.rollout.round import EngineShare
 from swift.rollout.scheduler import RolloutScheduler
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
@@ -128,7 +129,8 @@ def make_trainer(
         if one.name in arguments:
             settings[one.name] = arguments.pop(one.name)
     distribution = SamplingParams(settings["max_completion_length"], temperature=1.0, **(sampling or {}))
-    collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives)
+    share = EngineShare(collectives.rank, collectives.world_size)
+    collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives, share)
     scheduler = RolloutScheduler(
         small_runs.NumberedPrompts(prompts),
         groups_per_batch=global_batch * num_global_batches // generations,

@@ -28,12 +28,12 @@ def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int |
     from swift.plugin import envs, multi_turns
 
     if gym_env is not None:
-        _require(envs, "--gym_env", gym_env)
+        require_registered(envs, "--gym_env", gym_env)
         return of_envs(envs, gym_env)
     if multi_turn_scheduler is None:
         return None
     name = multi_turn_scheduler
-    _require(multi_turns, "--multi_turn_scheduler", name)
+    require_registered(multi_turns, "--multi_turn_scheduler", name)
     entry: Any = multi_turns[name]
     if isinstance(entry, type):
         entry = _built(entry, name, max_turns)
@@ -47,7 +47,8 @@ def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int |
     return of_function(entry, name)
 
 
-def _require(registry: Mapping[str, Any], flag: str, name: str) -> None:
+def require_registered(registry: Mapping[str, Any], flag: str, name: str) -> None:
+    """Raises ConfigError: no plugin has registered the name; the nearest are named."""
     if name not in registry:
         fix = suggest(name, sorted(registry)) if registry else "none is registered; give --external_plugins"
         raise ConfigError(f"{flag}: {name}: no plugin has registered it; {fix}")
@@ -143,7 +144,7 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
         request = _request(trajectory)
         config = request.data_dict.get("env_config") or {}
         name = config.get("name") or default
-        _require(envs, "--gym_env", name)
+        require_registered(envs, "--gym_env", name)
         env = envs[name](config)
         try:
             observation, columns, system = await _result(env.reset(request))

@@ -19,6 +19,7 @@ from typing import Any
 from swift.errors import ConfigError, RefusedChat, first_line, suggest
 from swift.models.template import Message, Template
 from swift.rollout.multi_turn.chat import HistoryRewritten, continuation
+from swift.rollout.multi_turn.environments import require_registered
 from swift.rollout.multi_turn.trajectory import Trajectory
 
 FLAG = "--rollout_tools"
@@ -125,9 +126,7 @@ def open_toolbox(names: Sequence[str], parser: str | None, template: Template, l
     if not chosen:
         raise ConfigError(f"{FLAG}: all: none is registered; give --external_plugins")
     for name in chosen:
-        if name not in tools:
-            fix = suggest(name, sorted(tools)) if tools else "none is registered; give --external_plugins"
-            raise ConfigError(f"{FLAG}: {name}: no plugin has registered it; {fix}")
+        require_registered(tools, FLAG, name)
     schemas = {name: _schema_of(name, tools[name]) for name in chosen}
     format = format_of(template, parser)
     _check_turns(template, list(schemas.values()))
