@@ -32,19 +32,18 @@ def test_commands_that_do_not_end_share_their_time_and_folders_go(monkeypatch):
     assert not folder.exists()
 
 
-def test_what_died_comes_with_advice():
+@pytest.mark.parametrize(
+    ("command", "limit_s", "said"),
+    [
+        (["false"], 10.0, "api: exited with status 1; install it; its last lines: nothing"),
+        (["sleep", "60"], 0.0, "api: not ready within 0 s; raise --x; its last lines: nothing"),
+    ],
+)
+def test_what_died_or_takes_too_long_comes_with_advice(command, limit_s, said):
     made = Processes()
-    made.start("atropos-api", ["false"], advice="install it")
-    with pytest.raises(EngineError, match="atropos-api: exited with status 1; install it; its last lines: nothing"):
-        made.wait_until(lambda: False, "atropos-api", 10.0)
-    made.close()
-
-
-def test_what_takes_too_long_names_its_setting():
-    made = Processes()
-    made.start("rollout-server", ["sleep", "60"])
-    with pytest.raises(EngineError, match="rollout-server: not ready within 0 s; raise --x; its last lines: nothing"):
-        made.wait_until(lambda: False, "rollout-server", 0.0, "raise --x; ")
+    made.start("api", command, advice="install it")
+    with pytest.raises(EngineError, match=said):
+        made.wait_until(lambda: False, "api", limit_s, "raise --x; ")
     made.close()
 
 

@@ -115,32 +115,30 @@ def test_an_answer_that_goes_on_loses_its_end_token(template, more):
     assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize(("on_break", "reason"), [("exclude", "environment: history_rewritten"), ("truncate", None)])
-def test_a_scheduler_that_changes_what_was_said_before(template, engine_of, on_break, reason):
-    class Forger(Again):
-        def step(self, request, choice, turn):
-            request.messages[0]["content"] = "something else"
-            return {"infer_request": request}
+class Forger(Again):
+    """Changes what was said before."""
 
-    engine = engine_of(of_scheduler(Forger(), "x"), Limits(3, "per_round", 2000, on_break))
-    for one in run(engine, requests(template)):
-        assert (fault(one), one.episode.num_turns, one.episode.metrics[REWRITTEN]) == (reason, 1, 1)
+    def step(self, request, choice, turn):
+        request.messages[0]["content"] = "something else"
+        return {"infer_request": request}
 
 
 @pytest.mark.parametrize(("on_break", "reason"), [("exclude", "environment: history_rewritten"), ("truncate", None)])
-def test_a_template_that_rewrites_earlier_turns(template, engine_of, on_break, reason):
-    tokenizer = type(template.tokenizer).from_pretrained(template.tokenizer.name_or_path)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>"
-        "{{ m.content if loop.last or m.role != 'assistant' else '(cut)' }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    rewriting = type(template)(tokenizer)
-    engine = engine_of(of_scheduler(Again(), "again"), Limits(3, "per_round", 2000, on_break))
-    engine.template = rewriting
-    for one in run(engine, requests(rewriting)):
-        assert fault(one) == reason
-        assert (one.episode.num_turns, len(one.token_ids)) == (1, TURN)
+@pytest.mark.parametrize("who", ["a scheduler", "a template"])
+def test_a_rewritten_history_leaves_a_sample_out_or_ends_it_before(template, engine_of, who, on_break, reason):
+    play = of_scheduler(Forger() if who == "a scheduler" else Again(), "again")
+    engine = engine_of(play, Limits(3, "per_round", 2000, on_break))
+    if who == "a template":
+        tokenizer = type(template.tokenizer).from_pretrained(template.tokenizer.name_or_path)
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>"
+            "{{ m.content if loop.last or m.role != 'assistant' else '(cut)' }}\n{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
+        engine.template = type(template)(tokenizer)
+    for one in run(engine, requests(engine.template)):
+        found = fault(one), one.episode.num_turns, len(one.token_ids), one.episode.metrics[REWRITTEN]
+        assert found == (reason, 1, TURN, 1)
 
 
 class Endless(Once):

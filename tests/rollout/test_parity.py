@@ -275,16 +275,6 @@ def test_the_sampling_of_the_check_is_plain(nano_folders):
     assert {one.sampling.temperature for one in check._requests} == {SAMPLING.temperature}
 
 
-def test_the_line_says_what_was_compared(nano_folders):
-    model = load(nano_folders["llama"])
-    line = make_check(SmallEngine(model), model).run().line()
-    assert line.startswith("parity: engine against trainer over ")
-    for part in ("as loaded, with noise, restored", "max |logp difference|", "p99", "k3", "worst at prompt",
-                 "trainer float32, small float32", "versions 0, rehearsal, 0"):  # fmt: skip
-        assert part in line
-    assert "\n" not in line
-
-
 # --- several ranks -------------------------------------------------------------------------------------------------
 
 

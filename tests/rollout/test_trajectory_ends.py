@@ -69,11 +69,17 @@ def test_64_trajectories_with_a_slow_tool_take_hardly_longer(template, engine_of
     assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
 
 
-def test_a_sample_whose_environment_fails_is_left_out(template, engine_of, caplog):
+async def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize("error", [KeyError, SystemExit, TimeoutError])
+def test_a_sample_whose_environment_fails_is_left_out_alone(template, engine_of, error, caplog):
     class Shaky(Once):
         async def step(self, messages):
             if self.config["worth"] == "bad":
-                raise KeyError("the board")
+                async with asyncio.timeout(0.01):  # of its own
+                    await (asyncio.sleep(1) if error is TimeoutError else raising(error))
             return "", 1.0, True, {}
 
     wanted = requests(template, 4)
@@ -81,9 +87,9 @@ def test_a_sample_whose_environment_fails_is_left_out(template, engine_of, caplo
         object.__setattr__(
             request, "prompt", Prompt("p", request.prompt.messages, [1], {"env_config": {"worth": worth}})
         )
-    done = run(engine_of(of_envs({"shaky": Shaky}, "shaky")), wanted)
-    assert [fault(one) for one in done] == [None, "environment: KeyError", None, "environment: KeyError"]
-    assert Once.closed == 4
+    engine = engine_of(of_envs({"shaky": Shaky}, "shaky"))
+    assert [fault(one) for one in run(engine, wanted)] == [None, f"environment: {error.__name__}"] * 2
+    assert (engine.late, Once.closed) == (0, 4)
 
 
 def test_an_environment_that_never_works_ends_the_run(template, engine_of, caplog):
@@ -141,17 +147,6 @@ def test_an_environment_that_is_always_late_ends_the_run(template, engine_of):
         run(engine, requests(template, 32))
 
 
-def test_an_environments_own_timeout_is_its_failure(template, engine_of):
-    class Impatient(Once):
-        async def step(self, messages):
-            async with asyncio.timeout(0.01):
-                await asyncio.sleep(1)
-
-    engine = engine_of(of_envs({"impatient": Impatient}, "impatient"))
-    assert [fault(one) for one in run(engine, requests(template, 1))] == ["environment: TimeoutError"]
-    assert engine.late == 0
-
-
 @pytest.mark.parametrize("message", [{"role": "assistant"}, {"content": "?"}, "no message"])
 def test_whatever_an_environment_makes_of_its_messages_every_request_ends(template, engine_of, message):
     async def play(trajectory):
@@ -165,15 +160,6 @@ def test_whatever_an_environment_makes_of_its_messages_every_request_ends(templa
         for one in stream:
             ended.append(one.request_id)
     assert {*ended, *(one.request_id for one in engine.stream())} == {"p-0/0", "p-0/1"}
-
-
-def test_an_environment_that_exits_fails_its_sample_alone(template, engine_of):
-    class Leaves(Once):
-        async def step(self, messages):
-            raise SystemExit(1)
-
-    engine = engine_of(of_envs({"leaves": Leaves}, "leaves"))
-    assert {fault(one) for one in run(engine, requests(template, 2))} == {"environment: SystemExit"}
 
 
 def test_the_end_of_the_pipeline_closes_environments(template, engine_of):
