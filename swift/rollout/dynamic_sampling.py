@@ -69,8 +69,6 @@ class GroupFilter:
     """
 
     def __init__(self, *, quota: int, carried: int = 0, max_resample_times: int = 3, rate: float = 1.0) -> None:
-        if not 0 <= carried <= quota:
-            raise ValueError(f"carried: {carried}: a batch of {quota} groups takes 0 to {quota}")
         self.wanted = quota - carried
         self.budget = quota * (1 + max_resample_times)
         rate = min(1.0, max(RATE_FLOOR, rate))
@@ -104,17 +102,9 @@ class GroupFilter:
         return max(0, min(self.wanted - len(self._kept) - self.in_flight, self.budget - self.launched))
 
     def launch(self, index: int) -> None:
-        """A group was launched; one that was before, or one beyond the budget, is a ValueError."""
-        if index in self._launched:
-            raise ValueError(f"launch {index}: launched twice")
         self._launched.add(index)
-        if self.launched > self.budget:
-            raise ValueError(f"launch {index}: beyond the budget of {self.budget} launches")
 
     def scored(self, index: int, *, informative: bool) -> None:
-        """A group was scored; one that is not in flight is a ValueError."""
-        if index not in self._launched or index in self._kept or index in self._zero_variance:
-            raise ValueError(f"launch {index}: scored without being in flight")
         (self._kept if informative else self._zero_variance).add(index)
 
     @property
@@ -123,9 +113,8 @@ class GroupFilter:
         return not self.in_flight and not self.due()
 
     def selection(self) -> Selection:
-        """How it ended; before that a ValueError."""
-        if not self.complete:
-            raise ValueError(f"{self.in_flight} groups in flight, {self.due()} due: the batch has not ended")
+        """How it ended."""
+        assert self.complete, f"{self.in_flight} groups in flight, {self.due()} due"
         kept, dropped = sorted(self._kept), sorted(self._zero_variance)
         gap = max(0, self.wanted - len(kept))
         return Selection(

@@ -92,17 +92,6 @@ def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
     assert [prompts_of(engine) for engine in engines] == [["p0"], ["p0"], ["p1"], ["p1"]]
 
 
-def test_one_engine_per_node_serves_ranks_that_have_none():
-    engines = {0: ScriptedEngine(), 2: ScriptedEngine()}
-
-    def work(ranks):
-        share = EngineShare(ranks.rank // 2, 2) if ranks.rank in engines else None
-        return run(collector(ranks, engines.get(ranks.rank), share=share), 4)[0]
-
-    assert on_ranks(4, work) == [alone(4)] * 4
-    assert [len(asked(engine)) for engine in engines.values()] == [4, 4]
-
-
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else_and_evaluation_has_others():
     def seeds(ranks, launched=None, namespace=""):
         made = collector(ranks, ScriptedEngine())
@@ -178,15 +167,6 @@ def test_functions_of_the_whole_batch_see_it_at_once():
 
     run(collector(OneRank(), ScriptedEngine(), scorer=Whole()), 3)
     assert batches == [["p0-0", "p1-0", "p2-0"]]
-
-
-def test_completions_that_the_engine_gave_up_are_excluded_on_every_rank():
-    spoil = {"p0-0/1": "error", "p3-0/0": "abort"}
-    ends = on_ranks(2, lambda ranks: run(collector(ranks, ScriptedEngine(spoil=spoil)), 4)[0])
-    assert ends[0] == ends[1]
-    assert [excluded for _, _, excluded in ends[0]] == [
-        [None, "engine: error"], [None, None], [None, None], ["engine: abort", None],
-    ]  # fmt: skip
 
 
 def test_what_may_be_trained_on():

@@ -4,7 +4,6 @@ import pytest
 from scripted_engine import ScriptedEngine
 
 from swift.errors import EngineError
-from swift.rollout.replay import ReplayBuffer
 from swift.rollout.scheduler import RerollConfig
 
 
@@ -81,18 +80,6 @@ def test_replacements_are_sampled_while_other_groups_decode(run):
     steps = len(submitted)
     assert steps == 2 * small.scheduler.launched
     assert engine.streams < 1 + small.scheduler.dropped, "each replacement waited for the batch to drain"
-
-
-def test_replayed_groups_take_the_slots_of_groups_that_teach_nothing(run):
-    replay = ReplayBuffer(8, max_age=32, seed=1)
-    small = run(dynamic=None, replay=replay, equal=lambda group: group.launch_index in (5, 6)).train(2)
-    first, second = small.steps
-    assert second.tokens[:2] != first.tokens[:2]
-    filled = second.tokens[2:6]
-    assert [filled[:2], filled[2:]].count(first.tokens[0:2]) + all(pair in first.tokens for pair in filled) >= 1
-    assert small.rounds[1].metrics["replay/groups"] == 2.0
-    assert small.scheduler.dropped == 2 and small.scheduler.trained == 6
-    assert second.staleness["off_policy/max"] == 1.0
 
 
 def test_failed_prompts_are_tried_again_late_in_the_run_and_displaced_ones_come_next(run):

@@ -62,24 +62,6 @@ def test_without_resampling_the_last_group_is_still_tested():
     assert (outcome.trained, outcome.filled) == ((0,), (1,))
 
 
-@pytest.mark.parametrize("carried", [-1, 5])
-def test_more_carried_groups_than_the_quota_are_a_defect(carried):
-    with pytest.raises(ValueError, match="carried"):
-        GroupFilter(quota=4, carried=carried)
-
-
-def test_scoring_twice_or_launching_twice_is_a_defect():
-    batch = GroupFilter(quota=2)
-    batch.launch(0)
-    with pytest.raises(ValueError, match="twice"):
-        batch.launch(0)
-    batch.scored(0, informative=True)
-    with pytest.raises(ValueError, match="in flight"):
-        batch.scored(0, informative=True)
-    with pytest.raises(ValueError, match="not ended"):
-        batch.selection()
-
-
 def test_the_rate_follows_the_informative_share_within_its_bounds():
     rate = updated_rate(1.0, 0, 10)
     assert rate == pytest.approx(0.8) and updated_rate(rate, 0, 0) == rate
