@@ -7,7 +7,6 @@ Each fault is what an engine of the field has had; without one it is right, whic
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import torch
 from transformers import DynamicCache
@@ -16,6 +15,7 @@ from swift.models.attention.choice import choose_attention
 from swift.models.forward import TokenSequence, pack, packed_logits
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
+from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
@@ -190,12 +190,20 @@ def scorer(model):
     return score
 
 
-def weight_sync_for(engine, model, *, adapter=False):
-    return WeightSync(
+def make_check(engine, model, *, adapter=False, sampling=None, prompts=None, ranks=None, inner=None):
+    """inner: what is asked for log-probs, where `model` is a wrapper."""
+    ranks = ranks or Collectives()
+    alone = (lambda: adapter_weights(model)) if adapter else None
+    return ParityCheck(
         engine,
-        source=lambda: PolicyWeights(model),
-        adapter=(lambda: adapter_weights(model)) if adapter else None,
-        ranks=Collectives(),
+        score=scorer(inner or model),
+        model=model,
+        weight_sync=WeightSync(engine, source=lambda: PolicyWeights(model), adapter=alone, ranks=ranks),
+        prompts=some_prompts() if prompts is None else prompts,
+        sampling=sampling or SAMPLING,
+        ranks=ranks,
+        end_token_ids=[END],
+        adapter_only=adapter,
     )
 
 
@@ -208,7 +216,3 @@ def some_prompts(count=8, length=None):
 
 
 SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.7, top_p=0.9, stop=("x",))
-
-
-def plain(**changes):
-    return replace(SAMPLING, **changes)

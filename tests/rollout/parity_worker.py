@@ -15,12 +15,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 import torch.distributed as dist
 from oracle import load
-from parity_engines import END, FAULTS, SAMPLING, SmallEngine, scorer, some_prompts
+from parity_engines import FAULTS, SmallEngine, make_check
 
 from swift.models.attention.choice import choose_attention
-from swift.rollout.parity import ParityCheck
-from swift.rollout.weights.policy import PolicyWeights
-from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 
 
@@ -75,17 +72,7 @@ def main(folder, way, fault, output):
         with torch.no_grad():
             inner.model.norm.weight.mul_(1.5)
     ranks = Collectives(timeout_s=120.0)
-    weight_sync = WeightSync(engine, source=lambda: PolicyWeights(model), ranks=ranks)
-    check = ParityCheck(
-        engine,
-        score=scorer(inner),
-        model=model,
-        weight_sync=weight_sync,
-        prompts=some_prompts(),
-        sampling=SAMPLING,
-        ranks=ranks,
-        end_token_ids=[END],
-    )
+    check = make_check(engine, model, ranks=ranks, inner=inner)
     before = pieces(model)
     report = check.run()
     same = all(torch.equal(a, b) for a, b in zip(before, pieces(model), strict=True))

@@ -4,33 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from oracle import load
-from parity_engines import END, SAMPLING, SmallEngine, plain, scorer, some_prompts, weight_sync_for
+from parity_engines import END, SAMPLING, SmallEngine, make_check, some_prompts
 
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.sync import REHEARSAL
-from swift.trainers.distributed import Collectives
-
-
-def make_check(engine, model, *, adapter=False, sampling=SAMPLING, prompts=None, **options):
-    return ParityCheck(
-        engine,
-        score=scorer(model),
-        model=model,
-        weight_sync=weight_sync_for(engine, model, adapter=adapter),
-        prompts=some_prompts() if prompts is None else prompts,
-        sampling=sampling,
-        ranks=Collectives(),
-        end_token_ids=[END],
-        adapter_only=adapter,
-        **options,
-    )
 
 
 def with_lora(model, **options):
@@ -156,8 +140,7 @@ def test_the_trainer_is_the_same_bit_for_bit_afterwards(nano_folders, kind):
     if kind == "wrapped":
         model = Wrapped(base)
     model.train()
-    check = make_check(engine, model, adapter=kind == "adapter")
-    check._score = scorer(base if kind == "wrapped" else model)
+    check = make_check(engine, model, adapter=kind == "adapter", inner=base if kind == "wrapped" else None)
     before, state, storage = bits(model), random_state(), [one.data_ptr() for one in model.parameters()]
     report = check.run()
     assert report.verdict == "pass", report.line()
@@ -269,7 +252,9 @@ def test_there_are_always_prompts_of_different_lengths_and_a_long_one(nano_folde
 
 def test_the_sampling_of_the_check_is_plain(nano_folders):
     model = load(nano_folders["llama"])
-    check = make_check(SmallEngine(model), model, sampling=plain(top_k=5, min_p=0.1, repetition_penalty=1.3))
+    check = make_check(
+        SmallEngine(model), model, sampling=replace(SAMPLING, top_k=5, min_p=0.1, repetition_penalty=1.3)
+    )
     assert all(not one.sampling.truncates and not one.sampling.stop for one in check._requests)
     assert {one.sampling.repetition_penalty for one in check._requests} == {1.0}
     assert {one.sampling.temperature for one in check._requests} == {SAMPLING.temperature}

@@ -29,56 +29,33 @@ def updates(engine):
 # --- when, and under which number ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("interval", "steps"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (5, [5])])
-def test_a_sync_is_due_when_the_interval_has_passed(interval, steps):
-    made = weight_sync(ScriptedEngine(), interval=interval)
-    made.update(0)
-    assert [step for step in range(1, 8) if made.update(step) is not None] == steps
-    assert made.version == len(steps)
-    assert [made.step_of(version) for version in range(made.version + 1)] == [0, *steps]
+NOW, LOST = {"current": True}, {"lost": True}
+SYNCS = {
+    # interval, calls (a step, and what else is asked for), and what is sent: (step, version)
+    "every third step": (3, range(8), [(0, 0), (3, 1), (6, 2)]),
+    "every step": (1, range(4), [(0, 0), (1, 1), (2, 2), (3, 3)]),
+    "a step that is looked at late counts from there": (5, range(0, 14, 2), [(0, 0), (6, 1), (12, 2)]),
+    "evaluation gets the weights of now and moves the next": (
+        5,
+        [0, (3, NOW), *range(4, 10)],
+        [(0, 0), (3, 1), (8, 2)],
+    ),
+    "what was dropped comes again": (1, [0, 1, (1, LOST)], [(0, 0), (1, 1), (1, 1)]),
+    "what was dropped and is old is replaced": (5, [0, 5, (7, LOST)], [(0, 0), (5, 1), (7, 2)]),
+}
 
 
-def test_a_step_that_is_looked_at_late_syncs_then_and_counts_from_there():
-    made = weight_sync(ScriptedEngine(), interval=5)
-    made.update(0)
-    synced = [step for step in range(0, 30, 2) if made.update(step) is not None]
-    assert synced == [6, 12, 18, 24]
-
-
-def test_the_engine_gets_the_weights_of_the_start_once_before_it_is_used():
-    engine = ScriptedEngine()
-    made = weight_sync(engine)
-    assert made.update(0).version == 0
-    assert made.update(0) is None
-    assert updates(engine) == [0]
-    assert made.version == 0
-
-
-def test_evaluation_gets_the_weights_of_now_and_moves_the_next_sync():
-    made = weight_sync(ScriptedEngine(), interval=5)
-    made.update(0)
-    assert made.update(3, current=True).version == 1
-    assert made.update(3, current=True) is None
-    assert [step for step in range(4, 10) if made.update(step) is not None] == [8]
-
-
-def test_an_engine_that_dropped_its_weights_gets_them_again_under_the_same_number():
-    engine = ScriptedEngine()
-    made = weight_sync(engine)
-    made.update(0)
-    made.update(1)
-    assert made.update(1, lost=True).version == 1
-    assert updates(engine) == [0, 1, 1]
-
-
-def test_an_engine_that_dropped_old_weights_gets_those_of_now():
-    engine = ScriptedEngine()
-    made = weight_sync(engine, interval=5)
-    made.update(0)
-    made.update(5)
-    made.update(7, lost=True)
-    assert updates(engine) == [0, 1, 2]
-    assert made.step_of(2) == 7
+@pytest.mark.parametrize("case", SYNCS)
+def test_when_weights_are_sent_and_under_which_version(case):
+    interval, calls, sent = SYNCS[case]
+    made, found = weight_sync(ScriptedEngine(), interval=interval), []
+    for call in calls:
+        step, how = call if isinstance(call, tuple) else (call, {})
+        if (ack := made.update(step, **how)) is not None:
+            found.append((step, ack.version))
+        assert made.update(step, current=how == NOW) is None, "once is enough"
+    assert found == sent
+    assert all(made.step_of(version) == step for step, version in sent)
 
 
 def test_an_engine_on_the_trainers_weights_is_told_the_version_and_sent_nothing():
