@@ -71,12 +71,10 @@ class Generation:
             if self.collector.engine is None or not current.samples_here:
                 return
             self._new.append(current)
+            self._clock = RequestClock(self._engine, limit_s) if limit_s is not None else None
             try:
-                with contextlib.ExitStack() as stack:
-                    if limit_s is not None:
-                        self._clock = stack.enter_context(RequestClock(self._engine, limit_s))
-                    while self._new or self._running:
-                        self._stream()
+                while self._new or self._running:
+                    self._stream()
             except Exception as error:  # the other ranks wait in `finish` by now
                 self._give_up(error)
             self.collector.late += self._clock.late if self._clock is not None else 0
@@ -221,6 +219,8 @@ class Generation:
 
     def _move_along(self) -> None:
         """Submit what rounds ask for now; those that have ended leave."""
+        if self._clock is not None:
+            self._clock.look()
         for current in list(self._running):
             requests = current.due() if not self._wants_hold and not self._closing else []
             for request in requests:

@@ -35,7 +35,7 @@ SYNCS = {
     "every third step": (3, range(8), [(0, 0), (3, 1), (6, 2)]),
     "every step": (1, range(4), [(0, 0), (1, 1), (2, 2), (3, 3)]),
     "a step that is looked at late counts from there": (5, range(0, 14, 2), [(0, 0), (6, 1), (12, 2)]),
-    "evaluation gets the weights of now and moves the next": (
+    "evaluation gets those of now and moves the next": (
         5,
         [0, (3, NOW), *range(4, 10)],
         [(0, 0), (3, 1), (8, 2)],
