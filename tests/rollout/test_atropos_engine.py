@@ -199,8 +199,14 @@ def test_a_temperature_of_zero_counts_as_one():
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 
-def engine(server, **settings):
-    return AtroposEngine(ScriptedEngine(), opened(server), reader(**settings))
+@pytest.fixture
+def server():
+    return StandIn()
+
+
+@pytest.fixture
+def made(server):
+    return AtroposEngine(ScriptedEngine(), opened(server), reader())
 
 
 def requests(*launches):
@@ -210,9 +216,7 @@ def requests(*launches):
     ]
 
 
-def test_groups_go_to_launches_in_order():
-    server = StandIn()
-    made = engine(server)
+def test_groups_go_to_launches_in_order(server, made):
     sent = post(server, group(), group())
     done = list(made.generate(requests("a-0", "a-1")))
     assert [one.request_id for one in done] == ["a-0/0", "a-0/1", "a-1/0", "a-1/1"]
@@ -221,9 +225,7 @@ def test_groups_go_to_launches_in_order():
     assert (metrics["atropos/groups/0"], metrics["atropos/queue_groups"]) == (2.0, 0.0)
 
 
-def test_what_is_aborted_comes_back_and_its_group_waits_for_another_launch():
-    server = StandIn()
-    made = engine(server)
+def test_what_is_aborted_comes_back_and_its_group_waits_for_another_launch(server, made):
     for request in requests("a-0", "a-1"):
         made.submit(request)
     with pytest.raises(EngineError, match="a-0/0: is outstanding already"):
@@ -236,9 +238,7 @@ def test_what_is_aborted_comes_back_and_its_group_waits_for_another_launch():
     assert done[0].episode.prompt_ids[0] == sent[0]["tokens"][0][0]
 
 
-def test_a_paused_engine_waits():
-    server = StandIn()
-    made = engine(server)
+def test_a_paused_engine_waits(server, made):
     made.submit(requests("a-0")[0])
     made.pause()
     assert list(made.stream()) == []
@@ -248,27 +248,22 @@ def test_a_paused_engine_waits():
     assert len(list(made.stream())) == 2
 
 
-def test_a_process_that_has_died_ends_the_stream():
+def test_a_process_that_has_died_ends_the_stream(made):
     def died():
         raise EngineError("environment-0: ended with code 1")
 
-    made = engine(StandIn())
     made.check = died
     with pytest.raises(EngineError, match="environment-0"):
         list(made.generate(requests("a-0")))
 
 
-def test_positive_logprobs_in_more_than_one_of_a_hundred_sequences_end_the_run():
-    server = StandIn()
-    made = engine(server)
+def test_positive_logprobs_in_more_than_one_of_a_hundred_sequences_end_the_run(server, made):
     post(server, *(edited("inference_logprobs", 0, (4, 1.0)) for _ in range(2)))
     with pytest.raises(NumericError, match="2 of 4 sequences have log-probs above 0"):
         list(made.generate(requests("a-0", "a-1")))
 
 
-def test_groups_without_any_good_sequence_are_counted():
-    server = StandIn()
-    made = engine(server)
+def test_groups_without_any_good_sequence_are_counted(server, made):
     post(server, group(), group(scores=[math.nan, math.nan]))
     server.state["queue"][-1]["scores"] = [1.0, 2.0, 3.0]  # the API does not look
     list(made.generate(requests("a-0", "a-1")))
@@ -276,10 +271,9 @@ def test_groups_without_any_good_sequence_are_counted():
 
 
 @pytest.mark.parametrize(("most", "held"), [(None, []), (0, [True, False, True]), (1, [True, False]), (2, [])])
-def test_environments_are_held_back_while_enough_batches_are_there(most, held, monkeypatch):
+def test_environments_are_held_back_while_enough_batches_are_there(server, made, most, held, monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_LOOK_S", 60.0)
-    server, calls = StandIn(), []
-    made = engine(server)
+    calls = []
     made.max_batches, made.hold_back = most, calls.append
     post(server, *(group() for _ in range(4)))  # two make a batch
     list(made.generate(requests("a-0", "a-1")))  # leaves one batch
@@ -288,10 +282,9 @@ def test_environments_are_held_back_while_enough_batches_are_there(most, held, m
     made._closed.set()
 
 
-def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_trains(monkeypatch):
+def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_trains(server, made, monkeypatch):
     monkeypatch.setattr(engine_module, "IDLE_LOOK_S", 0.01)
-    server, calls = StandIn(), queue.Queue()
-    made = engine(server)
+    calls = queue.Queue()
     made.max_batches, made.hold_back = 1, calls.put
     post(server, group(), group())
     assert len(list(made.generate(requests("a-0", "a-1")))) == 4

@@ -226,11 +226,17 @@ def test_each_completion_is_verified_with_its_row(template, gym, engine_of):
         }
 
 
-@pytest.mark.parametrize(("name", "reason"), FAULTS.items())
-def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, name, reason):
-    gym.fault_of = first_call_only(name)
+@pytest.mark.parametrize(
+    ("mode", "name", "reason"),
+    [("verify", *one) for one in FAULTS.items()] + [("run", *one) for one in {**FAULTS, **RUN_FAULTS}.items()],
+)
+def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, mode, name, reason):
+    gym.canned, gym.fault_of = canned(template), first_call_only(name)
+    if mode == "run":  # the runs of a row are equal calls; the seventh is the other try
+        numbers = iter(range(10**6))
+        gym.fault_of = lambda body: name if next(numbers) in (0, 6) else None
     began = time.monotonic()
-    done = run(engine_of(gym, limit_s=1.0), requests(template, 6))
+    done = run(engine_of(gym, mode, limit_s=1.0), requests(template, 6))
     assert time.monotonic() - began < 5
     faults = [fault(one) for one in done]
     assert faults.count(None) == (6 if reason is None else 5), faults
@@ -343,18 +349,6 @@ def test_the_calls_of_an_agent_become_one_sample(template, gym, engine_of):
     params = {"input": "Count.", "max_output_tokens": 4, "temperature": 0.8, "top_p": 1.0}
     assert body["responses_create_params"] == params
     assert body["expected"] == {"value": 7}
-
-
-@pytest.mark.parametrize(("name", "reason"), {**FAULTS, **RUN_FAULTS}.items())
-def test_a_fault_of_an_agent_leaves_its_sample_out(template, gym, engine_of, name, reason):
-    gym.canned = canned(template)
-    numbers = iter(range(10**6))  # the runs of a row are equal calls
-    gym.fault_of = lambda body: name if next(numbers) in (0, 4) else None  # the second is the other try
-    done = run(engine_of(gym, "run", limit_s=1.0), requests(template))
-    faults = [fault(one) for one in done]
-    wanted = [] if reason is None else [f"environment: {reason}"]
-    assert [why for why in faults if why is not None] == wanted
-    assert [one for one in rewards(done) if one is not None] == [odd_share("canned")] * (4 - len(wanted))
 
 
 def test_a_broken_prefix_can_end_a_sample_before_it(template, gym, engine_of):

@@ -19,22 +19,28 @@ def problem_of(**settings):
     return caught.value.problems[0]
 
 
-def test_without_vllm_each_process_generates_itself():
-    made = placed(use_vllm=False, accelerators=2, local_ranks=2)
-    assert (made.mode, made.trainer_devices, made.engines) == ("in_process", ("cuda:0", "cuda:1"), ())
-
-
-def test_as_many_processes_as_devices_is_colocate():
-    made = placed(accelerators=8, local_ranks=8)
-    assert made.mode == "colocate"
-    assert made.engines == tuple((f"cuda:{k}",) for k in range(8))
-
-
-def test_seven_processes_and_one_worker_on_eight_devices_is_dedicated():
-    made = placed(accelerators=8, local_ranks=7)
-    assert made.mode == "dedicated"
-    assert made.trainer_devices == tuple(f"cuda:{k}" for k in range(7))
-    assert made.engines == (("cuda:7",),)
+@pytest.mark.parametrize(
+    ("settings", "mode", "trainers", "engines"),
+    [
+        ({"use_vllm": False, "accelerators": 2, "local_ranks": 2}, "in_process", ["cuda:0", "cuda:1"], []),
+        ({"accelerators": 2, "local_ranks": 2}, "colocate", ["cuda:0", "cuda:1"], [["cuda:0"], ["cuda:1"]]),
+        ({"accelerators": 3, "local_ranks": 2}, "dedicated", ["cuda:0", "cuda:1"], [["cuda:2"]]),
+        ({"cores": [0, 1]}, "colocate", ["cpu:0"], [["cpu:0"]]),
+        ({"cores": [0, 1], "async_generate": True}, "dedicated", ["cpu:0"], [["cpu:1"]]),
+        ({"cores": [0, 1], "vllm_mode": "dedicated"}, "dedicated", ["cpu:0"], [["cpu:1"]]),
+        (
+            {"accelerators": 4, "local_ranks": 2, "num_infer_workers": 2, "tensor_parallel_size": 2},
+            "dedicated", ["cuda:0", "cuda:1"], [["cuda:2", "cuda:3"]],
+        ),
+        (
+            {"accelerators": 2, "local_ranks": 2, "tensor_parallel_size": 2},
+            "colocate", ["cuda:0", "cuda:1"], [["cuda:0", "cuda:1"]],
+        ),
+    ],
+)  # fmt: skip
+def test_the_mode_follows_from_the_numbers(settings, mode, trainers, engines):
+    made = placed(**settings)
+    assert (made.mode, list(made.trainer_devices), list(map(list, made.engines))) == (mode, trainers, engines)
 
 
 def test_a_server_comes_first_and_ignores_workers_and_devices_with_a_note():
@@ -76,18 +82,6 @@ def test_every_choice_of_the_message_fits(devices, ranks, workers):
         assert made.mode in ("colocate", "dedicated")
 
 
-def test_on_a_cpu_plain_vllm_is_colocate():
-    made = placed(cores=[0, 1])
-    assert (made.mode, made.trainer_devices, made.engines) == ("colocate", ("cpu:0",), (("cpu:0",),))
-
-
-@pytest.mark.parametrize("extra", [{"async_generate": True}, {"vllm_mode": "dedicated"}])
-def test_on_a_cpu_dedicated_adds_a_device_for_the_engine(extra):
-    made = placed(cores=[0, 1], **extra)
-    assert (made.mode, made.engines) == ("dedicated", (("cpu:1",),))
-    assert made.cores == ((0,), (1,))
-
-
 def test_cpu_devices_groups_the_cores():
     made = placed(cores=range(8), cpu_devices=3, local_ranks=2)
     assert made.cores == ((0, 1), (2, 3, 4), (5, 6, 7))
@@ -100,13 +94,6 @@ def test_too_few_cores_overlap_with_one_warning():
     assert [note for note in made.notes if note.startswith("warning")] == [
         "warning: 2 CPU cores for 3 devices: some devices share a core"
     ]
-
-
-def test_tensor_parallel_engines_take_neighbouring_devices():
-    made = placed(accelerators=8, local_ranks=4, num_infer_workers=4, tensor_parallel_size=2)
-    assert made.engines == (("cuda:4", "cuda:5"), ("cuda:6", "cuda:7"))
-    made = placed(accelerators=4, local_ranks=4, tensor_parallel_size=4)
-    assert made.engines == (("cuda:0", "cuda:1", "cuda:2", "cuda:3"),)
 
 
 def test_explicit_devices_may_leave_spares_which_a_warning_names():
