@@ -233,7 +233,8 @@ class RolloutFunctionEngine(EngineAround):
         self.check_length(request)
         assert request.prompt is not None, "the collector sends requests with their rows"
         with self._lock:
-            self._refuse_again(request, {*self._waiting, *(self._call.names if self._call else ())})
+            self._refuse_again(request, self._waiting)
+            self._refuse_again(request, self._call.names if self._call else ())
             self._waiting[request.request_id] = request
 
     def stream(self) -> Iterator[Completion]:

@@ -50,7 +50,7 @@ class Watchdog:
         meters: give values that change while something moves; called on the watchdog's thread, must not wait.
         log_file: takes the stacks of all threads.
         rank: of this process.
-        remarks: what else to say, one line each, "" for nothing: where engines are, for whom this rank waits.
+        remarks: what else to say, one line each, "" for nothing: where engines are, who stands still too.
         farewell: told the error's line before the end, so that other ranks know.
         tick_s: between two looks.
         end: ends the process.
