@@ -254,6 +254,8 @@ def test_a_port_in_use_is_named_before_a_model_is_loaded(server, nano_folders, c
         ("--vllm_max_model_len 5000", "--vllm_max_model_len: 5000: longer than the model's context of 1024"),
         ("--weights_folder /nowhere/at/all", "--weights_folder: /nowhere/at/all: is no folder"),
         ("--host no.such.host.invalid --api_key x", "--host: no.such.host.invalid: no such address"),
+        (f"--host {'a' * 70} --api_key x", "aaa: no such address"),
+        ("--host 192.0.2.1 --api_key x", "--host: 192.0.2.1: no such address here (Cannot assign requested address)"),
         ("--infer_backend vlm", "--infer_backend: vlm: no such backend; nearest: vllm"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swift.errors import ConfigError, EngineDead, ResourceError
+from swift.errors import ConfigError, EngineDead, ResourceError, first_line
 from swift.rollout.server import access
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service
@@ -58,16 +59,22 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.socket(fileno=int(inherited))
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host: {host}: no such address ({error.strerror}); use 127.0.0.1 or 0.0.0.0") from error
+    except (socket.gaierror, UnicodeError) as error:  # a part of a name that is empty or too long
+        raise _no_address(host, error) from error
     made = socket.socket(family, kind, number)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise _taken(host, port, error) from error
+        known = error.errno != errno.EADDRNOTAVAIL
+        raise (_taken(host, port, error) if known else _no_address(host, error)) from error
     return made
+
+
+def _no_address(host: str, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return ConfigError(f"--host: {host}: no such address here ({reason}); use 127.0.0.1 or 0.0.0.0")
 
 
 def _taken(host: str, port: int, error: OSError) -> ResourceError:
