@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from swift.errors import ConfigError, counted, join_problems
 
@@ -149,12 +150,27 @@ def has_own_engine(args: Any) -> bool:
     return bool(asks or getattr(args, "vllm_mode", None) or backend not in (None, "transformers"))
 
 
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses of the servers; base URLs win, one port serves all hosts.
 
-    Raises ConfigError: neither one port nor one per host.
+    Raises ConfigError: neither one port nor one per host, or a text that is no URL.
     """
     if base_urls:
+        join_problems(
+            [
+                f"--vllm_server_base_url: {url}: not the URL of a server; give one such as http://10.0.0.1:8000"
+                for url in base_urls
+                if not _is_url(url)
+            ]
+        )
         return list(base_urls)
     if len(ports) not in (1, len(hosts)) and hosts:
         raise ConfigError(
