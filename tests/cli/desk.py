@@ -99,3 +99,12 @@ def refused(words, fragments, capfd, code=2):
     assert "Traceback" not in captured.err + captured.out
     missing = [fragment for fragment in fragments.split(" | ") if fragment not in "\n".join(errors)]
     assert not missing, errors
+
+
+def refused_without_a_trace(desk, row, capfd):
+    """A row of wrong inputs: flags of `swift rlhf`, or what makes a command; fragments; the exit code, if not 2."""
+    typed, fragments, code = (*row, 2)[:3]
+    words = desk.rlhf(typed) if isinstance(typed, str) else typed(desk)
+    before = contents(desk.folder)
+    refused(words, fragments, capfd, code)
+    assert contents(desk.folder) == before
