@@ -28,8 +28,8 @@ VLLM ?= $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),yes,no)
 
 # The long files with engines: whole runs of every mode, the conformance suite, servers, sharded models, two hosts.
 ENGINE_RUNS := $(wildcard tests/engines/test_conformance_*.py) tests/server tests/trainers/test_sharded_training.py \
-	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py \
-	test_colocate_end_to_end.py test_spread_models.py)
+	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py test_server_runs.py \
+	test_nemo_gym_runs.py test_colocate_end_to_end.py test_spread_models.py)
 
 .PHONY: install demo test test-long test-engines test-fast lint bench clean
 .DELETE_ON_ERROR:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -129,10 +130,14 @@ def engines_of(run: Run) -> list[psutil.Process]:
 
 
 class Cli:
-    """Starts commands and ends, when the test does, those that are left."""
+    """Starts commands and ends, when the test does, those that are left.
+
+    printed: stderr and stdout of the last command that `finish` ran.
+    """
 
     def __init__(self, model: Path, material: Path, folder: Path) -> None:
         self.model, self.material, self.folder = model, material, folder
+        self.printed = ""
         self._started: list[Run] = []
 
     def __enter__(self) -> Cli:
@@ -149,7 +154,7 @@ class Cli:
                     process.kill()
 
     def words(self, output: str, mode: str = "rlhf", **flags: Any) -> list[str]:
-        """`rlhf ...` with the defaults of these tests, or another mode; a flag of None is left out."""
+        """`rlhf ...` with the defaults of these tests, or another mode; a flag of None is left out, a list is words."""
         own = {
             "rlhf_type": "grpo",
             "dataset": self.material / "train.jsonl",
@@ -158,9 +163,10 @@ class Cli:
         }
         given = {"model": self.model, "output_dir": self.folder / output, **EVERYWHERE}
         given |= {**(own if mode == "rlhf" else {}), **flags}
+        lists = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
         return [
             mode,
-            *(word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))),
+            *(str(word) for name, value in lists.items() if value != [None] for word in (f"--{name}", *value)),
         ]
 
     def start(self, folder: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> Run:
@@ -190,21 +196,22 @@ class Cli:
         self._started.append(Run(process, folder))
         return self._started[-1]
 
-    def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> tuple[Path, str, str]:
-        """Run to the end, which must be a good one: folder, stdout, stderr.
+    def finish(self, output: str, *, variables: dict[str, Any] | None = None, **flags: Any) -> Path:
+        """Run to the end, which must be a good one; the folder.
 
-        NPROC_PER_NODE among the variables starts the ranks without the launcher; their stderr is in stdout.
+        NPROC_PER_NODE among the variables starts the ranks without the launcher.
         """
         variables = dict(variables or {})
         if (count := int(variables.pop("NPROC_PER_NODE", 1))) > 1:
             logs = self.folder / f"ranks-{time.monotonic_ns()}"
             words = ["-m", "swift", *self.words(output, **flags)]
-            texts = run_ranks(words, logs, count=count, limit_s=LIMIT_S, cwd=self.folder, **environment(**variables))
-            return self.folder / output, texts[0], texts[0]
-        run = self.start(output, variables=variables, **flags)
-        code, out, err = run.wait()
-        assert code == 0, err
-        return run.folder, out, err
+            env = environment(**variables)
+            self.printed, *_ = run_ranks(words, logs, count=count, limit_s=LIMIT_S, cwd=self.folder, **env)
+        else:
+            code, out, err = self.start(output, variables=variables, **flags).wait()
+            assert code == 0, err
+            self.printed = err + out
+        return self.folder / output
 
 
 # --- what a run has left ------------------------------------------------------------------------------------------
@@ -249,7 +256,8 @@ def state_files(folder: Path) -> dict[str, Any]:
     for name in ("optimizer.pt", "scheduler.pt"):
         found[name] = torch.load(checkpoint / name, weights_only=True)
     found["rng"] = [torch.load(path, weights_only=False)["cpu"] for path in sorted(checkpoint.glob("rng_state*.pth"))]
-    found["pipeline"] = msgspec.msgpack.decode((checkpoint / "pipeline_state.msgpack").read_bytes())[1]["pipeline"]
+    if (pipeline := checkpoint / "pipeline_state.msgpack").exists():
+        found["pipeline"] = msgspec.msgpack.decode(pipeline.read_bytes())[1]["pipeline"]
     for name in ("adapter_config.json", "config.json"):
         if (checkpoint / name).exists():
             found[name] = (checkpoint / name).read_text()
@@ -277,6 +285,16 @@ def assert_same_run(folder: Path, straight: Path) -> None:
     assert_same(log_rows(folder), log_rows(straight), "logging")
     assert_same(completion_rows(folder), completion_rows(straight), "completions")
     assert_same(state_files(folder), state_files(straight), "checkpoint")
+
+
+def assert_resumes(cli: Cli, straight: Path, step: int, **flags: Any) -> Path:
+    """A run that goes on from this checkpoint of a whole one ends as that did, bit for bit; its folder."""
+    half = cli.folder / "half"
+    shutil.copytree(straight / f"checkpoint-{step}", half / f"checkpoint-{step}")
+    cli.finish("half", **flags, resume_from_checkpoint="last")
+    assert_same(log_rows(half), log_rows(straight)[step:], "logging")
+    assert_same(state_files(half), state_files(straight), "checkpoint")
+    return half
 
 
 def attempts(folder: Path) -> list[dict]:

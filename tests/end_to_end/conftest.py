@@ -2,6 +2,7 @@ import json
 
 import pytest
 from cli_runs import Cli
+from rollout_process import RolloutProcess
 
 PLUGIN = '''
 import os
@@ -22,6 +23,8 @@ class Odd(ORM):
             raise RuntimeError("the judge is away")
         if trainer_state.global_step >= int(os.environ.get("SLOW_FROM_STEP", 10**9)):
             time.sleep(20)
+        while "WAIT_FOR" in os.environ and trainer_state.global_step and not Path(os.environ["WAIT_FOR"]).exists():
+            time.sleep(0.01)
         drift = 0.01 * trainer_state.global_step + 0.1 * trainer_state.epoch
         return [self.score(text, answer, drift) for text, answer in zip(completions, solution)]
 
@@ -54,7 +57,7 @@ def finished(material, tmp_path_factory):
 
     def run(**flags):
         with Cli(*material, tmp_path_factory.mktemp("straight")) as runs:
-            return runs.finish("straight", **flags)[0]
+            return runs.finish("straight", **flags)
 
     return run
 
@@ -64,3 +67,18 @@ def cli(material, tmp_path):
     model, folder = material
     with Cli(model, folder, tmp_path) as runs:
         yield runs
+
+
+@pytest.fixture
+def serve(cli):
+    """Starts `swift rollout`, and ends it."""
+    servers = []
+
+    def start(*words, model=cli.model, **options):
+        servers.append(RolloutProcess(model, cli.folder, *words, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+        assert server.left() == []

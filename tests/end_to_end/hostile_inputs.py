@@ -184,7 +184,7 @@ def wrong_plugin(rng: random.Random, cli: Cli) -> Attempt:
 
 def wrong_checkpoint(rng: random.Random, cli: Cli) -> Attempt:
     """A finished run that is resumed from a checkpoint with one file spoilt."""
-    folder, _, _ = cli.finish("out", max_steps=2, save_steps=1)
+    folder = cli.finish("out", max_steps=2, save_steps=1)
     newest = folder / "checkpoint-2"
     spoil(rng, rng.choice(sorted(path for path in newest.iterdir() if path.is_file())))
     given = rng.choice(["last", "true", str(newest)])

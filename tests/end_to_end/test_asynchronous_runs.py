@@ -114,7 +114,7 @@ def test_delays_a_killed_engine_a_kill_and_a_resume_change_no_bit(cli, plugin, s
         engine.kill()
     assert run.until(lambda: run.logged_step() >= 5)
     run.kill()
-    folder, _, _ = cli.finish("killed", **plugin, resume_from_checkpoint="last", variables=DELAYS)
+    folder = cli.finish("killed", **plugin, resume_from_checkpoint="last", variables=DELAYS)
     restarts = "health/engine_restarts"
     assert sum(row[restarts] for row in log_rows(folder)) == 1
     ours, theirs = ([{**row, restarts: None} for row in log_rows(one)] for one in (folder, straight))
@@ -129,14 +129,14 @@ def test_rewards_that_fail_end_the_run_and_a_resume_misses_no_prompt(cli, plugin
     assert run.until(lambda: last_step(run.folder) >= 1)
     (line,) = error_lines(run.ends(5))
     assert "--reward_funcs: odd: failed on every sample" in line
-    folder, _, _ = cli.finish("judged", **plugin, resume_from_checkpoint="last")
+    folder = cli.finish("judged", **plugin, resume_from_checkpoint="last")
     assert launches(folder) == launches(straight)
     assert set(Counter(row["group_id"] for row in completion_rows(folder)).values()) == {4}
 
 
 @pytest.mark.long
 def test_two_training_processes_share_the_engine_of_one(cli, plugin, straight):
-    folder, _, _ = cli.finish("two", **plugin, per_device_train_batch_size=2, variables={**DELAYS, "NPROC_PER_NODE": 2})
+    folder = cli.finish("two", **plugin, per_device_train_batch_size=2, variables={**DELAYS, "NPROC_PER_NODE": 2})
     assert launches(folder) == launches(straight)
     ours, theirs = (
         [row["completion"] for row in completion_rows(one) if row["weight_version"] == 0] for one in (folder, straight)

@@ -12,10 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import psutil
 import pytest
-from cli_runs import ROOT, assert_gone, completion_rows, environment, last_step, log_rows
+from cli_runs import ROOT, assert_gone, completion_rows, last_step, log_rows
 from message_api import FOLDER, REAL, StandIn
-from preloaded import Program
-from processes import wait_for
+from rollout_process import RolloutProcess
 
 from swift.models.tiny import build_tiny
 from swift.rollout.server.access import LIFETIME_S
@@ -109,21 +108,16 @@ OURS = {
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory, nano_folders):
     """The address of a policy server."""
-    log = tmp_path_factory.mktemp("policy") / "log"
-    flags = {"model": nano_folders["qwen2"], "infer_backend": "transformers", "port": 0, "torch_dtype": "float32"}
-    words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
-    process = Program(["-m", "swift", "rollout", *words], output=log, env=environment())
-    assert wait_for(lambda: "ready http" in log.read_text() or process.poll() is not None, 120.0)
-    yield next(line.split()[1] for line in log.read_text().splitlines() if line.startswith("ready "))
-    process.send_signal(signal.SIGTERM)
-    process.wait(30)
+    server = RolloutProcess(nano_folders["qwen2"], tmp_path_factory.mktemp("policy"))
+    yield server.url
+    server.stop()
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_a_run_fed_by_processes_of_others(cli, policy, logprobs):
     api = Served(policy, logprobs=logprobs)
     try:
-        folder, _, _ = cli.finish(
+        folder = cli.finish(
             "run", **OURS, vllm_server_base_url=policy, atropos_url=api.url, parity_check="off", max_staleness=4
         )
     finally:
@@ -147,7 +141,7 @@ def test_a_run_fed_by_processes_of_others(cli, policy, logprobs):
 def test_two_ranks_share_what_rank_0_was_sent(cli, policy):
     api = Served(policy)
     try:
-        folder, _, _ = cli.finish(
+        folder = cli.finish(
             "run", **OURS, vllm_server_base_url=policy, atropos_url=api.url, parity_check="off", save_steps=3,
             gradient_accumulation_steps=1, variables={"NPROC_PER_NODE": 2},
         )  # fmt: skip
@@ -167,7 +161,7 @@ def test_a_run_goes_on_from_its_checkpoint(cli, policy):
         assert run.until(lambda: last_step(run.folder) >= 3)
         run.kill()
         api.restart()
-        folder, _, _ = cli.finish("run", **flags, resume_from_checkpoint="last")
+        folder = cli.finish("run", **flags, resume_from_checkpoint="last")
     finally:
         api.close()
     assert [row["step"] for row in log_rows(folder)] == [1, 2, 3, 4, 5, 6]
@@ -205,7 +199,7 @@ def parts(run):
 @pytest.mark.long
 def test_one_command_trains_on_the_real_message_api(cli, whole):
     model = build_tiny(cli.folder / "model", size="tiny")
-    folder, _, _ = cli.finish("run", **{**whole, "model": model, "max_steps": 25, "per_device_train_batch_size": 32})
+    folder = cli.finish("run", **{**whole, "model": model, "max_steps": 25, "per_device_train_batch_size": 32})
     rewards = [row["reward"] for row in log_rows(folder)]
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.5

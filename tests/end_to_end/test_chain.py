@@ -41,21 +41,12 @@ def test_a_process_reward_model_is_a_reward_of_grpo(nano_folders, tmp_path, tune
     rows = [{"prompt": f"{n}", "completions": ["a", "b"], "labels": [True, n % 2 == 0]} for n in range(16)]
     data = tmp_path / "steps.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = [
-        "--model",
-        str(nano_folders["qwen2"]),
-        "--report_to",
-        "none",
-        "--add_version",
-        "false",
-        "--max_steps",
-        "2",
-    ]
-    prm = ["--rlhf_type", "prm", "--dataset", str(data), "--tuner_type", tuner, "--output_dir", str(tmp_path / "prm")]
-    assert main(["rlhf", *prm, *shared]) == 0
-    reward = ["--reward_model", str(tmp_path / "prm" / "checkpoint-2"), "--output_dir", str(tmp_path / "grpo")]
-    grpo = ["--rlhf_type", "grpo", "--dataset", str(data), "--num_generations", "4", "--max_completion_length", "4"]
-    renamed = ["--columns", '{"completions": "steps"}', "--per_device_train_batch_size", "8", "--logging_steps", "1"]
-    assert main(["rlhf", *grpo, *reward, *renamed, *shared]) == 0
+    shared = f"--model {nano_folders['qwen2']} --report_to none --add_version false --max_steps 2".split()
+    prm = f"rlhf --rlhf_type prm --dataset {data} --tuner_type {tuner} --output_dir {tmp_path / 'prm'}"
+    assert main([*prm.split(), *shared]) == 0
+    grpo = f"rlhf --rlhf_type grpo --dataset {data} --num_generations 4 --max_completion_length 4 --logging_steps 1"
+    grpo += f" --reward_model {tmp_path / 'prm' / 'checkpoint-2'} --output_dir {tmp_path / 'grpo'}"
+    grpo += ' --columns {"completions":"steps"} --per_device_train_batch_size 8'
+    assert main([*grpo.split(), *shared]) == 0
     lines = (tmp_path / "grpo" / "logging.jsonl").read_text().splitlines()
     assert all(0 < json.loads(line)["reward"] < 1 for line in lines)

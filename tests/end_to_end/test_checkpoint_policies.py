@@ -20,9 +20,9 @@ def evaluations(folder) -> list[dict]:
 
 def test_epochs_are_those_of_the_data(cli):
     flags = {"save_strategy": "epoch", "eval_strategy": "epoch", "num_train_epochs": 1.5, "beta": 0.04}
-    folder, _, err = cli.finish("epochs", **flags, val_dataset=cli.material / "val.jsonl")  # 22 rows, 2 a step
-    assert err.splitlines()[0] == f"run folder: {folder}"
-    assert [line.split(":")[0] for line in err.splitlines() if line.startswith("sample of")] == [
+    folder = cli.finish("epochs", **flags, val_dataset=cli.material / "val.jsonl")  # 22 rows, 2 a step
+    assert cli.printed.splitlines()[0] == f"run folder: {folder}"
+    assert [line.split(":")[0] for line in cli.printed.splitlines() if line.startswith("sample of")] == [
         "sample of step 11", "sample of step 17"
     ]  # fmt: skip
     assert names(folder) == ["checkpoint-11", "checkpoint-17"]
@@ -35,7 +35,7 @@ def test_epochs_are_those_of_the_data(cli):
 
 
 def test_the_best_checkpoint_stays_and_is_named(cli):
-    folder, _, err = cli.finish(
+    folder = cli.finish(
         "best",
         max_steps=10,
         save_steps=2,
@@ -51,11 +51,11 @@ def test_the_best_checkpoint_stays_and_is_named(cli):
     assert len(names(folder)) <= 2
     scores = {row["step"]: row["eval_reward"] for row in evaluations(folder)}
     assert state["best_metric"] == max(scores.values())
-    assert f"{best_saved.rpartition('/')[2]}" in err.partition("Everything lies in")[2]
+    assert f"{best_saved.rpartition('/')[2]}" in cli.printed.partition("Everything lies in")[2]
 
 
 def test_two_processes_end_with_the_best_checkpoint_too(cli):
-    folder, _, err = cli.finish(
+    folder = cli.finish(
         "best",
         variables={"NPROC_PER_NODE": 2},
         max_steps=4,
@@ -64,24 +64,24 @@ def test_two_processes_end_with_the_best_checkpoint_too(cli):
         val_dataset=cli.material / "val.jsonl",
     )
     assert names(folder) == ["checkpoint-2", "checkpoint-4"]
-    assert "Could not locate the best model" not in err
+    assert "Could not locate the best model" not in cli.printed
     assert json.loads((folder / "checkpoint-4" / "args.json").read_text())["world_size"] == 2
     assert "world_size" not in json.loads((folder / "args.json").read_text())
 
 
 def test_the_last_step_is_always_saved(cli):
-    folder, _, _ = cli.finish("weights", max_steps=3, save_strategy="no", save_only_model="true")
+    folder = cli.finish("weights", max_steps=3, save_strategy="no", save_only_model="true")
     assert names(folder) == ["checkpoint-3"]
     assert not (folder / "checkpoint-3" / "optimizer.pt").exists()
 
 
 def test_a_finished_run_resumes_to_its_end_at_once_and_can_be_prolonged(cli):
     flags = {"save_steps": 5, "lr_scheduler_type": "constant", "report_to": "tensorboard"}
-    folder, _, _ = cli.finish("done", max_steps=2, **flags)
+    folder = cli.finish("done", max_steps=2, **flags)
     before = state_files(folder)
-    _, _, err = cli.finish("done", max_steps=2, resume_from_checkpoint="last", **flags)
-    assert "checkpoint-2 is the last of 2 steps; raise --max_steps to go on" in err
-    assert "Everything lies in" in err
+    cli.finish("done", max_steps=2, resume_from_checkpoint="last", **flags)
+    assert "checkpoint-2 is the last of 2 steps; raise --max_steps to go on" in cli.printed
+    assert "Everything lies in" in cli.printed
     assert names(folder) == ["checkpoint-2"]
     assert_same(state_files(folder), before)
     assert [(row["end_step"], row["reason"]) for row in attempts(folder)] == [(2, "done")] * 2
@@ -91,7 +91,7 @@ def test_a_finished_run_resumes_to_its_end_at_once_and_can_be_prolonged(cli):
 
 
 def test_the_args_json_of_a_run_starts_it_again(cli):
-    first, _, _ = cli.finish("first", max_steps=2)
+    first = cli.finish("first", max_steps=2)
     code, _, err = cli.start_printed(f"swift rlhf {first}/args.json --output_dir again", "again").wait()
     assert code == 0, err
     assert_same(log_rows(cli.folder / "again"), log_rows(first))

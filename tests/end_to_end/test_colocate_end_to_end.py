@@ -32,7 +32,7 @@ def plain(model, material, tmp_path_factory):
     """The run without any of it."""
     _, folder = material
     with Cli(model, folder, tmp_path_factory.mktemp("plain")) as runs:
-        return runs.finish("plain", **RUN | {"val_dataset": folder / "val.jsonl"})[0]
+        return runs.finish("plain", **RUN | {"val_dataset": folder / "val.jsonl"})
 
 
 def rank_log(folder):
@@ -43,7 +43,7 @@ def rank_log(folder):
 def test_a_run_that_sleeps_and_offloads_equals_the_plain_run(cli, model, plain, level):
     val = cli.material / "val.jsonl"
     flags = {**RUN, **FLAGS, "sleep_level": level, "val_dataset": val, "model": model}
-    folder, _, _ = cli.finish(f"level{level}", **flags)
+    folder = cli.finish(f"level{level}", **flags)
     assert_same_run(folder, plain)
     assert len({row["loss"] for row in log_rows(folder) if "loss" in row}) == 5
     log = rank_log(folder)
@@ -61,7 +61,7 @@ def test_adapters_alone_reach_an_engine_that_sleeps_between_steps(cli, model):
     """They come while the weights are awake and the KV cache is not."""
     lora = {"lora_dropout": 0, "vllm_enable_lora": "true", "vllm_max_lora_rank": 8, "max_steps": 4, "save_steps": 4}
     sleep = FLAGS | {"sleep_level": 2, "move_model_batches": None}
-    folder, _, _ = cli.finish("sleeping", **RUN | lora | sleep, model=model)
+    folder = cli.finish("sleeping", **RUN | lora | sleep, model=model)
     gaps = [row["mismatch/logp_abs_diff_max"] for row in log_rows(folder) if row.get("frac_reward_zero_std", 1) < 1]
     assert len(gaps) > 1 and max(gaps) <= 1e-5
     assert "base weights are kept: only adapters are synced" in rank_log(folder)

@@ -1,13 +1,12 @@
 """Optimizers from the command line: adamw_cpu has the numbers of adamw, adamw_8bit 8-bit states; plugins add others."""
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import ROOT, assert_same, log_rows, state_files
+from cli_runs import ROOT, assert_resumes, assert_same, log_rows, state_files
 
 pytestmark = pytest.mark.slow
 
@@ -17,15 +16,11 @@ FLAGS = {"max_steps": 5, "save_steps": 2, "torch_dtype": "bfloat16", "num_iterat
 
 
 def test_it_trains_like_adamw_and_resumes_exactly(cli):
-    plain, _, _ = cli.finish("plain", optim="adamw", **FLAGS)
-    folder, _, _ = cli.finish("cpu", optim="adamw_cpu", **FLAGS)
+    plain = cli.finish("plain", optim="adamw", **FLAGS)
+    folder = cli.finish("cpu", optim="adamw_cpu", **FLAGS)
     assert_same(log_rows(folder), log_rows(plain), "logging")
-    straight = state_files(folder)
-    assert_same(straight, state_files(plain), "checkpoint")
-    for name in ("checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(folder / name)
-    cli.finish("cpu", optim="adamw_cpu", **FLAGS, resume_from_checkpoint=folder / "checkpoint-2")
-    assert_same(state_files(folder), straight, "resumed")
+    assert_same(state_files(folder), state_files(plain), "checkpoint")
+    assert_resumes(cli, folder, 2, optim="adamw_cpu", **FLAGS)
 
 
 def types_in(state):
@@ -38,15 +33,11 @@ def test_eight_bit_states_train_and_resume_exactly(cli):
     if not list(OPTIONAL.glob("bitsandbytes-*")):
         pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")
     flags = {**FLAGS, "optim": "adamw_8bit", "variables": {"PYTHONPATH": f"{ROOT}{os.pathsep}{OPTIONAL}"}}
-    folder, _, _ = cli.finish("bits", **flags)
-    straight = state_files(folder)
+    folder = cli.finish("bits", **flags)
     assert log_rows(folder)[-1]["grad_norm"] > 0
     state = torch.load(folder / "checkpoint-5" / "optimizer.pt", weights_only=False)["state"]
     assert torch.uint8 in set(types_in(state)), "no weight was large enough"
-    for name in ("checkpoint-4", "checkpoint-5"):
-        shutil.rmtree(folder / name)
-    cli.finish("bits", **flags, resume_from_checkpoint=folder / "checkpoint-2")
-    assert_same(state_files(folder), straight, "resumed")
+    assert_resumes(cli, folder, 2, **flags)
 
 
 PLUGIN = '''
@@ -87,7 +78,7 @@ def test_a_plugin_adds_an_optimizer_with_settings_of_its_own(cli, material, tmp_
     file = tmp_path / "sign.py"
     file.write_text((material[1] / "odd_plugin.py").read_text() + PLUGIN)
     flags = {"optim": "sign", "sign_decay": 0.5, "learning_rate": 1e-2, "lr_scheduler_type": "constant"}
-    folder, _, _ = cli.finish("sign", external_plugins=file, max_steps=2, save_steps=2, **flags)
+    folder = cli.finish("sign", external_plugins=file, max_steps=2, save_steps=2, **flags)
     state = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
     assert {(group["sign_decay"], group["lr"]) for group in state["param_groups"]} == {(0.5, 1e-2)}
     assert all("mean" in one for one in state["state"].values())

@@ -15,8 +15,8 @@ DEDICATED = {"infer_backend": "transformers", "vllm_mode": "dedicated", "parity_
 
 
 def test_groups_without_signal_are_replaced_and_two_processes_train_on_what_one_does(cli):
-    one, _, _ = cli.finish("one", **BASE, dynamic_sample=True)
-    two, _, _ = cli.finish("two", **HALF, dynamic_sample=True, variables=TWO)
+    one = cli.finish("one", **BASE, dynamic_sample=True)
+    two = cli.finish("two", **HALF, dynamic_sample=True, variables=TWO)
     assert sampled(two) == sampled(one)
     assert_close(two, one, "loss", "grad_norm", "reward", "dynamic_sample/launched", "dynamic_sample/dropped_tokens")
     rows = completion_rows(one)
@@ -35,7 +35,7 @@ def test_groups_without_signal_are_replaced_and_two_processes_train_on_what_one_
 def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups(cli):
     flags = {**BASE, "dynamic_sample": True, "max_resample_times": 0, "replay_buffer_size": 4, "async_generate": True}
     flags |= {**DEDICATED, "reroll_start_fraction": 0.2, "reroll_fail_reward": 0.5}
-    folder, _, _ = cli.finish("cut", **{**flags, "save_total_limit": None})
+    folder = cli.finish("cut", **{**flags, "save_total_limit": None})
     whole = sampled(folder)
     assert sum(row["replay/groups"] for row in log_rows(folder)) > 0
     assert any(row["group_id"].endswith("-1") for row in completion_rows(folder)), "no prompt was tried again"
@@ -46,10 +46,10 @@ def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups
 
 def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
     twice = {"num_iterations": 2, "max_steps": 6}  # samples change hands between the visits
-    whole, _, _ = cli.finish("whole", **{**BASE, **twice}, parity_check="off")
+    whole = cli.finish("whole", **{**BASE, **twice}, parity_check="off")
     flags = {**HALF, **twice, **DEDICATED, "num_infer_workers": 1, "cpu_devices": 3, "streaming_partial_batch": True}
     flags |= {"streaming_min_groups": 3, "skip_zero_advantage_batches": False}
-    parts, _, _ = cli.finish("parts", **flags, variables=TWO)
+    parts = cli.finish("parts", **flags, variables=TWO)
     assert sampled(parts) == sampled(whole)
     assert_close(parts, whole, "loss", "grad_norm", "ratio/max", "tokens/trained")
     assert max(row["ratio/max"] for row in log_rows(whole)) > 1.001, "no second visit moved anything"
@@ -57,9 +57,9 @@ def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
 
 def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli):
     flags = {"advantage_estimator": "rloo", "beta": 0.5}
-    one, _, _ = cli.finish("one", **{**BASE, **flags})
-    two, _, _ = cli.finish("two", **{**HALF, **flags}, variables=TWO)
-    none, _, _ = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
+    one = cli.finish("one", **{**BASE, **flags})
+    two = cli.finish("two", **{**HALF, **flags}, variables=TWO)
+    none = cli.finish("none", **{**BASE, **flags, "kl_in_reward": False, "beta": 0})
     # such steps are so large that after three of them a rounding makes another token
     assert sampled(two)[:24] == sampled(one)[:24] == sampled(none)[:24]
     assert_close(two, one, "loss", "grad_norm", "reward", "kl_in_reward", steps=3)

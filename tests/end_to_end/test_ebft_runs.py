@@ -2,14 +2,21 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from cli_runs import ROOT, assert_close, assert_same_run, completion_rows, environment, log_rows, sampled, state_files
+from cli_runs import (
+    ROOT,
+    assert_close,
+    assert_resumes,
+    assert_same_run,
+    completion_rows,
+    environment,
+    log_rows,
+    sampled,
+)
 
 from swift.models.tiny import build_tiny
 
@@ -49,31 +56,21 @@ def flags(cli):
     ],
 )
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(cli, flags, own):
-    straight, out, err = cli.finish("straight", **flags, **own)
-    assert "streaming" in own or "1 row deleted for the length" in err
+    straight = cli.finish("straight", **flags, **own)
+    assert "streaming" in own or "1 row deleted for the length" in cli.printed
     kl = " + 0.05 KL" if "beta" in own else ""
-    assert f"ebft (arXiv:2603.12248): 1 sum -A lp / N, A by rloo + 0.1 cross-entropy of references{kl}" in out + err
+    assert f"ebft (arXiv:2603.12248): 1 sum -A lp / N, A by rloo + 0.1 cross-entropy of references{kl}" in cli.printed
     rows = log_rows(straight)
     assert all({"ebft/cfm_loss", "ebft/ce_loss", "ebft/rl_loss"} <= row.keys() for row in rows)
     assert {row["ebft/skipped_rows"] for row in rows} == {1.0} or "streaming" in own
     assert all(set(row["rewards"]) == {"energy"} for row in completion_rows(straight))
-    half = cli.folder / "half"
-    half.mkdir()
-    shutil.copytree(straight / "checkpoint-2", half / "checkpoint-2")
-    folder, _, _ = cli.finish("half", **flags, **own, resume_from_checkpoint="last")
-    assert log_rows(folder) == rows[2:]
-    assert all(torch.equal(a, b) for a, b in zip(weights(folder), weights(straight), strict=True))
+    assert_resumes(cli, straight, 2, **flags, **own)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A model whose heads are as wide as vLLM's kernels for CPUs want them."""
     return build_tiny(tmp_path_factory.mktemp("tiny") / "qwen2", arch="qwen2", size="tiny")
-
-
-def weights(folder):
-    files = state_files(folder)
-    return [one for name in files if name.endswith(".safetensors") for one in files[name].values()]
 
 
 @LONG
@@ -91,8 +88,8 @@ def weights(folder):
 def test_two_ranks_make_the_run_of_one(cli, flags, own):
     alone = {name: value for name, value in own.items() if name not in ("deepspeed", "fsdp")}
     more = {"ebft_whitening": "pooled", "gradient_accumulation_steps": 1}
-    one, _, _ = cli.finish("one", **{**flags, **more, **alone, "per_device_train_batch_size": 8})
-    two, _, _ = cli.finish("two", variables=TWO, **{**flags, **more, **own, "per_device_train_batch_size": 4})
+    one = cli.finish("one", **{**flags, **more, **alone, "per_device_train_batch_size": 8})
+    two = cli.finish("two", variables=TWO, **{**flags, **more, **own, "per_device_train_batch_size": 4})
     assert [row[4] for row in sampled(two)] == [row[4] for row in sampled(one)]
     assert_close(two, one, "loss", "grad_norm", "reward", "ebft/cfm_loss", "ebft/ce_loss", "ebft/alignment")
 
@@ -101,7 +98,7 @@ def test_two_ranks_make_the_run_of_one(cli, flags, own):
 @pytest.mark.parametrize("more", [{"in_flight_updates": "true"}, {"prefetch_depth": 2, "vllm_sync_interval": 2}])
 def test_a_dedicated_engine_samples_ahead(cli, flags, more):
     ahead = {"vllm_mode": "dedicated", "infer_backend": "transformers", "async_generate": "true", **more}
-    folder, _, _ = cli.finish("ahead", **flags, **ahead)
+    folder = cli.finish("ahead", **flags, **ahead)
     rows = log_rows(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["grad_norm"] > 0 and row["ratio/mean"] == 1 for row in rows)
@@ -113,20 +110,14 @@ def test_a_dedicated_engine_samples_ahead(cli, flags, more):
 def test_vllm_samples_what_is_compared(cli, flags, tiny, own):
     """Log-probs are the trainer's, a resumed run ends alike, and equal completions have the rewards of any engine."""
     given = {**flags, **VLLM, **own, "model": tiny}
-    straight, _, _ = cli.finish("straight", **given)
+    straight = cli.finish("straight", **given)
     rows = log_rows(straight)
     assert max(row["mismatch/logp_abs_diff_max"] for row in rows) <= 1e-5
     assert all(row["grad_norm"] > 0 and row["ratio/mean"] == 1 for row in rows)
-    half = cli.folder / "half"
-    half.mkdir()
-    shutil.copytree(straight / "checkpoint-2", half / "checkpoint-2")
-    folder, _, _ = cli.finish("half", **given, resume_from_checkpoint="last")
-    assert log_rows(folder) == rows[2:]
-    assert all(torch.equal(a, b) for a, b in zip(weights(folder), weights(straight), strict=True))
-
+    assert_resumes(cli, straight, 2, **given)
     greedy = {**given, "top_k": 1, "max_steps": 1}
-    theirs, _, _ = cli.finish("greedy", **greedy)
-    ours, _, _ = cli.finish("own", **{**greedy, **dict.fromkeys(("use_vllm", *own, *VLLM.keys() - {"max_length"}))})
+    theirs = cli.finish("greedy", **greedy)
+    ours = cli.finish("own", **{**greedy, **dict.fromkeys(("use_vllm", *own, *VLLM.keys() - {"max_length"}))})
     assert [row[4] for row in sampled(theirs)] == [row[4] for row in sampled(ours)]
     assert_close(theirs, ours, "reward", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss")
 
@@ -137,11 +128,11 @@ def test_conversations_train_every_turn(cli, flags):
     rows = [{"prompt": f"Count {n}", "ground_truth": "abc", "remaining_turns": turns} for n in range(8)]
     flags["dataset"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {**flags, "max_completion_length": 40, "ebft_embed_method": "completion_mean"}
-    folder, _, _ = cli.finish("talk", **given)
+    folder = cli.finish("talk", **given)
     rows = log_rows(folder)
     assert all(row["rollout/num_turns/mean"] > 1 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
-    again, _, _ = cli.finish("again", **given)
+    again = cli.finish("again", **given)
     assert_same_run(again, folder)
 
 

@@ -40,22 +40,22 @@ def cli(tiny, material, tmp_path):
 def colocated(tiny, material, tmp_path_factory):
     """A run with vLLM in the trainer's process, and what it printed."""
     with Cli(tiny, material[1], tmp_path_factory.mktemp("colocated")) as runs:
-        return runs.finish("colocate", **VLLM)
+        return runs.finish("colocate", **VLLM), runs.printed
 
 
 def test_vllm_in_the_trainers_process(colocated):
-    folder, out, err = colocated
+    folder, printed = colocated
     agrees(folder)
     assert [row["weight_version"] for row in completion_rows(folder)] == sorted([0, 1, 2] * 8)
-    assert "placement: colocate" in out + err
-    assert re.search(r"max \|logp difference\| \S+e-0[5-9]", out + err)
+    assert "placement: colocate" in printed
+    assert re.search(r"max \|logp difference\| \S+e-0[5-9]", printed)
 
 
 def test_vllm_in_a_process_of_its_own(cli, colocated):
-    folder, out, err = cli.finish("dedicated", **VLLM, vllm_mode="dedicated")
+    folder = cli.finish("dedicated", **VLLM, vllm_mode="dedicated")
     agrees(folder)
     assert sampled(folder) == sampled(colocated[0])
-    assert "placement: dedicated" in out + err
+    assert "placement: dedicated" in cli.printed
     assert (folder / "logs" / "attempt-1" / "engine-0.log").is_file()
 
 
@@ -63,7 +63,7 @@ TWO_RANKS = {**VLLM, "vllm_mode": "colocate", "per_device_train_batch_size": 2, 
 
 
 def test_one_engine_over_two_ranks(cli):
-    folder, _, _ = cli.finish("wide", **TWO_RANKS, vllm_tensor_parallel_size=2)
+    folder = cli.finish("wide", **TWO_RANKS, vllm_tensor_parallel_size=2)
     agrees(folder)
     # whose names are those of the next such run
     assert [one.name for one in Path("/dev/shm").glob("-*cpushm*")] == []
@@ -72,7 +72,7 @@ def test_one_engine_over_two_ranks(cli):
 @pytest.mark.long
 @pytest.mark.parametrize("way", [{}, {"deepspeed": "zero2"}, {"deepspeed": "zero3"}], ids=["ddp", "zero2", "zero3"])
 def test_two_ranks_with_an_engine_each(cli, way):
-    agrees(cli.finish("two", **TWO_RANKS, **way)[0])
+    agrees(cli.finish("two", **TWO_RANKS, **way))
 
 
 @pytest.mark.long

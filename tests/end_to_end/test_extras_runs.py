@@ -51,13 +51,13 @@ def functions(tmp_path):
 
 def test_a_function_that_passes_everything_on_is_the_run_without_it_bit_for_bit(cli, functions):
     flags = {"max_steps": 3, "steps_per_generation": 4, "save_steps": 3}
-    plain, _, _ = cli.finish("plain", **flags)
-    own, _, _ = cli.finish("own", **flags, rollout_func=functions / "functions.py:passing")
+    plain = cli.finish("plain", **flags)
+    own = cli.finish("own", **flags, rollout_func=functions / "functions.py:passing")
     assert_same_run(own, plain)
 
 
 def test_columns_of_a_function_reach_rewards_and_the_log_on_every_rank(cli, functions):
-    folder, _, _ = cli.finish(
+    folder = cli.finish(
         "ranks", max_steps=2, rollout_func=functions / "functions.py:counting", reward_funcs="placed",
         external_plugins=functions / "placed.py", per_device_train_batch_size=2, variables={"NPROC_PER_NODE": 2},
     )  # fmt: skip
@@ -77,7 +77,8 @@ def test_all_extras_together_train_and_are_seen_in_what_was_sampled(cli):
     for name, part in rows.items():
         (cli.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     words = {
-        "dataset": None,
+        "dataset": [cli.folder / "a.jsonl", cli.folder / "b.jsonl"],
+        "interleave_prob": [0.5, 0.5],
         "max_steps": 3,
         "vllm_guided_decoding_regex": r"[ab]{3,8}",
         "generation_kwargs": '{"presence_penalty": 0.5, "temperature": 1.5, "min_new_tokens": 4}',
@@ -86,22 +87,16 @@ def test_all_extras_together_train_and_are_seen_in_what_was_sampled(cli):
         "log_unique_prompts": "true",
         "report_to": "tensorboard",
     }
-    run = cli._popen(
-        [*cli.words("extras", **words), "--dataset", str(cli.folder / "a.jsonl"), str(cli.folder / "b.jsonl"),
-         "--interleave_prob", "0.5", "0.5"],
-        cli.folder / "extras", {},
-    )  # fmt: skip
-    code, _, err = run.wait()
-    assert code == 0, err
-    found = completion_rows(run.folder)
+    folder = cli.finish("extras", **words)
+    found = completion_rows(folder)
     assert all(re.fullmatch("[ab]{4,8}", row["completion"]) for row in found)
     levels = [row["columns"]["level"] for row in found]
     assert levels == sorted(levels)
     assert {row["columns"]["from"] for row in found} == {"a", "b"}
-    logged = log_rows(run.folder)
+    logged = log_rows(folder)
     assert {row["mismatch/biased"] for row in logged} == {1.0}
     assert {row["completions/unique_prompts"] for row in logged} == {2.0}
-    settings = json.loads((run.folder / "args.json").read_text())
+    settings = json.loads((folder / "args.json").read_text())
     assert settings["temperature"] == 1.5
     assert settings["_provenance"]["temperature"]["rule"] == "from --generation_kwargs"
-    assert "biases the gradient" in err
+    assert "biases the gradient" in cli.printed

@@ -52,7 +52,7 @@ def killed_run(cli, name: str, kills: int, seed: int, **flags):
             assert kill_somewhere(run, rng), f"the run ended before kill {number + 1}; give it more steps"
             saved = any(run.folder.glob("checkpoint-*"))
             resume = {"resume_from_checkpoint": "last"} if saved else {}
-        folder, _, _ = cli.finish(name, **flags, **resume)
+        folder = cli.finish(name, **flags, **resume)
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -64,7 +64,7 @@ def killed_run(cli, name: str, kills: int, seed: int, **flags):
 @pytest.mark.parametrize(("kills", "steps"), [(3, 24), pytest.param(20, 120, marks=pytest.mark.long)])
 def test_kills_change_nothing(cli, kills, steps):
     flags = {**EVALUATED, **REUSED, "val_dataset": cli.material / "val.jsonl", "beta": 0.05, "max_steps": steps}
-    straight, _, _ = cli.finish("straight", **flags)
+    straight = cli.finish("straight", **flags)
     folder = killed_run(cli, "killed", kills, seed=1, **flags)
     assert_same_run(folder, straight)
     ends = [row["reason"] for row in attempts(folder)]
@@ -82,5 +82,5 @@ def test_kills_change_nothing(cli, kills, steps):
 )
 def test_kills_change_nothing_in_other_runs(cli, seed, flags):
     flags = {"max_steps": 24, **flags}
-    straight, _, _ = cli.finish("straight", **flags)
+    straight = cli.finish("straight", **flags)
     assert_same_run(killed_run(cli, "killed", 3, seed, **flags), straight)

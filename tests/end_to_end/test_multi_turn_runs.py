@@ -1,13 +1,7 @@
 """Runs whose completions have several turns: the same after a resume, on two ranks, and with an engine of its own."""
 
-import contextlib
-import re
-import signal
-import time
-
 import pytest
-from cli_runs import ROOT, Cli, assert_same_run, completion_rows, environment, last_step, log_rows
-from preloaded import Program
+from cli_runs import ROOT, Cli, assert_same_run, completion_rows, last_step, log_rows
 from safetensors.torch import load_file
 
 from swift.models.tiny import build_tiny
@@ -113,7 +107,7 @@ def uses_the_tool(folder, limit=1e-5):
 
 
 def test_a_policy_calls_tools(cli, tool):
-    folder, _, _ = cli.finish("tools", **tool)
+    folder = cli.finish("tools", **tool)
     uses_the_tool(folder)
 
 
@@ -126,32 +120,15 @@ def tiny_cli(cli, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["colocate", "dedicated", "server"])
-def test_tools_are_called_whatever_engine_samples(tiny_cli, tool, mode):
-    flags = {"use_vllm": "true", "vllm_mode": mode, "vllm_enforce_eager": "true", "vllm_max_num_seqs": 16}
-    sizes = {"max_length": 100, "vllm_max_model_len": 600, "gradient_checkpointing": "false"}
-    with contextlib.ExitStack() as after:
-        if mode == "server":
-            flags = {"vllm_server_base_url": after.enter_context(serving(tiny_cli, **flags)), "max_length": 100}
-            sizes = {"gradient_checkpointing": "false"}
-        folder, _, _ = tiny_cli.finish(mode, **{**tool, **flags, **sizes})
+def test_tools_are_called_whatever_engine_samples(tiny_cli, tool, serve, mode):
+    flags = {"use_vllm": "true", "vllm_enforce_eager": "true", "vllm_max_num_seqs": 16, "vllm_max_model_len": 600}
+    if mode == "server":
+        words = [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
+        flags = {"vllm_server_base_url": serve(*words, model=tiny_cli.model).url}
+    else:
+        flags["vllm_mode"] = mode
+    folder = tiny_cli.finish(mode, **tool, **flags, max_length=100, gradient_checkpointing="false")
     uses_the_tool(folder)
-
-
-@contextlib.contextmanager
-def serving(cli, **flags):
-    """The address of `swift rollout`."""
-    given = {**flags, "vllm_mode": None, "model": cli.model, "port": 0, "vllm_max_model_len": 600}
-    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
-    log = cli.folder / "server.log"
-    process = Program(["-m", "swift", "rollout", *words], env=environment(), cwd=cli.folder, output=log)
-    try:
-        while not (ready := re.search(r"^ready (\S+)", log.read_text() if log.exists() else "", re.MULTILINE)):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield ready[1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 SCHEDULER = '''
@@ -195,11 +172,11 @@ KINDS = ["game", pytest.param("tool", marks=pytest.mark.long), pytest.param("sch
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
     flags = {**request.getfixturevalue(kind), "save_steps": 1, "max_steps": 4}
-    straight, _, _ = cli.finish("straight", **flags)
+    straight = cli.finish("straight", **flags)
     run = cli.start("killed", **flags)
     assert run.until(lambda: last_step(run.folder) >= 2)
     run.kill()
-    folder, _, _ = cli.finish("killed", **flags, resume_from_checkpoint="last")
+    folder = cli.finish("killed", **flags, resume_from_checkpoint="last")
     assert_same_run(folder, straight)
     rows = completion_rows(straight)
     lengths = {len(row["turns"]) for row in rows}
@@ -213,8 +190,8 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_are_one(cli, kind, request):
     flags = {**request.getfixturevalue(kind), "max_steps": 2}
-    one, _, _ = cli.finish("one", **{**flags, "per_device_train_batch_size": 8})
-    two, _, _ = cli.finish("two", **flags, variables={"NPROC_PER_NODE": 2})
+    one = cli.finish("one", **{**flags, "per_device_train_batch_size": 8})
+    two = cli.finish("two", **flags, variables={"NPROC_PER_NODE": 2})
     turns = [
         [(row["group_id"], row["index"], row["turns"], row["reward"]) for row in completion_rows(f)] for f in (one, two)
     ]
@@ -230,6 +207,6 @@ def test_turns_go_to_an_engine_that_samples_ahead(cli, game):
         "async_generate": "true",
         "vllm_sync_interval": 1,
     }
-    folder, _, _ = cli.finish("ahead", **game, **flags)
+    folder = cli.finish("ahead", **game, **flags)
     assert max(len(row["turns"]) for row in completion_rows(folder)) == 5
     assert all(row["mismatch/logp_abs_diff_max"] < 1.0 for row in log_rows(folder))

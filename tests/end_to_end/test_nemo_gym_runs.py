@@ -1,4 +1,4 @@
-"""Runs whose completions a stand-in for NeMo Gym verifies: started by the run, and killed in the middle of it."""
+"""Runs with a stand-in for NeMo Gym that verifies completions, or whose agents make them with a policy server."""
 
 import json
 import socket
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import nemo_gym_servers
 import pytest
-from cli_runs import assert_gone, completion_rows, last_step
-from nemo_gym_servers import odd_share
+from cli_runs import assert_gone, completion_rows, error_lines, last_step, terminate
+from nemo_gym_servers import NemoGym, odd_share
 from preloaded import Program
 
+from swift.models.tiny import build_tiny
 from swift.observability.jsonl import read_log
 
 pytestmark = pytest.mark.slow
@@ -101,3 +102,70 @@ def left_out(folder):
 
 def rewarded_again(folder):
     return read_log(folder / "logging.jsonl")[-1].get("health/excluded_samples") == 0
+
+
+# --- agents that sample with a policy server --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def played(cli):
+    rows = [{"responses_create_params": {"input": f"question {n}"}} for n in range(8)]
+    (cli.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "dataset": cli.folder / "rows.jsonl", "rollout_source": "nemo_gym", "nemo_gym_multi_turn": "true",
+        "reward_funcs": "reward_env", "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+        "max_length": 60, "max_completion_length": 6, "save_steps": 1000,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words", [(), pytest.param(("--use_vllm", "true", "--vllm_max_model_len", "128"), marks=pytest.mark.long)], ids=str
+)
+def test_a_run_trains_on_what_agents_made_with_its_policy_server(cli, serve, played, words):
+    model = build_tiny(cli.folder / "model", size="tiny") if words else cli.model
+    server = serve(*words, model=model)
+    with NemoGym(policy=server.url) as gym:
+        given = {"model": model, "vllm_server_base_url": server.url, "nemo_gym_head": gym.url, "max_steps": 3}
+        folder = cli.finish("agents", **played, **given)
+    logs = read_log(folder / "logging.jsonl")
+    assert len(logs) == 3
+    for row in logs:
+        assert row["mismatch/logp_abs_diff_max"] < (1e-4 if words else 1e-5)
+        assert (row["rollout/num_turns/mean"], row["health/excluded_samples"]) == (2, 0)
+        assert row["nemo_gym/run_s"] > 0
+        assert (row["off_policy/max"], row["rollout/history_rewritten"]) == (0, 0)
+    done = completion_rows(folder)
+    assert len({row["completion"] for row in done}) > 12
+    assert len({row["weight_version"] for row in done}) == 3
+    assert {len(row["turns"]) for row in done} == {3}
+
+
+@pytest.mark.long
+def test_a_run_outlives_a_policy_server_that_is_killed_and_started_again(cli, serve, played):
+    server = serve()
+    with NemoGym(policy=server.url) as gym:
+        given = {"vllm_server_base_url": server.url, "nemo_gym_head": gym.url, "max_steps": 300}
+        run = cli.start("agents", **played, **given)
+        assert run.until(lambda: last_step(run.folder) >= 2)
+        server.kill()
+        killed = last_step(run.folder)
+        serve(port=server.port)
+        assert run.until(lambda: last_step(run.folder) >= killed + 3 and rewarded_again(run.folder))
+        run.ends(75, lambda: terminate(run))
+    logs = read_log(run.folder / "logging.jsonl")
+    assert sum(row.get("health/engine_restarts", 0) for row in logs) == 1
+    last = next(row for row in reversed(logs) if not row["health/excluded_samples"])
+    assert (last["mismatch/logp_abs_diff_max"] < 1e-5, last["off_policy/max"]) == (True, 0)
+
+
+@pytest.mark.long
+def test_a_policy_server_that_stays_away_ends_the_run(cli, serve, played):
+    server = serve()
+    with NemoGym(policy=server.url) as gym:
+        given = {"vllm_server_base_url": server.url, "nemo_gym_head": gym.url, "max_steps": 300}
+        run = cli.start("agents", **played, **given, vllm_server_timeout=3)
+        assert run.until(lambda: last_step(run.folder) >= 2)
+        err = run.ends(4, server.kill)
+    (line,) = error_lines(err)
+    assert f"server {server.url}: not healthy within 3 s" in line
+    assert "Traceback" not in err

@@ -1,11 +1,10 @@
 """Every loss and every setting of the objective from the command line."""
 
 import math
-import shutil
 
 import pytest
 import torch
-from cli_runs import assert_same, completion_rows, log_rows, state_files
+from cli_runs import assert_resumes, assert_same, completion_rows, log_rows, state_files
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +30,11 @@ SHORT = ("gspo", "vespo", "dapo")
 )
 def test_a_loss_trains_and_says_how_its_ratio_is_bounded(cli, loss):
     flags, said = LOSSES[loss]
-    folder, out, err = cli.finish(loss, loss_type=loss, **SMALL, **flags)
+    folder = cli.finish(loss, loss_type=loss, **SMALL, **flags)
     rows = log_rows(folder)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    (line,) = [line for line in (out + err).splitlines() if line.startswith("loss: ")]
+    (line,) = [line for line in cli.printed.splitlines() if line.startswith("loss: ")]
     assert line.startswith(f"loss: {loss} (arXiv:")
     assert said in line
     if loss == "vespo":
@@ -66,15 +65,11 @@ EVERYTHING = {
 
 
 def test_a_run_with_everything_resumes_bit_for_bit(cli):
-    straight, _, _ = cli.finish("straight", **EVERYTHING)
+    straight = cli.finish("straight", **EVERYTHING)
     rows = log_rows(straight)
     assert {"entropy", "entropy_coef", "entropy_threshold", "off_policy/masked_frac", "kl"} <= rows[-1].keys()
     assert len({row["entropy_coef"] for row in rows}) > 1
-    half = cli.folder / "half"
-    shutil.copytree(straight / "checkpoint-3", half / "checkpoint-3")
-    folder, _, _ = cli.finish("half", **EVERYTHING, resume_from_checkpoint="last")
-    assert_same(log_rows(folder), rows[3:], "logging")
-    assert_same(state_files(folder), state_files(straight), "checkpoint")
+    folder = assert_resumes(cli, straight, 3, **EVERYTHING)
     moved = [torch.load(run / "checkpoint-6" / "reference.pt", weights_only=True) for run in (folder, straight)]
     assert_same(*moved, "reference")
     adapter = state_files(straight)["adapter_model.safetensors"]
@@ -84,8 +79,8 @@ def test_a_run_with_everything_resumes_bit_for_bit(cli):
 
 def test_the_samplers_log_probs_stand_in_for_the_old_ones(cli):
     flags = {**SMALL, "max_steps": 4, "steps_per_generation": 4, "learning_rate": 1e-2}
-    usual, _, _ = cli.finish("usual", **flags)
-    sampler, _, _ = cli.finish("sampler", **flags, old_logprobs="sampler", log_rollout_offpolicy_metrics="true")
+    usual = cli.finish("usual", **flags)
+    sampler = cli.finish("sampler", **flags, old_logprobs="sampler", log_rollout_offpolicy_metrics="true")
     for ours, theirs in zip(log_rows(sampler), log_rows(usual), strict=True):
         assert ours["ratio/mean"] == pytest.approx(theirs["ratio/mean"], rel=1e-4)
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
@@ -100,7 +95,7 @@ def test_the_samplers_log_probs_stand_in_for_the_old_ones(cli):
 def test_a_method_that_is_a_preset_learns_and_resumes_bit_for_bit(cli, method):
     flags = {"rlhf_type": method, "max_steps": 60, "save_steps": 30, "learning_rate": 3e-3, "num_generations": 8}
     flags |= {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
-    straight, _, _ = cli.finish("straight", **flags)
+    straight = cli.finish("straight", **flags)
     rows = completion_rows(straight)
 
     def odd(steps):
@@ -108,8 +103,4 @@ def test_a_method_that_is_a_preset_learns_and_resumes_bit_for_bit(cli, method):
         return sum(ord(one) % 2 for text in texts for one in text) / sum(map(len, texts))
 
     assert odd(range(51, 61)) > odd(range(1, 11)) + 0.1
-    half = cli.folder / "half"
-    shutil.copytree(straight / "checkpoint-30", half / "checkpoint-30")
-    folder, _, _ = cli.finish("half", **flags, resume_from_checkpoint="last")
-    assert_same(log_rows(folder), log_rows(straight)[30:], "logging")
-    assert_same(state_files(folder), state_files(straight), "checkpoint")
+    assert_resumes(cli, straight, 30, **flags)

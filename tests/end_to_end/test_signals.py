@@ -56,7 +56,7 @@ def test_a_terminal_that_closes_ends_a_run_with_a_checkpoint_and_the_log_says_ho
     assert "swift: signal: SIGHUP: stopped at step" in log
     flags = {"max_steps": last_step(run.folder) + 2, "resume_from_checkpoint": "last"}
     assert printed_command(log).endswith(f"{run.folder}/checkpoint-{last_step(run.folder)}")
-    folder, _, _ = cli.finish("closed", **flags)
+    folder = cli.finish("closed", **flags)
     assert [row["step"] for row in log_rows(folder)] == list(range(1, flags["max_steps"] + 1))
 
 
@@ -109,7 +109,7 @@ def test_a_signal_before_the_first_step_says_that_there_is_no_checkpoint(cli):
 
 
 def test_a_signal_while_a_resumed_run_starts_names_its_checkpoint(cli):
-    folder, _, _ = cli.finish("resumed", max_steps=2)
+    folder = cli.finish("resumed", max_steps=2)
     mark = cli.folder / "imported"
     run = cli.start("resumed", max_steps=4, resume_from_checkpoint="last", variables={"MARK_IMPORT": mark})
     assert run.until(mark.exists)
@@ -135,7 +135,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(cli):
     assert "\nswift: interrupted\nswift: run " in err and last in err
     assert attempts(run.folder)[-1]["exit_code"] == 130
     assert_gone(family)
-    folder, _, _ = cli.finish("hasty", max_steps=30, save_steps=10, resume_from_checkpoint="last")
+    folder = cli.finish("hasty", max_steps=30, save_steps=10, resume_from_checkpoint="last")
     assert [row["step"] for row in log_rows(folder)] == list(range(1, 31))
 
 

@@ -24,11 +24,11 @@ def weights(folder):
 
 
 def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
-    one, _, _ = cli.finish("one", **{**FLAGS, "per_device_train_batch_size": 4})
+    one = cli.finish("one", **{**FLAGS, "per_device_train_batch_size": 4})
     expected = weights(one)
     for name, flags in SPREAD.items():
-        folder, out, err = cli.finish(name, variables=TWO, **FLAGS, **flags, **ON_SHARDS.get(name, {}))
-        assert f"2 x cpu, {({'zero2': 'ZeRO-2', 'zero3': 'ZeRO-3', 'fsdp': 'FSDP'})[name]};" in out + err
+        folder = cli.finish(name, variables=TWO, **FLAGS, **flags, **ON_SHARDS.get(name, {}))
+        assert f"2 x cpu, {({'zero2': 'ZeRO-2', 'zero3': 'ZeRO-3', 'fsdp': 'FSDP'})[name]};" in cli.printed
         assert [row["completion"] for row in completion_rows(folder)] == [
             row["completion"] for row in completion_rows(one)
         ]
@@ -43,11 +43,11 @@ def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
 @pytest.mark.long
 def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
     flags = {**FLAGS, "deepspeed": "zero2", "max_steps": 8, "save_steps": 2}
-    straight, _, _ = cli.finish("straight", variables=TWO, **flags)
+    straight = cli.finish("straight", variables=TWO, **flags)
     run = cli.start("killed", variables=TWO, **flags)
     assert run.until(lambda: last_step(run.folder) >= 5 and any(run.folder.glob("checkpoint-4")))
     run.kill()
-    folder, _, _ = cli.finish("killed", variables=TWO, **flags, resume_from_checkpoint="last")
+    folder = cli.finish("killed", variables=TWO, **flags, resume_from_checkpoint="last")
     assert_same(weights(folder), weights(straight))
     assert_same(log_rows(folder), log_rows(straight))
     assert_same(completion_rows(folder), completion_rows(straight))
@@ -64,6 +64,6 @@ def test_supervised_tuning_with_a_spread_model_is_that_of_one_process(cli, way):
         "mode": "sft", "dataset": cli.folder / "chats.jsonl", "tuner_type": "full", "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3, "max_steps": 4, "save_steps": 2, "logging_steps": 1,
     }  # fmt: skip
-    expected = weights(cli.finish("one", **flags, per_device_train_batch_size=4)[0])
-    ours = weights(cli.finish(way, variables=TWO, **flags, per_device_train_batch_size=2, **SPREAD[way])[0])
+    expected = weights(cli.finish("one", **flags, per_device_train_batch_size=4))
+    ours = weights(cli.finish(way, variables=TWO, **flags, per_device_train_batch_size=2, **SPREAD[way]))
     assert max(float((ours[key] - expected[key]).abs().max()) for key in expected) < 1e-5

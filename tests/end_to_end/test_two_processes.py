@@ -63,8 +63,8 @@ def test_two_processes_make_the_run_of_one(cli, flags):
     common = {name: value for name, value in flags.items() if name != "reuse"}
     common |= {"per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0}
     common |= {"max_steps": 8, "save_steps": 8}
-    one, _, _ = cli.finish("one", **common, gradient_accumulation_steps=4, steps_per_generation=8 if reuse else None)
-    two, _, _ = cli.finish(
+    one = cli.finish("one", **common, gradient_accumulation_steps=4, steps_per_generation=8 if reuse else None)
+    two = cli.finish(
         "two", **common, gradient_accumulation_steps=2, steps_per_generation=4 if reuse else None, variables=TWO
     )
     assert sampled(two) == sampled(one)
@@ -84,7 +84,7 @@ def test_two_processes_make_the_run_of_one(cli, flags):
 
 def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kept(cli):
     flags = {**REUSED, "max_steps": 14, "save_steps": 100}
-    straight, _, _ = cli.finish("straight", variables=TWO, **flags)
+    straight = cli.finish("straight", variables=TWO, **flags)
     run = cli.start("stopped", variables=TWO, **flags)
     assert run.until(lambda: last_step(run.folder) >= 3)
     err = run.ends(75, lambda: terminate(run))
@@ -112,7 +112,7 @@ def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
     ]
     assert "Traceback" not in err
     step = last_step(run.folder)
-    folder, _, _ = cli.finish("dead", variables=TWO, max_steps=step + 2, save_steps=3, resume_from_checkpoint="last")
+    folder = cli.finish("dead", variables=TWO, max_steps=step + 2, save_steps=3, resume_from_checkpoint="last")
     assert [row["step"] for row in log_rows(folder)] == list(range(1, step + 3))
 
 
