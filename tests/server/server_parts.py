@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -45,22 +44,15 @@ class LocalServer(Reachable):
     def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512, port=0):
         self.model, self.key = str(model), key
         template = load_template(read_tokenizer(self.model), self.model)
-        engine = build_engine(
-            EngineSpec(
-                backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True,
-            )
-        )  # fmt: skip
+        spec = EngineSpec(backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True)
+        engine = build_engine(spec)
         self.holding = False
         engine.stream = partial(self._held, engine.stream)
         self.service = Service(
             engine,
             template,
-            Settings(
-                model=self.model, folder=Path(self.model), dtype="float32", tensor_parallel_size=1,
-                data_parallel_size=1, stop_token_ids=tuple(template.stop_token_ids), api_key=key,
-                weights_folder=weights_folder,
-            ),
-        )  # fmt: skip
+            Settings(model=self.model, specs=(spec,), api_key=key, weights_folder=weights_folder),
+        )
         self.listener = socket.create_server(("127.0.0.1", port), backlog=2048)
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -125,15 +117,10 @@ def scripted_service(engines, folder, **settings):
     template = SimpleNamespace(
         tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]},
         decode=lambda ids, skip_special_tokens: "".join(f"<{one}>" for one in ids),
+        stop_token_ids=(),
     )
-    return Service(
-        local_pool(*engines),
-        template,
-        Settings(
-            model="scripted", folder=folder, dtype="float32", tensor_parallel_size=1, data_parallel_size=len(engines),
-            stop_token_ids=(), **settings,
-        ),
-    )  # fmt: skip
+    specs = tuple(spec_of(folder) for _ in engines)
+    return Service(local_pool(*engines), template, Settings(model="scripted", specs=specs, **settings))
 
 
 def spec_of(model, **fields):

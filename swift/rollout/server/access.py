@@ -54,6 +54,9 @@ class Limits:
     update_idle_s: float = 300.0
 
 
+LIMITS = Limits()
+
+
 class Refused(Exception):
     """A request that is not carried out.
 
@@ -163,7 +166,7 @@ async def read_json(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> 
     """A JSON body, decoded. Raises Refused: it is too long (413), or no JSON of this shape (422)."""
     if (kind := kind_of(http)) != "json":  # a page in somebody's browser may send others without asking
         raise Refused(422, "body", f"body: its content type is {kind}; send application/json")
-    data = await read_body(http, http.app.state.limits.body_bytes)
+    data = await read_body(http, LIMITS.body_bytes)
     if len(data) < LARGE_BYTES:
         return decode(data)
     async with http.app.state.large:

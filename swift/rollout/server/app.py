@@ -60,7 +60,7 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
         watching.cancel()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.limits, app.state.large = service.settings.limits, service.large
+    app.state.large = service.large
     for module in (infer, control, weights, openai):
         app.include_router(module.router(service))
     for kind in (Refused, SwiftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):

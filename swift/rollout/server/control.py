@@ -72,7 +72,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/restart", dependencies=owner)
     async def restart(run: RunId = None) -> Response:
-        if service.settings.data_parallel_size > 1:
+        if len(service.settings.specs) > 1:
             raise Unsupported("server: several engines are replaced one by one; leave --force_restart out")
         service.restart = RestartWanted(f"server: run {run} asks for a new process")
         return json_response({"boot_id": service.boot_id})

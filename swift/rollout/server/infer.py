@@ -12,7 +12,7 @@ from fastapi.responses import Response
 
 from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Arrival
-from swift.rollout.server.access import KNOWN, Refused, check_count, field_error, json_body, json_response
+from swift.rollout.server.access import KNOWN, LIMITS, Refused, check_count, field_error, json_body, json_response
 from swift.rollout.server.service import Answers, AnswersResponse, Service
 from swift.rollout.server.shapes import check_sampling
 from swift.types import Completion, Request
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/infer/")
     async def infer(body: Annotated[wire.InferRequest, json_body(wire.InferRequest)], run: RunId = None) -> Response:
         async with service.large:
-            requests = await asyncio.to_thread(_requests, service, body)
+            requests = await asyncio.to_thread(_requests, body)
         if run is not None:
             service.authorize(run)
         _check_version(service, body.version)
@@ -64,9 +64,8 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _requests(service: Service, body: wire.InferRequest) -> list[Request]:
-    limits = service.settings.limits
-    check_count("prompts", len(body.prompts), limits.prompts)
+def _requests(body: wire.InferRequest) -> list[Request]:
+    check_count("prompts", len(body.prompts), LIMITS.prompts)
     counts = [0] * len(body.prompts)
     requests = []
     for sample in body.requests:
@@ -75,7 +74,7 @@ def _requests(service: Service, body: wire.InferRequest) -> list[Request]:
         counts[sample.prompt] += 1
         check_sampling(sample.sampling)
         requests.append(Request(sample.id, body.prompts[sample.prompt], sample.sampling))
-    check_count("samples of a prompt", max(counts), limits.samples_per_prompt)
+    check_count("samples of a prompt", max(counts), LIMITS.samples_per_prompt)
     return requests
 
 

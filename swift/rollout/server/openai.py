@@ -163,7 +163,7 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
         check_logprobs(body.logprobs)
         check_model(texts.service, body.model)
         prompts = await texts.run(lambda: _prompts(texts, body))
-        requests = requests_of(texts.service.settings, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
+        requests = requests_of(texts.service, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
             text, stop = texts.said(request, completion, body)
@@ -190,7 +190,7 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
             body.max_tokens = body.max_completion_tokens
         prompt = await texts.run(lambda: texts.chat_ids(body))
         limit = texts.service.engine.capabilities.max_model_len
-        requests = requests_of(texts.service.settings, [prompt], body, max_tokens=limit)
+        requests = requests_of(texts.service, [prompt], body, max_tokens=limit)
         said = "delta" if body.stream else "message"
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
         if isinstance(given, list):
             raise field_error(f"prompt: {len(given)} texts: this route takes one; use /v1/completions")
         prompt, text = await texts.run(lambda: _plain_prompt(texts, given))
-        requests = requests_of(texts.service.settings, [prompt], body, max_tokens=DEFAULT_MAX_TOKENS)
+        requests = requests_of(texts.service, [prompt], body, max_tokens=DEFAULT_MAX_TOKENS)
         done = await texts.service.all_of(requests, http.is_disconnected)
 
         def answer() -> Response:

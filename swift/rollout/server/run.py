@@ -19,12 +19,12 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from swift.devices import allowed_cores, count_accelerators
-from swift.errors import ConfigError
+from swift.errors import ConfigError, counted
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
@@ -50,20 +50,18 @@ SAMPLING = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be started. specs: one per engine."""
+    """What will be started."""
 
     settings: Settings
     template: Template
-    specs: tuple[EngineSpec, ...]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        width, count = self.specs[0].tensor_parallel_size, len(self.specs)
-        devices = ", ".join(device for spec in self.specs for device in spec.devices)
-        engines = f"{count} {'engine' if count == 1 else 'engines'}"
-        wide = f", tensor parallel {width}" if width > 1 else ""
-        model = f"{self.settings.model} in {self.settings.dtype}, {self.specs[0].backend}"
-        return [f"server: {model}, {engines} on {devices}{wide}", *self.notes]
+        specs = self.settings.specs
+        one, devices = specs[0], ", ".join(device for spec in specs for device in spec.devices)
+        wide = f", tensor parallel {one.tensor_parallel_size}" if one.tensor_parallel_size > 1 else ""
+        model = f"{self.settings.model} in {one.dtype}, {one.backend}"
+        return [f"server: {model}, {counted(len(specs), 'engine')} on {devices}{wide}", *self.notes]
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
@@ -78,7 +76,6 @@ def check(args: Any, given: Collection[str]) -> Plan:
     if regex is not None:
         require_guidance(args.infer_backend, regex)
     source = locate(args)
-    template = load_chat(args)
     config = load_config(source.base, args)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     limit = (args.lmdeploy_session_len if args.use_lmdeploy else None) or args.vllm_max_model_len
@@ -88,18 +85,6 @@ def check(args: Any, given: Collection[str]) -> Plan:
             f"--vllm_max_model_len: {limit}: longer than the model's context of {context} tokens; lower it"
         )
     folder = _weights_folder(args.weights_folder)
-    settings = Settings(
-        model=args.model or str(source.base),
-        folder=source.base,
-        dtype=args.torch_dtype,
-        tensor_parallel_size=args.vllm_tensor_parallel_size,
-        data_parallel_size=args.vllm_data_parallel_size,
-        stop_token_ids=tuple(template.stop_token_ids),
-        defaults=_sampling_defaults(args, given),
-        api_key=args.api_key,
-        weights_folder=folder,
-        stall_s=args.stall_timeout,
-    )
     spec = spec_from(
         args,
         model=str(source.base),
@@ -108,7 +93,16 @@ def check(args: Any, given: Collection[str]) -> Plan:
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         sleep=args.sleep_level > 0,
     )
-    return Plan(settings, template, *_placed(spec, args, heads))
+    specs, notes = _placed(spec, args, heads)
+    settings = Settings(
+        model=args.model or str(source.base),
+        specs=specs,
+        defaults=_sampling_defaults(args, given),
+        api_key=args.api_key,
+        weights_folder=folder,
+        stall_s=args.stall_timeout,
+    )
+    return Plan(settings, load_chat(args), notes)
 
 
 def run(resolved: Any) -> int:
@@ -133,7 +127,7 @@ def serve(args: Any, plan: Plan) -> int:
                 raise Stopped
             dead, copy = listen(service, listener, args.host, signals) or (None, None)
             wanted = isinstance(dead, RestartWanted)
-            if copy is not None and len(plan.specs) == 1 and (wanted or may_start_again(args.engine_restarts)):
+            if copy is not None and len(plan.settings.specs) == 1 and (wanted or may_start_again(args.engine_restarts)):
                 print(f"swift: {dead}; the server starts again", file=sys.stderr, flush=True)
                 before_restart.close()
                 start_again(copy)
@@ -150,10 +144,10 @@ def serve(args: Any, plan: Plan) -> int:
 
 def _start(args: Any, plan: Plan, stack: contextlib.ExitStack, before_restart: contextlib.ExitStack) -> Service:
     """One engine runs in this process, several in Ray actors."""
-    if len(plan.specs) > 1:
+    if len(plan.settings.specs) > 1:
         engine = _in_actors(args, plan, stack)
     else:
-        engine = _in_this_process(plan.specs[0], stack, before_restart)
+        engine = _in_this_process(plan.settings.specs[0], stack, before_restart)
     stack.callback(engine.close)
     service = Service(engine, plan.template, plan.settings)
     stack.callback(service.close)
@@ -182,7 +176,7 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
     timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
     workers = []
-    for index, spec in enumerate(plan.specs):
+    for index, spec in enumerate(plan.settings.specs):
         workers.append(
             ActorClient(
                 spec,

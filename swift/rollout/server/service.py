@@ -22,7 +22,8 @@ from swift.rollout.engines.base import Ack, Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
 from swift.rollout.engines.pool import in_parallel
 from swift.rollout.engines.request_queue import RequestQueue
-from swift.rollout.server.access import Lease, Limits, Refused
+from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.server.access import LIMITS, Lease, Refused
 from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
 from swift.rollout.server.ledger import VersionLedger
 from swift.rollout.weights.base import AdapterWeights
@@ -49,22 +50,16 @@ HEALTH_LIMIT_S = 4.0
 class Settings:
     """What the server was started with.
 
-    model: name under which clients know it. folder: where it lies. stop_token_ids: end a completion unless a client
-    says otherwise. defaults: sampling settings for what a request leaves out. weights_folder: below which paths may be
-    named. sync_s: bound on one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so
-    long the engines are given up.
+    model: name under which clients know it. specs: one per engine. defaults: sampling settings for what a request
+    leaves out. weights_folder: below which paths may be named. sync_s: bound on one job. drain_s: how long a job waits
+    for what runs. stall_s: without any progress for so long the engines are given up.
     """
 
     model: str
-    folder: Path
-    dtype: str
-    tensor_parallel_size: int
-    data_parallel_size: int
-    stop_token_ids: tuple[int, ...]
+    specs: tuple[EngineSpec, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     weights_folder: Path | None = None
-    limits: Limits = field(default_factory=Limits)
     sync_s: float = 600.0
     drain_s: float = 600.0
     stall_s: float = 300.0
@@ -97,7 +92,7 @@ class Service:
         self.settings = settings
         self.boot_id = secrets.token_hex(8)
         self.started_at = time.time()
-        self.queue = RequestQueue(engine, limit=settings.limits.queue)
+        self.queue = RequestQueue(engine, limit=LIMITS.queue)
         self.lease = Lease()
         self.ledger = VersionLedger()
         self.held = False
@@ -108,8 +103,8 @@ class Service:
         self._weights_came = False  # since the engines were built, under whichever version
         self._look: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
         self._looked_at = 0.0
-        device = engine.capabilities.devices[0]
-        if device.startswith("cuda:") and settings.tensor_parallel_size == settings.data_parallel_size == 1:
+        device, parts = engine.capabilities.devices[0], settings.specs[0].tensor_parallel_size * len(settings.specs)
+        if device.startswith("cuda:") and parts == 1:
             self.queue.do(lambda engine: torch.cuda.set_device(device))  # torch has one for each thread
         self.probe = self._place_probe()
         prompt = template.tokenizer("A fingerprint of these weights:", add_special_tokens=True)["input_ids"]
@@ -120,16 +115,17 @@ class Service:
 
     def info(self) -> dict[str, Any]:
         holder, settings, can = self.lease.holder, self.settings, self.engine.capabilities
+        spec = settings.specs[0]
         running, waiting = self.queue.load
         return {
             "protocol": wire.PROTOCOL,
             "boot_id": self.boot_id,
             "model": settings.model,
-            "architecture": wire.architecture(settings.folder),
+            "architecture": wire.architecture(spec.model),
             "dtype": can.dtype,
             "max_model_len": can.max_model_len,
-            "tp": settings.tensor_parallel_size,
-            "dp": settings.data_parallel_size,
+            "tp": spec.tensor_parallel_size,
+            "dp": len(settings.specs),
             "run_id": holder.run_id if holder is not None else None,
             "version": self.engine.version,
             "checksum": self.digest or self.fingerprint.digest,
@@ -137,8 +133,8 @@ class Service:
             "capabilities": asdict(can),
             "weights_folder": str(settings.weights_folder) if settings.weights_folder else None,
             "weights_probe": self.probe,
-            "stop_token_ids": list(settings.stop_token_ids),
-            "limits": asdict(settings.limits),
+            "stop_token_ids": list(self.template.stop_token_ids),
+            "limits": asdict(LIMITS),
             "running": running,
             "running_of": self.running_of,
             "waiting": waiting,
@@ -174,7 +170,7 @@ class Service:
         """GET /health: whether all is well, and what to say. `alive` says whether it samples at all."""
         engines, void, dead = self._healths(), self.engine.void, self.queue.dead
         alive = any(one.alive for one in engines) and not void and dead is None
-        complete = len(engines) == self.settings.data_parallel_size
+        complete = len(engines) == len(self.settings.specs)
         details = [str(dead or ""), void, *(one.detail for one in engines)]
         if not complete and all(one.alive for one in engines):  # the pool knows why the others are gone
             details = [str(dead or ""), self.engine.health().detail]
@@ -355,13 +351,13 @@ class Service:
             try:
                 if self.queue.dead is not None:
                     return self.queue.dead
-                if self.settings.data_parallel_size == 1:  # several watch themselves, one by one
+                if len(self.settings.specs) == 1:  # several watch themselves, one by one
                     self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
                 _ = self.engine.engines
             except EngineDead as error:
                 return error
             try:
-                if (self.queue.updates.idle_s or 0.0) > self.settings.limits.update_idle_s:
+                if (self.queue.updates.idle_s or 0.0) > LIMITS.update_idle_s:
                     logger.warning("a weight update fell silent and is aborted")
                     await self.job(self.queue.updates.abort())
                 elif (self.queue.paused or self.held) and (silent := self.lease.silent(time.monotonic())) is not None:

@@ -17,8 +17,8 @@ from fastapi import Request as HttpRequest
 from msgspec import Struct
 
 from swift.rollout.seeds import sample_seed
-from swift.rollout.server.access import check_count, decoded, field_error, read_json
-from swift.rollout.server.service import Settings
+from swift.rollout.server.access import LIMITS, check_count, decoded, field_error, read_json
+from swift.rollout.server.service import Service
 from swift.types import Request, SamplingParams
 
 HARMLESS = frozenset({
@@ -174,12 +174,12 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def requests_of(
-    settings: Settings, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
+    service: Service, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
 ) -> list[Request]:
     """One request per sample, prompt by prompt.
 
     Args:
-        settings: of the server.
+        service: its template has the end tokens, its settings the defaults.
         prompts: token ids.
         wanted: what the client asked for.
         max_tokens: new tokens when it did not say.
@@ -188,9 +188,9 @@ def requests_of(
         Refused: too many, or numbers out of range.
     """
     count = 1 if wanted.n is None else wanted.n
-    check_count("prompts", len(prompts), settings.limits.prompts)
-    check_count("n", count, settings.limits.samples_per_prompt)
-    sampling = _sampling(settings, wanted, max_tokens)
+    check_count("prompts", len(prompts), LIMITS.prompts)
+    check_count("n", count, LIMITS.samples_per_prompt)
+    sampling = _sampling(service, wanted, max_tokens)
     check_sampling(sampling)
     seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
     group = secrets.token_hex(6)
@@ -201,14 +201,14 @@ def requests_of(
     ]
 
 
-def _sampling(settings: Settings, wanted: Sampling, max_tokens: int) -> SamplingParams:
+def _sampling(service: Service, wanted: Sampling, max_tokens: int) -> SamplingParams:
     given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
     given |= _guidance(wanted)
     stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
-    defaults = dict(settings.defaults)
+    defaults = dict(service.settings.defaults)
     limit = defaults.pop("max_new_tokens", max_tokens)
     default_stop = tuple(defaults.pop("stop", ()))
-    ends = (*(() if wanted.ignore_eos else settings.stop_token_ids), *defaults.pop("stop_token_ids", ()))
+    ends = (*(() if wanted.ignore_eos else service.template.stop_token_ids), *defaults.pop("stop_token_ids", ()))
     return SamplingParams(
         **{
             "max_new_tokens": limit if wanted.max_tokens is None else wanted.max_tokens,

@@ -21,6 +21,7 @@ from msgspec import Struct
 from swift.errors import ConfigError, SyncFailed
 from swift.rollout.engines import wire
 from swift.rollout.server.access import (
+    LIMITS,
     Refused,
     decoded,
     field_error,
@@ -132,7 +133,7 @@ def _adapters(routes: APIRouter, service: Service) -> None:
     async def load_lora_adapter(http: HttpRequest, version: Annotated[int, Query(ge=0)], run: RunId = None) -> Response:
         if run is None:  # it would be sampled with under the name of the model
             raise Refused(409, "no_lease", "adapter: only the run that holds this server sends one; POST /reset first")
-        data = await read_body(http, service.settings.limits.adapter_bytes)
+        data = await read_body(http, LIMITS.adapter_bytes)
         adapter = await asyncio.to_thread(_from_safetensors, data)
         service.authorize(run)  # another run may have taken the server meanwhile
         ack = await service.load_adapter(adapter, version)
