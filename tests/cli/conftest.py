@@ -12,6 +12,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture
 def desk(tmp_path, tiny_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "RANK", "WORLD_SIZE", "SWIFT_DEBUG", "USE_HF"):
+    launch = "NPROC_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE"
+    for name in [*launch.split(), "SWIFT_DEBUG", "USE_HF"]:
         monkeypatch.delenv(name, raising=False)
     return Desk(tmp_path, tiny_model)

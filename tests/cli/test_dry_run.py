@@ -6,27 +6,16 @@ import os
 import pytest
 
 from swift.cli.main import main
-from swift.models.tiny import build_tiny, build_tiny_reward_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("dry") / "tiny", size="nano")
+from swift.models.tiny import build_tiny_reward_model
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("NPROC_PER_NODE", "NNODES", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def folder(desk):
     rows = [{"query": f"{n} + 1?", "solution": str(n + 1), "level": n} for n in range(101)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chats = [
-        {"messages": [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}]}
-        for n in range(10)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
-    return tmp_path
+    desk.rows(rows)
+    turns = [(("user", row["query"]), ("assistant", row["solution"])) for row in rows[:10]]
+    desk.rows([{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in turns], "chats.jsonl")
+    return desk.folder
 
 
 def rlhf(model, *words):
@@ -36,8 +25,8 @@ def rlhf(model, *words):
     return [*command.split(), "--per_device_train_batch_size", "16", *words]
 
 
-def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder, capsys):
-    assert main(rlhf(model, "--train_type", "full")) == 0
+def test_it_prints_settings_placement_batches_columns_and_rewards(tiny_model, folder, capsys):
+    assert main(rlhf(tiny_model, "--train_type", "full")) == 0
     text = capsys.readouterr().out
     assert '= "full"  (command line: --train_type)' in text
     assert "= 1e-05  (1e-5 with tuner_type full)" in text
@@ -48,13 +37,13 @@ def test_it_prints_settings_placement_batches_columns_and_rewards(model, folder,
     assert "reward accuracy: weight 1; ground truths of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
 
 
-def test_rows_may_be_streamed_beside_evaluation_rows(model, folder, capsys):
-    assert main(rlhf(model, "--streaming", "true", "--max_steps", "3", "--val_dataset", "rows.jsonl")) == 0
+def test_rows_may_be_streamed_beside_evaluation_rows(tiny_model, folder, capsys):
+    assert main(rlhf(tiny_model, "--streaming", "true", "--max_steps", "3", "--val_dataset", "rows.jsonl")) == 0
     assert "streaming, 3 steps" in capsys.readouterr().out
 
 
-def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(model, folder, capsys):
-    assert main(rlhf(model, "--dynamic_sample", "true", "--max_resample_times", "1")) == 0
+def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(tiny_model, folder, capsys):
+    assert main(rlhf(tiny_model, "--dynamic_sample", "true", "--max_resample_times", "1")) == 0
     text = capsys.readouterr().out
     assert "101 rows, 25 to 50 steps per epoch, because replaced groups draw rows too, 150 steps in all" in text
     assert "left out" not in text
@@ -62,11 +51,11 @@ def test_it_promises_no_length_of_an_epoch_where_groups_are_replaced(model, fold
 
 @pytest.mark.parametrize(("stage", "refused"), [(3, True), (2, False)])
 def test_a_rollout_function_is_refused_where_a_deepspeed_file_spreads_the_weights(
-    model, folder, capsys, stage, refused
+    tiny_model, folder, capsys, stage, refused
 ):
     (folder / "zero.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
     (folder / "rounds.py").write_text("def mine(prompts, rollout):\n    return {}\n")
-    ended = main(rlhf(model, "--deepspeed", "zero.json", "--rollout_func", "rounds.py:mine"))
+    ended = main(rlhf(tiny_model, "--deepspeed", "zero.json", "--rollout_func", "rounds.py:mine"))
     said = capsys.readouterr().err
     assert ended == (2 if refused else 0), said
     line = (
@@ -75,33 +64,33 @@ def test_a_rollout_function_is_refused_where_a_deepspeed_file_spreads_the_weight
     assert (line in said) == refused
 
 
-def test_it_writes_nothing(model, folder):
+def test_it_writes_nothing(tiny_model, folder):
     before = sorted(path for path, _, _ in os.walk(folder))
-    main(rlhf(model))
+    main(rlhf(tiny_model))
     assert sorted(path for path, _, _ in os.walk(folder)) == before
     assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "rows.jsonl"]
 
 
-def test_it_counts_the_processes_that_a_launch_would_start(model, folder, monkeypatch, capsys):
+def test_it_counts_the_processes_that_a_launch_would_start(tiny_model, folder, monkeypatch, capsys):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     monkeypatch.setattr("swift.trainers.engines.count_accelerators", lambda: (0, "cpu"))
-    assert main(rlhf(model)) == 0
+    assert main(rlhf(tiny_model)) == 0
     text = capsys.readouterr().out
     assert "2 training processes on cpu:0, cpu:1" in text
     assert "4 prompts x 8 completions; 101 rows, 25 steps per epoch, 75 steps in all" in text
 
 
-def test_json_is_one_object(model, folder, capsys):
-    assert main(rlhf(model, "--json", "true", "--beta", "0")) == 0
+def test_json_is_one_object(tiny_model, folder, capsys):
+    assert main(rlhf(tiny_model, "--json", "true", "--beta", "0")) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["settings"]["beta"] == {"value": 0.0, "source": "command line", "given_as": "--beta", "rule": None}
     assert any(line.startswith("placement: ") for line in plan["plan"])
 
 
-def test_weights_are_not_read(model, folder, tmp_path_factory):
+def test_weights_are_not_read(tiny_model, folder, tmp_path_factory):
     import shutil
 
-    bare = shutil.copytree(model, tmp_path_factory.mktemp("bare") / "tiny")
+    bare = shutil.copytree(tiny_model, tmp_path_factory.mktemp("bare") / "tiny")
     (bare / "model.safetensors").write_bytes(b"no tensors")
     assert main(rlhf(bare)) == 0
 
@@ -130,10 +119,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_refuses_what_the_run_refuses(name, model, folder, capsys):
+def test_it_refuses_what_the_run_refuses(name, tiny_model, folder, capsys):
     (folder / "whole_plugin.py").write_text(BATCH)
     words, code, line = REFUSED[name]
-    command = rlhf(model, *words.split())
+    command = rlhf(tiny_model, *words.split())
     if "--reward_funcs" in words:
         del command[command.index("accuracy") - 1 : command.index("format") + 1]
     assert main(command) == code
@@ -144,33 +133,35 @@ def test_it_refuses_what_the_run_refuses(name, model, folder, capsys):
     assert f"swift: error: {line}" in capsys.readouterr().err
 
 
-def test_the_first_command_of_the_readme_needs_no_further_flag(model, folder, capsys):
-    words = f"rlhf --rlhf_type grpo --model {model} --dataset rows.jsonl --reward_funcs accuracy format --dry_run true"
+def test_the_first_command_of_the_readme_needs_no_further_flag(tiny_model, folder, capsys):
+    words = (
+        f"rlhf --rlhf_type grpo --model {tiny_model} --dataset rows.jsonl --reward_funcs accuracy format --dry_run true"
+    )
     assert main(words.split()) == 0
     assert "batch: 8 completions per step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mode", ["rlhf", "sft"])
-def test_what_is_needed_to_spread_the_model_is_checked_too(model, folder, capsys, mode):
-    sft = ["sft", "--model", str(model), "--dataset", "chats.jsonl", "--dry_run"]
-    words = rlhf(model) if mode == "rlhf" else sft
+def test_what_is_needed_to_spread_the_model_is_checked_too(tiny_model, folder, capsys, mode):
+    sft = ["sft", "--model", str(tiny_model), "--dataset", "chats.jsonl", "--dry_run"]
+    words = rlhf(tiny_model) if mode == "rlhf" else sft
     assert main([*words, "--deepspeed", "nonsense.json"]) == 2
     assert "--deepspeed: nonsense.json: neither a preset nor a file" in capsys.readouterr().err
 
 
-def test_heads_that_a_tensor_parallel_group_cannot_share_are_code_2(model, folder, capsys):
+def test_heads_that_a_tensor_parallel_group_cannot_share_are_code_2(tiny_model, folder, capsys):
     words = ["--use_vllm", "true", "--vllm_mode", "dedicated"]
     words += ["--vllm_tensor_parallel_size", "3", "--num_infer_workers", "3"]
-    assert main(rlhf(model, *words)) == 2
+    assert main(rlhf(tiny_model, *words)) == 2
     assert "--vllm_tensor_parallel_size: 3: does not divide the 4 attention heads" in capsys.readouterr().err
 
 
 def test_a_reward_model_that_cannot_read_the_rows_is_refused_and_its_weights_are_not_read(
-    model, folder, capsys, tmp_path_factory
+    tiny_model, folder, capsys, tmp_path_factory
 ):
     judge = build_tiny_reward_model(tmp_path_factory.mktemp("judges") / "judge")
     (judge / "model.safetensors").write_bytes(b"no tensors")
-    words = ["rlhf", "--rlhf_type", "grpo", "--model", str(model), "--dataset", "rows.jsonl", "--dry_run", "true"]
+    words = ["rlhf", "--rlhf_type", "grpo", "--model", str(tiny_model), "--dataset", "rows.jsonl", "--dry_run", "true"]
     words += ["--system", "Be brief.", "--reward_model", str(judge)]
     assert main(words) == 0
     jinja = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}{{ messages }}"
@@ -182,8 +173,8 @@ def test_a_reward_model_that_cannot_read_the_rows_is_refused_and_its_weights_are
     assert f"{judge} refuses them: no system turn; correct the template in {judge}, or the rows" in error
 
 
-def test_sft_has_one_too(model, folder, capsys):
-    assert main(["sft", "--model", str(model), "--dataset", "chats.jsonl", "--dry_run"]) == 0
+def test_sft_has_one_too(tiny_model, folder, capsys):
+    assert main(["sft", "--model", str(tiny_model), "--dataset", "chats.jsonl", "--dry_run"]) == 0
     text = capsys.readouterr().out
     assert "placement: in_process" in text
     assert "10 rows" in text

@@ -1,38 +1,28 @@
 """Whole runs under the launcher: two training processes behave like one command."""
 
-import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from swift.models.tiny import build_tiny
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def command(tmp_path):
-    build_tiny(tmp_path / "tiny", size="nano")
-    rows = [{"query": f"{n} + 1?", "solution": str(n + 1)} for n in range(50)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = "rlhf --rlhf_type grpo --model tiny --dataset rows.jsonl --reward_funcs accuracy --max_completion_length 8"
-    return [sys.executable, "-m", "swift", *words.split(), "--per_device_train_batch_size", "4", "--report_to", "none"]
-
-
-def environment(**more):
-    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {
-        **{name: value for name, value in os.environ.items() if name not in outer},
-        "CUDA_VISIBLE_DEVICES": "",
-        **more,
-    }
+def command(desk):
+    return [sys.executable, "-m", "swift", *desk.rlhf("--per_device_train_batch_size 4")]
 
 
 def run(command, tmp_path, **more):
     return subprocess.run(
-        command, cwd=tmp_path, env=environment(**more), capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **more},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
