@@ -214,12 +214,12 @@ class _Worker:
             self.process.send_signal(signum)
 
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal or a debugger (Linux)."""
-        try:
-            status = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
-        except OSError:
-            return False
-        return status.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+        """Whether it was stopped by a signal or a debugger."""
+        import psutil
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
 
     def kill_group(self) -> None:
         """To the worker and every child that stayed in its group."""

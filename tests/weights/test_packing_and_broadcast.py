@@ -143,7 +143,7 @@ class Receivers:
         self.joins += 1
 
         def join():
-            self.ends[name] = BroadcastReceiver(invitation, torch.device("cpu"))
+            self.ends[name] = BroadcastReceiver(Invitation(**invitation), torch.device("cpu"))
 
         return in_thread(join)
 
@@ -197,7 +197,7 @@ def test_a_receiver_that_never_comes_is_waited_for_in_bounds():
     with pytest.raises(SyncFailed, match="gloo"):
         sender.connect({"a": 1}, lambda name, invitation: lambda: None)
     assert time.monotonic() - began < 30
-    place = {"host": "127.0.0.1", "port": 1, "rank": 1, "size": 2, "backend": "gloo", "timeout_s": 0.5}
+    place = Invitation("127.0.0.1", port=1, rank=1, size=2, backend="gloo", timeout_s=0.5)
     with pytest.raises(SyncFailed, match=r"store at 127\.0\.0\.1"):
         BroadcastReceiver(place, torch.device("cpu"))
 

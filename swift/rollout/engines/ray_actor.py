@@ -117,13 +117,14 @@ class EngineHost:
     def connect(self, invitation: dict[str, Any]) -> None:
         import torch
 
-        from swift.rollout.weights.broadcast import BroadcastReceiver
+        from swift.rollout.weights.broadcast import BroadcastReceiver, Invitation
 
         if self._broadcast is not None:
             self._broadcast.close()
             self._broadcast = None
         first = self._live.engine.capabilities.devices[0]
-        self._broadcast = BroadcastReceiver(invitation, torch.device("cpu" if first.startswith("cpu") else first))
+        device = torch.device("cpu" if first.startswith("cpu") else first)
+        self._broadcast = BroadcastReceiver(Invitation(**invitation), device)
 
     @_in_group("control")
     def abort_update(self, update: int) -> None:

@@ -35,7 +35,7 @@ from swift.rollout.server.infer import RunId, needs_lease
 from swift.rollout.server.service import Service
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
-from swift.rollout.weights.broadcast import BroadcastReceiver
+from swift.rollout.weights.broadcast import BroadcastReceiver, Invitation
 
 HEADER_ROOM = 16 << 20
 """Bytes that a safetensors header may take beside the tensors."""
@@ -56,10 +56,10 @@ class UpdateRef(Struct):
     update: int
 
 
-class Invitation(Struct):
+class Connect(Struct):
     """POST /weights/connect: where the trainer's broadcast group meets."""
 
-    invitation: dict[str, Any]
+    invitation: Invitation
 
 
 def router(service: Service) -> APIRouter:
@@ -79,7 +79,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
         return json_response({"update": await service.job(updates.begin(manifest, body.version))})
 
     @routes.post("/weights/connect")
-    async def connect(body: Annotated[Invitation, json_body(Invitation)]) -> Response:
+    async def connect(body: Annotated[Connect, json_body(Connect)]) -> Response:
         service.disconnect()
         service.broadcast = await asyncio.to_thread(BroadcastReceiver, body.invitation, torch.device("cpu"))
         return json_response({"status": "connected"})

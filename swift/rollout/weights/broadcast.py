@@ -239,8 +239,7 @@ def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
 class BroadcastReceiver(BroadcastGroup):
     """An engine's end. Raises SyncFailed: the trainer cannot be reached."""
 
-    def __init__(self, invitation: dict[str, Any], device: torch.device) -> None:
-        mine = Invitation(**invitation)
+    def __init__(self, mine: Invitation, device: torch.device) -> None:
         try:
             store = dist.TCPStore(mine.host, mine.port, mine.size, False, timeout=timedelta(seconds=mine.timeout_s))
         except RuntimeError as error:
