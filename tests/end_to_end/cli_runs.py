@@ -103,18 +103,19 @@ class Run:
         self.wait()
         assert_gone(family)
 
-    def logged_step(self) -> int:
-        """The last step in logging.jsonl."""
-        return last_step(self.folder)
+    @property
+    def step(self) -> int:
+        """The last one in logging.jsonl."""
+        path = self.folder / "logging.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):  # the line that is being written
+                return json.loads(line)["step"]
+        return 0
 
-
-def last_step(folder: Path) -> int:
-    path = folder / "logging.jsonl"
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # the line that is being written
-            return json.loads(line)["step"]
-    return 0
+    def reach(self, step: int) -> None:
+        """Wait until a step is logged."""
+        assert self.until(lambda: self.step >= step), "it ended before"
 
 
 def assert_gone(processes: list[psutil.Process], seconds: float = 10) -> None:

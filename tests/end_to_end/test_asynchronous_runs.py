@@ -8,7 +8,6 @@ from cli_runs import (
     completion_rows,
     engines_of,
     error_lines,
-    last_step,
     log_rows,
     state_files,
 )
@@ -109,10 +108,10 @@ def test_each_step_but_the_first_is_one_step_off_policy_and_says_so(straight):
 
 def test_delays_a_killed_engine_a_kill_and_a_resume_change_no_bit(cli, plugin, straight):
     run = cli.start("killed", **plugin, variables=DELAYS)
-    assert run.until(lambda: run.logged_step() >= 1)
+    run.reach(1)
     for engine in engines_of(run):
         engine.kill()
-    assert run.until(lambda: run.logged_step() >= 5)
+    run.reach(5)
     run.kill()
     folder = cli.finish("killed", **plugin, resume_from_checkpoint="last", variables=DELAYS)
     restarts = "health/engine_restarts"
@@ -126,7 +125,7 @@ def test_delays_a_killed_engine_a_kill_and_a_resume_change_no_bit(cli, plugin, s
 @pytest.mark.long
 def test_rewards_that_fail_end_the_run_and_a_resume_misses_no_prompt(cli, plugin, straight):
     run = cli.start("judged", **plugin, variables={**DELAYS, "FAIL_FROM_STEP": "1"})
-    assert run.until(lambda: last_step(run.folder) >= 1)
+    run.reach(1)
     (line,) = error_lines(run.ends(5))
     assert "--reward_funcs: odd: failed on every sample" in line
     folder = cli.finish("judged", **plugin, resume_from_checkpoint="last")

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import psutil
 import pytest
-from cli_runs import ROOT, assert_gone, completion_rows, last_step, log_rows
+from cli_runs import ROOT, assert_gone, completion_rows, log_rows
 from message_api import FOLDER, REAL, StandIn
 from rollout_process import RolloutProcess
 
@@ -158,7 +158,7 @@ def test_a_run_goes_on_from_its_checkpoint(cli, policy):
     try:
         flags = {**OURS, "vllm_server_base_url": policy, "atropos_url": api.url, "save_steps": 2, "max_steps": 6}
         run = cli.start("run", **flags)
-        assert run.until(lambda: last_step(run.folder) >= 3)
+        run.reach(3)
         run.kill()
         api.restart()
         folder = cli.finish("run", **flags, resume_from_checkpoint="last")
@@ -215,7 +215,7 @@ def test_one_command_trains_on_the_real_message_api(cli, whole):
 @pytest.mark.parametrize("part", ["api", "server", "environment"])
 def test_a_part_that_is_killed_ends_the_run_with_its_name(cli, whole, part):
     run = cli.start("run", **{**whole, "max_steps": 500})
-    assert run.until(lambda: last_step(run.folder) >= 2)
+    run.reach(2)
     family, started = run.family(), parts(run)
     assert set(started) == {"api", "server", "environment"}
     started[part].send_signal(signal.SIGKILL)
@@ -233,7 +233,7 @@ def test_a_part_that_is_killed_ends_the_run_with_its_name(cli, whole, part):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_nothing_behind(cli, whole, number):
     run = cli.start("run", **{**whole, "max_steps": 500})
-    assert run.until(lambda: last_step(run.folder) >= 1)
+    run.reach(1)
     family = run.family()
     ports = [one.laddr.port for p in family for one in p.net_connections() if one.status == psutil.CONN_LISTEN]
     assert len(ports) >= 2

@@ -92,6 +92,5 @@ def test_a_finished_run_resumes_to_its_end_at_once_and_can_be_prolonged(cli):
 
 def test_the_args_json_of_a_run_starts_it_again(cli):
     first = cli.finish("first", max_steps=2)
-    code, _, err = cli.start_printed(f"swift rlhf {first}/args.json --output_dir again", "again").wait()
-    assert code == 0, err
+    cli.start_printed(f"swift rlhf {first}/args.json --output_dir again", "again").ends(0)
     assert_same(log_rows(cli.folder / "again"), log_rows(first))

@@ -79,7 +79,7 @@ def test_two_ranks_with_an_engine_each(cli, way):
 def test_an_engine_that_may_not_be_replaced_ends_the_run_and_is_named(cli):
     settings = {**STEPS, "infer_backend": "transformers", "vllm_mode": "dedicated", "max_steps": 1000}
     run = cli.start("mortal", **settings, engine_restarts=0)
-    assert run.until(lambda: run.logged_step() >= 2)
+    run.reach(2)
     killed_at = time.monotonic()
     err = run.ends(4, lambda: [engine.kill() for engine in engines_of(run)])
     assert time.monotonic() - killed_at < 60

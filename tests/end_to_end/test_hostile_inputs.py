@@ -9,7 +9,7 @@ import zlib
 
 import psutil
 import pytest
-from cli_runs import Run, last_step, printed_command
+from cli_runs import Run, printed_command
 from hostile_inputs import KINDS, Attempt, short_run
 
 from swift.trainers.checkpoint import list_checkpoints, verify
@@ -34,7 +34,7 @@ def test_a_hostile_input_ends_in_order(cli, kind, number):
     if code in CODES - {0, 75}:
         assert "swift: error: " in err, told
     saved = list_checkpoints(run.folder) if run.folder.is_dir() else []
-    if attempt.signum and code == 75 and last_step(run.folder):
+    if attempt.signum and code == 75 and run.step:
         assert saved, told
         verify(saved[-1])
         words = printed_command(err)
@@ -46,7 +46,7 @@ def test_a_hostile_input_ends_in_order(cli, kind, number):
     again = cli.start_printed(words, "out") if words else cli._popen(short_run(cli, "rlhf", **flags), run.folder, {})
     code, out, err = again.wait()
     assert code == 0, told + err
-    assert last_step(run.folder) == 30
+    assert run.step == 30
 
 
 def follow(cli, attempt: Attempt):
@@ -56,7 +56,7 @@ def follow(cli, attempt: Attempt):
     begun, sent = time.monotonic(), False
     while run.alive:
         elapsed = time.monotonic() - begun
-        if attempt.signum and not sent and last_step(run.folder) >= attempt.after_step:
+        if attempt.signum and not sent and run.step >= attempt.after_step:
             time.sleep(attempt.after_s)
             run.process.send_signal(attempt.signum)
             sent = True

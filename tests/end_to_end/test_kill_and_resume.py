@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from cli_runs import Run, assert_same_run, attempts, last_step
+from cli_runs import Run, assert_same_run, attempts
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +22,14 @@ FEW = {"logging_steps": 5, "steps_per_generation": 1, "save_total_limit": 2}
 
 def kill_somewhere(run: Run, rng: random.Random) -> bool:
     """SIGKILL while starting, inside of a step or while saving; False when the run ended before."""
-    begun_at = last_step(run.folder)
+    begun_at = run.step
     moment = rng.choice(["start", "step", "step", "save", "save"])
     if moment == "start":
         end = time.monotonic() + rng.uniform(0, START_S)
-        run.until(lambda: time.monotonic() > end or last_step(run.folder) > begun_at + 2)
+        run.until(lambda: time.monotonic() > end or run.step > begun_at + 2)
     elif moment == "step":
         goal = begun_at + rng.randint(1, 3)
-        run.until(lambda: last_step(run.folder) >= goal)
+        run.until(lambda: run.step >= goal)
         time.sleep(rng.uniform(0, STEP_S))
     else:
         for _ in range(rng.randint(1, 2)):

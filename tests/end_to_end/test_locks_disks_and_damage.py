@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from cli_runs import ROOT, assert_same_run, environment, error_lines, last_step
+from cli_runs import ROOT, assert_same_run, environment, error_lines
 
 from swift.trainers.checkpoint import list_checkpoints, verify
 
@@ -18,9 +18,8 @@ def test_a_folder_is_for_one_live_run(cli):
     for name, step, resume in (("new", 1, None), ("resumed", 2, "last")):
         slow = {**flags, "variables": {"SLOW_FROM_STEP": step}, "resume_from_checkpoint": resume}
         first = cli.start(name, **slow)
-        assert first.until(lambda run=first, step=step: last_step(run.folder) >= step)
-        code, _, err = cli.start(name, **slow).wait()
-        assert code == 3, err
+        first.reach(step)
+        err = cli.start(name, **slow).ends(3)
         (line,) = error_lines(err)
         assert line.startswith(f"swift: error: run folder: {first.folder}: in use by process {first.process.pid} on ")
         assert "Traceback" not in err

@@ -1,7 +1,7 @@
 """Runs whose completions have several turns: the same after a resume, on two ranks, and with an engine of its own."""
 
 import pytest
-from cli_runs import ROOT, Cli, assert_same_run, completion_rows, last_step, log_rows
+from cli_runs import ROOT, Cli, assert_same_run, completion_rows, log_rows
 from safetensors.torch import load_file
 
 from swift.models.tiny import build_tiny
@@ -174,7 +174,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
     flags = {**request.getfixturevalue(kind), "save_steps": 1, "max_steps": 4}
     straight = cli.finish("straight", **flags)
     run = cli.start("killed", **flags)
-    assert run.until(lambda: last_step(run.folder) >= 2)
+    run.reach(2)
     run.kill()
     folder = cli.finish("killed", **flags, resume_from_checkpoint="last")
     assert_same_run(folder, straight)

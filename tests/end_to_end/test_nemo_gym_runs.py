@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nemo_gym_servers
 import pytest
-from cli_runs import assert_gone, completion_rows, error_lines, last_step, terminate
+from cli_runs import assert_gone, completion_rows, error_lines, terminate
 from nemo_gym_servers import NemoGym, odd_share
 from preloaded import Program
 
@@ -48,10 +48,9 @@ def stand_in_of(run):
 
 def test_the_reward_rises_with_a_gym_that_the_run_starts_and_ends(cli, verified):
     run = cli.start("started", **{**started_by_run(verified), "learning_rate": 5e-3, "max_steps": 24})
-    assert run.until(lambda: last_step(run.folder) >= 1)
+    run.reach(1)
     stand_in = stand_in_of(run)
-    code, _, err = run.wait()
-    assert code == 0, err
+    run.ends(0)
     assert_gone([stand_in])
     rows = completion_rows(run.folder)
     assert all(row["excluded"] is None and row["reward"] == odd_share(row["completion"]) for row in rows)
@@ -65,11 +64,10 @@ def test_the_reward_rises_with_a_gym_that_the_run_starts_and_ends(cli, verified)
 
 def test_a_gym_of_the_run_that_dies_ends_it_with_its_last_lines(cli, verified):
     run = cli.start("dies", **started_by_run(verified), max_steps=10_000)
-    assert run.until(lambda: last_step(run.folder) >= 2)
+    run.reach(2)
     family = run.family()
     stand_in_of(run).kill()
-    code, _, err = run.wait()
-    assert code == 4
+    err = run.ends(4)
     assert "swift: error: --nemo_gym_command: killed by SIGKILL; correct the command; its last lines: serving" in err
     assert "Traceback" not in err
     assert_gone(family)
@@ -80,15 +78,14 @@ def test_a_gym_of_others_that_dies_leaves_samples_out_until_it_is_back_or_too_ma
     stand_ins = [Program(words, output=cli.folder / "gym.log")]
     try:
         run = cli.start("other", **verified, max_steps=10_000)
-        assert run.until(lambda: last_step(run.folder) >= 2)
+        run.reach(2)
         stand_ins[0].kill()
         stand_ins[0].wait(10)
         assert run.until(lambda: left_out(run.folder))
         stand_ins.append(Program(words, output=cli.folder / "gym.log"))
         assert run.until(lambda: rewarded_again(run.folder))
         stand_ins[1].kill()
-        code, _, err = run.wait()
-        assert code == 4
+        err = run.ends(4)
         assert "swift: error: --max_excluded_frac: 0.5: " in err
         assert "mostly: connection (" in err
     finally:
@@ -146,11 +143,11 @@ def test_a_run_outlives_a_policy_server_that_is_killed_and_started_again(cli, se
     with NemoGym(policy=server.url) as gym:
         given = {"vllm_server_base_url": server.url, "nemo_gym_head": gym.url, "max_steps": 300}
         run = cli.start("agents", **played, **given)
-        assert run.until(lambda: last_step(run.folder) >= 2)
+        run.reach(2)
         server.kill()
-        killed = last_step(run.folder)
+        killed = run.step
         serve(port=server.port)
-        assert run.until(lambda: last_step(run.folder) >= killed + 3 and rewarded_again(run.folder))
+        assert run.until(lambda: run.step >= killed + 3 and rewarded_again(run.folder))
         run.ends(75, lambda: terminate(run))
     logs = read_log(run.folder / "logging.jsonl")
     assert sum(row.get("health/engine_restarts", 0) for row in logs) == 1
@@ -164,7 +161,7 @@ def test_a_policy_server_that_stays_away_ends_the_run(cli, serve, played):
     with NemoGym(policy=server.url) as gym:
         given = {"vllm_server_base_url": server.url, "nemo_gym_head": gym.url, "max_steps": 300}
         run = cli.start("agents", **played, **given, vllm_server_timeout=3)
-        assert run.until(lambda: last_step(run.folder) >= 2)
+        run.reach(2)
         err = run.ends(4, server.kill)
     (line,) = error_lines(err)
     assert f"server {server.url}: not healthy within 3 s" in line

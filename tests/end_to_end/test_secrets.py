@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_runs import error_lines, last_step, printed_command, terminate
+from cli_runs import error_lines, printed_command, terminate
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ def test_a_run_shows_no_secret_and_its_printed_command_works(cli):
     given = json.dumps({"hub_token": "hunter2-i", "url": URL})
     flags = {"max_steps": 60, "save_steps": 100, "vllm_server_api_key": "hunter2-h", "vllm_engine_kwargs": given}
     run = cli.start("hidden", config=config, **flags)
-    assert run.until(lambda: last_step(run.folder) >= 1)
+    run.reach(1)
     terminate(run)
     code, out, err = run.wait()
     assert code == 75, err
@@ -32,10 +32,8 @@ def test_a_run_shows_no_secret_and_its_printed_command_works(cli):
     assert {"run.yaml", "args.json", "attempts.jsonl"} <= masked
     printed, _, hint = printed_command(err).partition(" # ")
     assert "SWIFT_API_KEY" in hint
-    code, _, err = cli.start_printed(printed, "hidden").wait()
-    assert code == 2
+    err = cli.start_printed(printed, "hidden").ends(2)
     assert [line.split(": ")[2] for line in error_lines(err)] == ["--vllm_server_api_key", "--vllm_engine_kwargs"]
     known = printed.replace('{"hub_token": "***", "url": "https://me:***@host/x?token=***"}', given)
     variables = {"SWIFT_API_KEY": "hunter2-h"}
-    code, _, err = cli.start_printed(f"{known} --max_steps 10", "hidden", variables=variables).wait()
-    assert code == 0, err
+    err = cli.start_printed(f"{known} --max_steps 10", "hidden", variables=variables).ends(0)

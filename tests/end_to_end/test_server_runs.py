@@ -41,7 +41,7 @@ def test_a_restarted_server_a_second_one_and_the_weight_transport_change_nothing
     run = cli.start(
         "disturbed", **FLAGS, vllm_server_base_url=first.url, weight_transport="http", variables={"WAIT_FOR": killed}
     )
-    assert run.until(lambda: run.logged_step() >= 1)
+    run.reach(1)
     first.kill()
     killed.touch()
     again = serve(*share, port=first.port, key=KEY)
@@ -75,7 +75,7 @@ def test_a_server_that_stays_away_ends_the_run_with_code_4_and_its_address(cli, 
     server = serve(key=KEY)
     away = {**FLAGS, "vllm_server_base_url": server.url, "vllm_server_timeout": 3, "max_steps": 1000}
     run = cli.start("run", **away)
-    assert run.until(lambda: run.logged_step() >= 1)
+    run.reach(1)
     err = run.ends(4, server.kill)
     (line,) = error_lines(err)
     assert f"server {server.url}: not healthy within 3 s" in line

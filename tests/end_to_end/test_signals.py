@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_runs import assert_gone, assert_same_run, attempts, last_step, log_rows, printed_command, terminate
+from cli_runs import assert_gone, assert_same_run, attempts, log_rows, printed_command, terminate
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ def straight(finished):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_printed_command_continues_the_same_run(cli, straight, signum):
     run = cli.start("stopped", **FLAGS)
-    assert run.until(lambda: last_step(run.folder) >= 4)
+    run.reach(4)
     err = run.ends(75, lambda: terminate(run, signum))
     assert (run.folder / "images" / "reward.png").exists()
     (line,) = [line for line in err.splitlines() if line.startswith("swift: ")]
@@ -36,8 +36,7 @@ def test_a_signal_saves_and_the_printed_command_continues_the_same_run(cli, stra
     assert end["exit_code"] == 75
     saved = f"{run.folder}/checkpoint-{step} is saved; resume: swift rlhf"
     assert line.startswith(f"swift: signal: {signum.name}: stopped at step {step}, {saved}")
-    code, _, err = cli.start_printed(printed_command(err), "stopped").wait()
-    assert code == 0, err
+    err = cli.start_printed(printed_command(err), "stopped").ends(0)
     assert_same_run(run.folder, straight)
 
 
@@ -47,15 +46,15 @@ def test_a_terminal_that_closes_ends_a_run_with_a_checkpoint_and_the_log_says_ho
         threading.Thread(target=drain, args=(terminal,), daemon=True).start()
         run = cli.start("closed", max_steps=500, save_steps=1000, output=Path(os.ttyname(theirs)))
         os.close(theirs)
-        assert run.until(lambda: last_step(run.folder) >= 3)
+        run.reach(3)
         family = run.family()
     assert run.process.wait(60) == 75
     assert_gone(family)
     assert attempts(run.folder)[-1]["exit_code"] == 75
     log = (run.folder / "logs" / "attempt-1" / "rank-0.log").read_text()
     assert "swift: signal: SIGHUP: stopped at step" in log
-    flags = {"max_steps": last_step(run.folder) + 2, "resume_from_checkpoint": "last"}
-    assert printed_command(log).endswith(f"{run.folder}/checkpoint-{last_step(run.folder)}")
+    flags = {"max_steps": run.step + 2, "resume_from_checkpoint": "last"}
+    assert printed_command(log).endswith(f"{run.folder}/checkpoint-{run.step}")
     folder = cli.finish("closed", **flags)
     assert [row["step"] for row in log_rows(folder)] == list(range(1, flags["max_steps"] + 1))
 
@@ -103,9 +102,8 @@ def test_a_signal_before_the_first_step_says_that_there_is_no_checkpoint(cli):
     assert "signal: SIGTERM: stopped before the first step, there is no checkpoint yet; start again: swift rlhf" in line
     assert "step 1/4" not in err
     assert not run.folder.exists()
-    code, _, err = cli.start_printed(printed_command(err), "early").wait()
-    assert code == 0, err
-    assert last_step(run.folder) == 4
+    err = cli.start_printed(printed_command(err), "early").ends(0)
+    assert run.step == 4
 
 
 def test_a_signal_while_a_resumed_run_starts_names_its_checkpoint(cli):
@@ -114,15 +112,14 @@ def test_a_signal_while_a_resumed_run_starts_names_its_checkpoint(cli):
     run = cli.start("resumed", max_steps=4, resume_from_checkpoint="last", variables={"MARK_IMPORT": mark})
     assert run.until(mark.exists)
     terminate(run)
-    code, _, err = run.wait()
-    assert code == 75, err
+    err = run.ends(75)
     assert f"{folder}/checkpoint-2 is the last checkpoint" in err
     assert printed_command(err).endswith(f"--resume_from_checkpoint {folder}/checkpoint-2")
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step(cli):
     run = cli.start("hasty", max_steps=30, variables={"SLOW_FROM_STEP": "2"}, save_steps=1)
-    assert run.until(lambda: last_step(run.folder) >= 2)
+    run.reach(2)
     family = run.family()
     for _ in range(2):
         terminate(run, signal.SIGINT)
@@ -141,8 +138,7 @@ def test_a_second_interrupt_does_not_wait_for_the_step(cli):
 
 def test_a_signal_in_the_last_step_ends_the_run_as_usual(cli):
     run = cli.start("ending", max_steps=3)
-    assert run.until(lambda: last_step(run.folder) >= 3)
+    run.reach(3)
     terminate(run)
-    code, _, err = run.wait()
-    assert code == 0, err
+    err = run.ends(0)
     assert "Everything lies in" in err

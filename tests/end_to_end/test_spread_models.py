@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_runs import assert_same, completion_rows, last_step, log_rows
+from cli_runs import assert_same, completion_rows, log_rows
 from safetensors.torch import load_file
 
 from swift.trainers.checkpoint import list_checkpoints, verify
@@ -45,7 +45,7 @@ def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
     flags = {**FLAGS, "deepspeed": "zero2", "max_steps": 8, "save_steps": 2}
     straight = cli.finish("straight", variables=TWO, **flags)
     run = cli.start("killed", variables=TWO, **flags)
-    assert run.until(lambda: last_step(run.folder) >= 5 and any(run.folder.glob("checkpoint-4")))
+    assert run.until(lambda: run.step >= 5 and any(run.folder.glob("checkpoint-4")))
     run.kill()
     folder = cli.finish("killed", variables=TWO, **flags, resume_from_checkpoint="last")
     assert_same(weights(folder), weights(straight))

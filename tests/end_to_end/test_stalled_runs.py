@@ -60,7 +60,7 @@ def frozen(cli, tmp_path):
             reward_timeout=3,
             **flags,
         )
-        run.until(lambda: run.logged_step() >= 1)
+        run.until(lambda: run.step >= 1)
         began, family = time.monotonic(), run.family()
         code, _, err = run.wait()
         took = time.monotonic() - began

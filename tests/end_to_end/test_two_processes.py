@@ -11,7 +11,6 @@ from cli_runs import (
     attempts,
     completion_rows,
     error_lines,
-    last_step,
     log_rows,
     printed_command,
     sampled,
@@ -86,24 +85,22 @@ def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kep
     flags = {**REUSED, "max_steps": 14, "save_steps": 100}
     straight = cli.finish("straight", variables=TWO, **flags)
     run = cli.start("stopped", variables=TWO, **flags)
-    assert run.until(lambda: last_step(run.folder) >= 3)
+    run.reach(3)
     err = run.ends(75, lambda: terminate(run))
     assert err.count("swift: signal: SIGTERM: stopped at step") == 1
     command = printed_command(err)
     assert command.startswith("NPROC_PER_NODE=2 swift rlhf ")
-    code, _, err = cli.start_printed(command.removeprefix("NPROC_PER_NODE=2 "), "stopped").wait()
-    assert code == 2
+    err = cli.start_printed(command.removeprefix("NPROC_PER_NODE=2 "), "stopped").ends(2)
     (line,) = error_lines(err)
     assert line.startswith("swift: error: NPROC_PER_NODE: 1 training process: the checkpoint was made by 2;")
-    code, _, err = cli.start_printed(command, "stopped").wait()
-    assert code == 0, err
+    err = cli.start_printed(command, "stopped").ends(0)
     assert_same_run(run.folder, straight)
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=LONG)])
 def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
     run = cli.start("dead", variables=TWO, max_steps=2000, save_steps=3)
-    assert run.until(lambda: last_step(run.folder) >= 4)
+    run.reach(4)
     begun = time.monotonic()
     err = run.ends(4, worker(run, rank).kill)
     assert time.monotonic() - begun < 60
@@ -111,14 +108,14 @@ def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
         f"swift: error: worker: rank {rank}: killed by SIGKILL; the kernel does this when memory runs out"
     ]
     assert "Traceback" not in err
-    step = last_step(run.folder)
+    step = run.step
     folder = cli.finish("dead", variables=TWO, max_steps=step + 2, save_steps=3, resume_from_checkpoint="last")
     assert [row["step"] for row in log_rows(folder)] == list(range(1, step + 3))
 
 
 def test_failing_rewards_end_all_ranks_with_one_line(cli):
     run = cli.start("judged", variables={**TWO, "FAIL_FROM_STEP": 2}, max_steps=2000)
-    assert run.until(lambda: last_step(run.folder) >= 1)
+    run.reach(1)
     (line,) = error_lines(run.ends(5))
     assert "--reward_funcs: odd: failed on every sample" in line
     assert "RuntimeError: the judge is away" in (run.folder / "logs" / "attempt-1" / "rewards.log").read_text()

@@ -97,6 +97,34 @@ class Server(Reachable, RolloutProcess):
     """A server process that clients reach."""
 
 
+BACKEND = """
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from swift.plugin import inference_backends
+from swift.rollout.engines.transformers import build
+
+
+def own(spec):
+    {body}
+
+
+inference_backends["own"] = own
+"""
+
+
+def own_backend(folder, body):
+    """Flags of a backend that a plugin builds with this body, from a `spec`."""
+    plugin = folder / "own_backend.py"
+    plugin.write_text(BACKEND.replace("{body}", body.strip()))
+    return "--infer_backend", "own", "--external_plugins", str(plugin)
+
+
 class Wakeful(ScriptedEngine):
     """One that servers can wake."""
 

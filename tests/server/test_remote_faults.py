@@ -11,7 +11,7 @@ import psutil
 import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
 from processes import wait_for
-from server_parts import KEY, PATIENT, SHORT, LocalServer, Server, link_to, many, spec_of
+from server_parts import KEY, PATIENT, SHORT, LocalServer, Server, link_to, many, own_backend, spec_of
 
 from swift.errors import EngineDead, EngineError
 from swift.rollout.engines import server_client
@@ -142,14 +142,6 @@ def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
 
 
 HOLDS = """
-import time
-from pathlib import Path
-
-from swift.plugin import inference_backends
-from swift.rollout.engines.transformers import build
-
-
-def holding(spec):
     engine = build(spec)
     stream = engine.stream
 
@@ -163,9 +155,6 @@ def holding(spec):
 
     engine.stream = held
     return engine
-
-
-inference_backends["holding"] = holding
 """
 
 
@@ -173,9 +162,8 @@ inference_backends["holding"] = holding
 def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_back_is_used(
     own_server, tmp_path, monkeypatch
 ):
-    hold, plugin = tmp_path / "hold", tmp_path / "holding.py"  # a completion given while it is there is the last
-    plugin.write_text(HOLDS.format(hold=str(hold)))
-    server = own_server("--infer_backend", "holding", "--external_plugins", str(plugin))
+    hold = tmp_path / "hold"  # a completion given while it is there is the last
+    server = own_server(*own_backend(tmp_path, HOLDS.format(hold=str(hold))))
     engine = server.engine(timeouts=replace(PATIENT, reply_s=3.0))
     expected = tokens(run(engine, many()))
     (link,) = engine.engines

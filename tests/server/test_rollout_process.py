@@ -11,7 +11,7 @@ import pytest
 from oracle import PROMPT, ask, difference, load, run, with_noise
 from processes import alive, wait_for
 from rollout_process import END_LIMIT_S, START_LIMIT_S
-from server_parts import KEY, Server
+from server_parts import KEY, Server, own_backend
 
 from swift.cli.main import main
 from swift.rollout.weights.policy import PolicyWeights
@@ -91,21 +91,9 @@ def test_engines_end_with_a_server_that_is_killed(nano_folders, tmp_path):
 
 
 HANGS = """
-import subprocess
-import sys
-import time
-from dataclasses import replace
-
-from swift.plugin import inference_backends
-from swift.rollout.engines.transformers import build
-
-
-WORKER = "import time, setproctitle; setproctitle.setproctitle('title' * 1000); time.sleep(1000)"
-
-
-def hanging(spec):
     if spec.tensor_parallel_size > 1:  # as vLLM's, whose title is where its environment was
-        subprocess.Popen([sys.executable, "-c", WORKER])
+        worker = "import time, setproctitle; setproctitle.setproctitle('title' * 1000); time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-c", worker])
         time.sleep(2)
     engine = build(replace(spec, tensor_parallel_size=1, devices=spec.devices[:1]))
     submit = engine.submit
@@ -117,21 +105,14 @@ def hanging(spec):
 
     engine.submit = submit_or_hang
     return engine
-
-
-inference_backends["hanging"] = hanging
 """
-
-
 HANGING_REQUEST = {"prompts": [PROMPT], "requests": [{"id": "bad", "prompt": 0, "sampling": {"max_new_tokens": 4}}]}
 
 
 def hanging_server(model, folder, *words, **options):
     """A server whose engine `HANGING_REQUEST` hangs; it may start again once."""
-    plugin = folder / "hanging_engine.py"
-    plugin.write_text(HANGS)
-    words = ["--infer_backend", "hanging", "--external_plugins", str(plugin), *words]
-    return Server(model, folder, *words, "--stall_timeout", "2", "--engine_restarts", "1", **options)
+    limits = ("--stall_timeout", "2", "--engine_restarts", "1")
+    return Server(model, folder, *own_backend(folder, HANGS), *words, *limits, **options)
 
 
 @pytest.mark.slow
@@ -176,59 +157,34 @@ def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are
 
 
 KEEPS = """
-import os
-import signal
-from swift.plugin import inference_backends
-from swift.rollout.engines.transformers import build
-
-
-def keeping(spec):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
         pass
     return build(spec)
-
-
-inference_backends["keeping"] = keeping
 """
 
 
 @pytest.mark.slow
 def test_a_signal_that_a_library_keeps_ends_the_start(nano_folders, tmp_path):
-    plugin = tmp_path / "keeping_engine.py"
-    plugin.write_text(KEEPS)
-    words = ["--infer_backend", "keeping", "--external_plugins", str(plugin)]
-    server = Server(nano_folders["qwen2"], tmp_path, *words, wait=False)
+    server = Server(nano_folders["qwen2"], tmp_path, *own_backend(tmp_path, KEEPS), wait=False)
     assert server.process.wait(END_LIMIT_S) == 0
     assert "swift: stopped before it was ready" in server.text()
 
 
 WAITS = """
-import time
-from pathlib import Path
-
-from swift.plugin import inference_backends
-from swift.rollout.engines.transformers import build
-
-
-def waiting(spec):
     Path({begun!r}).touch()
     while not Path({go_on!r}).exists():
         time.sleep(0.01)
     return build(spec)
-
-
-inference_backends["waiting"] = waiting
 """
 
 
 @pytest.mark.slow
 def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
-    begun, go_on, plugin = tmp_path / "begun", tmp_path / "go-on", tmp_path / "waiting.py"
-    plugin.write_text(WAITS.format(begun=str(begun), go_on=str(go_on)))
-    words = ["--infer_backend", "waiting", "--external_plugins", str(plugin), "--vllm_data_parallel_size", "2"]
-    server = Server(nano_folders["qwen2"], tmp_path, *words, wait=False)
+    begun, go_on = tmp_path / "begun", tmp_path / "go-on"
+    waiting = own_backend(tmp_path, WAITS.format(begun=str(begun), go_on=str(go_on)))
+    server = Server(nano_folders["qwen2"], tmp_path, *waiting, "--vllm_data_parallel_size", "2", wait=False)
     assert wait_for(lambda: begun.exists() or server.process.poll() is not None, START_LIMIT_S)
     server.family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
