@@ -9,9 +9,6 @@ import oracle
 import pytest
 import torch
 
-from swift.models.checkpoint_tensors import read_adapter
-from swift.rollout.weights.base import AdapterWeights
-
 TOLERANCE = 1e-5
 """Of a log-prob at temperature 1; logits that are divided by a temperature have their rounding divided too."""
 EXACT = weakref.WeakKeyDictionary()
@@ -41,17 +38,3 @@ def likeliest(model, prompt, length, *, until=None):
 def need(subject, has, what):
     if not has:
         pytest.skip(f"{subject.backend.name}: no {what}")
-
-
-def with_adapter(subject, *, seed, rank=4, alpha=16.0, **options):
-    """The oracle with a LoRA adapter that changes something, and the adapter alone."""
-    from peft import LoraConfig, get_peft_model
-
-    options = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"], **options}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        policy = get_peft_model(
-            copy.deepcopy(subject.model), LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, **options)
-        ).eval()
-    oracle.with_noise(policy, seed=seed, scale=0.05, only="lora_")
-    return policy, AdapterWeights(*read_adapter(policy))

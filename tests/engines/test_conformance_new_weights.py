@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conformance_checks import LONG, TOLERANCE, gap, need, with_adapter
+from conformance_checks import LONG, TOLERANCE, gap, need
 from conformance_parts import transport
 from given_weights import Given, tensors_of
-from oracle import PROMPT, ask, logprobs_of, noisy, run
+from oracle import PROMPT, ask, logprobs_of, noisy, run, with_adapter
 
 from swift.errors import EngineError, SyncFailed, Unsupported
 from swift.rollout.weights.digest import StreamDigest
@@ -195,7 +195,7 @@ def test_c17_an_adapter_is_loaded_replaced_and_dropped(subject):
     need(subject, subject.engine.capabilities.lora, "LoRA adapters")
     request = ask("r")
     for seed in (1, 2, 3):
-        policy, adapter = with_adapter(subject, seed=seed)
+        policy, adapter = with_adapter(subject.model, seed=seed)
         ack = subject.engine.load_adapter(adapter, subject.next_version())
         assert (ack.version, ack.tensors, ack.digest) == (subject.version, len(adapter.tensors), adapter.digest())
         completion = run(subject.engine, [request])[0]
@@ -211,7 +211,7 @@ def test_c17_an_adapter_is_loaded_replaced_and_dropped(subject):
 @transport
 def test_c17_an_update_of_all_weights_ends_the_adapter(subject):
     need(subject, subject.engine.capabilities.lora, "LoRA adapters")
-    _, adapter = with_adapter(subject, seed=1)
+    _, adapter = with_adapter(subject.model, seed=1)
     subject.engine.load_adapter(adapter, subject.next_version())
     changed, request = noisy(subject.model), ask("r")
     subject.sync(changed)
@@ -230,7 +230,7 @@ def test_c17_an_adapter_arrives_while_only_the_weights_are_awake(subject, level)
     if level == 2 and not subject.spec.lora:
         pytest.skip(f"{subject.backend.name}: drops its base weights")
     request = ask("r")
-    (_, former), (policy, adapter) = (with_adapter(subject, seed=seed) for seed in (1, 2))
+    (_, former), (policy, adapter) = (with_adapter(subject.model, seed=seed) for seed in (1, 2))
     engine.load_adapter(former, subject.next_version())
     run(engine, [request])  # its prompt is cached with the former adapter
     engine.sleep(level)
@@ -246,7 +246,7 @@ def test_c17_an_adapter_arrives_while_only_the_weights_are_awake(subject, level)
 def test_c17_without_the_capability_an_adapter_is_refused(subject):
     if subject.engine.capabilities.lora:
         pytest.skip(f"{subject.backend.name}: loads LoRA adapters")
-    _, adapter = with_adapter(subject, seed=1)
+    _, adapter = with_adapter(subject.model, seed=1)
     with pytest.raises(Unsupported):
         subject.engine.load_adapter(adapter, subject.next_version())
 

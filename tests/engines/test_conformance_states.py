@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 
 import pytest
-from conformance_checks import LONG, TOLERANCE, gap, need, with_adapter
+from conformance_checks import LONG, TOLERANCE, gap, need
 from conformance_parts import transport
 from engine_traces import GONE_LIMIT_S, Traces
-from oracle import ask, noisy, run
+from oracle import ask, noisy, run, with_adapter
 
 from swift.errors import EngineAsleep, EngineDead, EngineError, Unsupported
 
@@ -93,7 +93,7 @@ def test_c20_a_sleeping_engine_takes_no_adapter(subject):
     need(subject, engine.capabilities.lora and 1 in engine.capabilities.sleep_levels, "LoRA adapters and sleep")
     engine.sleep(1)
     with pytest.raises(EngineAsleep):
-        engine.load_adapter(with_adapter(subject, seed=1)[1], subject.next_version())
+        engine.load_adapter(with_adapter(subject.model, seed=1)[1], subject.next_version())
     engine.wake()
     subject.sync(subject.model)
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE

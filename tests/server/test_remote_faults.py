@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import psutil
 import pytest
-from oracle import PROMPT, ask, difference, load, run, with_noise
+from oracle import PROMPT, ask, difference, load, run, with_adapter, with_noise
 from processes import wait_for
 from server_parts import KEY, PATIENT, SHORT, LocalServer, Server, link_to, many, own_backend, spec_of
 
@@ -71,8 +71,6 @@ def stream_and(engine, at, act):
 
 
 def test_a_restarted_server_gets_weights_and_adapter_again_and_each_request_once(local_server):
-    from test_rollout_weights import adapted
-
     server = local_server()
     model = with_noise(load(server.model), seed=7, scale=0.05)
     engine, port = server.engine(timeouts=PATIENT), server.port
@@ -97,7 +95,7 @@ def test_a_restarted_server_gets_weights_and_adapter_again_and_each_request_once
     one = run(engine, [ask("x", seed=3)])[0]
     assert difference(model, PROMPT, one.token_ids, one.logprobs) < 1e-5
     assert again.client().get("/info").json()["version"] == 1
-    policy, adapter = adapted(model, seed=3)
+    policy, adapter = with_adapter(model, seed=3)
     engine.load_adapter(adapter, 4)
     again.kill()
     again = local_server(port=port)

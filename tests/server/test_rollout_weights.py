@@ -1,17 +1,16 @@
 """New weights on a `swift rollout` server: every way they can take, and every way it can go wrong."""
 
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from given_weights import Given, tensors_of
-from oracle import PROMPT, ask, difference, load, run, with_noise
+from oracle import PROMPT, ask, difference, load, run, with_adapter, with_noise
 from server_parts import KEY, Server, spec_of
 
 from swift.errors import ConfigError, EngineError, ResourceError, SyncFailed
 from swift.rollout.weights import disk
-from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
+from swift.rollout.weights.base import Bucket, TensorInfo
 from swift.rollout.weights.digest import digest_of
 from swift.rollout.weights.policy import PolicyWeights
 
@@ -126,29 +125,10 @@ def test_weights_come_back_to_those_of_the_start_with_another_run(server):
     second.close()
 
 
-def adapted(model, *, seed, dtype=None):
-    """A policy with a LoRA adapter, and the adapter alone."""
-    from peft import LoraConfig, get_peft_model
-
-    from swift.models.checkpoint_tensors import read_adapter
-
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "up_proj"])
-    policy = get_peft_model(copy.deepcopy(model), config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-                if dtype is not None:
-                    parameter.copy_(parameter.to(dtype))
-    settings, tensors = read_adapter(policy)
-    return policy, AdapterWeights(settings, {name: t.to(dtype or t.dtype) for name, t in tensors.items()})
-
-
 def test_an_adapter_is_effective_before_the_reply_and_bfloat16_is_bit_exact(server, engine):
     model = load(server.model)
     for version, dtype in ((1, None), (2, torch.bfloat16), (3, None)):
-        policy, adapter = adapted(model, seed=version, dtype=dtype)
+        policy, adapter = with_adapter(model, seed=version, dtype=dtype)
         ack = engine.load_adapter(adapter, version)
         assert (ack.version, ack.digest) == (version, adapter.digest())
         assert probe(engine, policy, seed=version) < TOLERANCE

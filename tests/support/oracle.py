@@ -75,3 +75,23 @@ def with_noise(model, *, seed, scale=0.02, only=""):
 def noisy(model, *, seed=1, scale=0.05, only=""):
     """A copy with noise."""
     return with_noise(copy.deepcopy(model).eval(), seed=seed, scale=scale, only=only)
+
+
+def with_adapter(model, *, seed, dtype=None, **options):
+    """A copy with a LoRA adapter that changes something, in numbers of this type, and the adapter alone."""
+    from peft import LoraConfig, get_peft_model
+
+    from swift.models.checkpoint_tensors import read_adapter
+    from swift.rollout.weights.base import AdapterWeights
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 16, "target_modules": targets, **options})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        policy = get_peft_model(copy.deepcopy(model), config).eval()
+    with_noise(policy, seed=seed, scale=0.05, only="lora_")
+    for name, parameter in policy.named_parameters():
+        if dtype is not None and "lora_" in name:
+            parameter.data.copy_(parameter.to(dtype))
+    settings, tensors = read_adapter(policy)
+    return policy, AdapterWeights(settings, {name: one.to(dtype or one.dtype) for name, one in tensors.items()})
