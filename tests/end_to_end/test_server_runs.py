@@ -1,6 +1,5 @@
 """`swift rlhf` with servers: a run whose server is killed and started again is the run of a server that lived."""
 
-import httpx
 import pytest
 from cli_runs import error_lines, log_rows, sampled
 
@@ -14,8 +13,8 @@ FLAGS = {
 
 
 def asked(server, path):
-    headers = {"Authorization": f"Bearer {KEY}"}
-    return httpx.get(f"{server.url}/{path}", headers=headers, timeout=60, trust_env=False).json()
+    with server.client() as http:
+        return http.get(path).json()
 
 
 def trained(cli, folder, way=""):

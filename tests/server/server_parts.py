@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import httpx
 from local_engines import local_pool
 from oracle import PROMPT, ask
-from rollout_process import END_LIMIT_S, RolloutProcess
+from rollout_process import END_LIMIT_S, Reachable, RolloutProcess
 from scripted_engine import ScriptedEngine
 
 from swift.models.template import load_template
@@ -28,17 +28,14 @@ PATIENT = Timeouts(server_s=120.0, poll_s=0.2, reply_s=5.0, heartbeat_s=1.0)
 QUICK = Timeouts(server_s=60, poll_s=0.2, heartbeat_s=1.0)
 
 
-class Reachable:
-    """A server by its `url` and `key`."""
-
-    def client(self, **options):
-        return client_of(self, **options)
+class Trained:
+    """A server that a trainer's end can be had of."""
 
     def engine(self, **options):
         return EnginePool([link_to(self, **options)])
 
 
-class LocalServer(Reachable):
+class LocalServer(Trained, Reachable):
     """A server on a free port of this process: the application, a thread of uvicorn, one engine."""
 
     def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512, port=0):
@@ -82,19 +79,14 @@ class LocalServer(Reachable):
         self.stop()
 
 
-def client_of(server, **options):
-    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False, **options)
-
-
 def link_to(server, *, spec=None, timeouts=None, **options):
     """The client of the engine behind a server."""
     spec = spec or spec_of(server.model)
     return ServerClient(server.url, spec=spec, api_key=server.key, timeouts=timeouts or QUICK, **options)
 
 
-class Server(Reachable, RolloutProcess):
-    """A server process that clients reach."""
+class Server(Trained, RolloutProcess):
+    """A server process."""
 
 
 BACKEND = """

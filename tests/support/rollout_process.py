@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import httpx
 import psutil
 from preloaded import Program
 from processes import alive
@@ -13,7 +14,15 @@ START_LIMIT_S = 240.0
 END_LIMIT_S = 40.0
 
 
-class RolloutProcess:
+class Reachable:
+    """A server by its `url` and `key`."""
+
+    def client(self):
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+
+
+class RolloutProcess(Reachable):
     """See the module's docstring; its family are its workers."""
 
     def __init__(self, model, folder, *words, port=0, key=None, wait=True):
