@@ -100,13 +100,13 @@ def is_worker(environ: Mapping[str, str]) -> bool:
 
 def world_size(environ: Mapping[str, str]) -> int:
     """Training processes on all nodes, for a worker and before the launch alike."""
-    plan = None if is_worker(environ) else plan_launch(environ)
+    plan = plan_launch(environ)
     return plan.world_size if plan else _worker_count("WORLD_SIZE", environ)
 
 
 def local_ranks(environ: Mapping[str, str]) -> int:
     """Training processes on this node (L)."""
-    plan = None if is_worker(environ) else plan_launch(environ)
+    plan = plan_launch(environ)
     return plan.local_ranks if plan else _worker_count("LOCAL_WORLD_SIZE", environ)
 
 
