@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from swift.errors import ConfigError
-from swift.models.attention.interface import is_packed, transformers_model
-from swift.models.forward import TokenSequence, pack
+from swift.models.attention.interface import transformers_model
+from swift.models.attention.spans import Span
+from swift.models.forward import TokenSequence, arrange
 from swift.models.reference import ReferenceModel, load_reference
 
 FeatureNorm = Literal["concat", "per_layer"]
@@ -105,44 +106,17 @@ class FeatureNetwork:
 
         A completion without tokens has the features of the last token of its prompt. One forward pass.
         """
-        with self.model.active() as module:
-            of_module = self._packed if is_packed(module) else self._padded
-            return of_module(module, sequences, device)
-
-    def _packed(self, module: nn.Module, sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
-        # one more token, because a stream leaves out the last one of a completion
+        # one more token, because the last one of a completion is no input
         longer = [TokenSequence(one.prompt_ids, [*one.completion_ids, 0]) for one in sequences]
-        tokens = pack(longer, device=device)
-        hidden = module(
-            input_ids=tokens.input_ids,
-            position_ids=tokens.position_ids,
-            attention_layout=tokens.layout,
-            logits_to_keep=tokens.predict_index[:1],
-            output_hidden_states=True,
-            use_cache=False,
-        ).hidden_states
-        features = self.of_tokens([one[0] for one in hidden])
-        spans = [(group.prompt, own) for group in tokens.layout.groups for own in group.completions]
-        if self.method == "mean_pooling":
-            found = [torch.cat([features[one.start : one.stop] for one in pair]).mean(dim=0) for pair in spans]
-            return torch.stack(found)
-        starts = [own.start if own.length else prompt.stop - 1 for prompt, own in spans]
-        ends = [own.stop if own.length else prompt.stop for prompt, own in spans]
-        return pool(features, torch.tensor(starts, device=device), torch.tensor(ends, device=device), self.method)
-
-    def _padded(self, module: nn.Module, sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
-        rows = [[*one.prompt_ids, *one.completion_ids] for one in sequences]
-        width = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-        hidden = module(
-            input_ids=ids, attention_mask=mask, output_hidden_states=True, logits_to_keep=1, use_cache=False
-        ).hidden_states
+        with self.model.active() as module:
+            tokens = arrange(module, longer, device=device)
+            hidden = module(**tokens.inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False).hidden_states
         features = self.of_tokens([one.flatten(0, 1) for one in hidden])
-        offset = torch.arange(len(rows), device=device) * width
-        ends = offset + torch.tensor([len(row) for row in rows], device=device)
-        first = [0 if self.method == "mean_pooling" else len(one.prompt_ids) for one in sequences]
-        starts = torch.minimum(offset + torch.tensor(first, device=device), ends - 1)
+        if self.method == "mean_pooling":
+            pairs = [[features[one.start : one.stop] for one in pair] for pair in tokens.spans]
+            return torch.stack([torch.cat(pair).mean(dim=0) for pair in pairs])
+        spans = [own if own.length else Span(prompt.stop - 1, 1) for prompt, own in tokens.spans]
+        starts, ends = torch.tensor([(one.start, one.stop) for one in spans], device=device).unbind(1)
         return pool(features, starts, ends, self.method)
 
 

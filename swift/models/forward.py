@@ -9,14 +9,17 @@ predicts nothing. With P = 3 prompt tokens and completions (a b c) and (d e)::
     predicts    .  .  a,d| b  c  | e
 
 Each completion segment attends to [its prompt ; itself] (`swift.models.attention`). A group of one is plain packing.
+
+Models that cannot be packed take right-padded rows instead (`pad`), which is also the oracle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,28 +37,33 @@ class TokenSequence:
 
 
 @dataclass(slots=True)
-class PackedTokens:
-    """A packed stream and where it predicts each completion token.
+class TokenBatch:
+    """Completions as a model takes them, `model(**inputs)`, and where it predicts each of their tokens.
 
-    input_ids, position_ids: [1, T] int64. predict_index: [N] stream index whose hidden state predicts target n.
-    target_ids: [N] the completion tokens, sequence after sequence. sequence_index: [N] which sequence.
+    inputs: ids, positions and layout of a packed stream [1, T]; or ids and mask of padded rows [S, L]. spans: where
+    each sequence has its prompt and the inputs of its completion, rows joined. predict_index: [N] the place, likewise,
+    whose hidden state predicts target n. target_ids: [N] the completion tokens, sequence after sequence.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
+    inputs: dict[str, Any]
+    spans: list[tuple[Span, Span]]
     predict_index: Tensor
     target_ids: Tensor
-    sequence_index: Tensor
-    num_sequences: int
-    layout: SegmentLayout
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is a stream."""
+        return "attention_layout" in self.inputs
+
+
+def arrange(model: nn.Module, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> TokenBatch:
+    """The sequences, packed if `model` takes packed streams, else padded."""
+    return (pack if is_packed(model) else pad)(sequences, device=device)
 
 
 def pack(
-    sequences: Sequence[TokenSequence],
-    *,
-    share_prompts: bool = True,
-    device: torch.device | str = "cpu",
-) -> PackedTokens:
+    sequences: Sequence[TokenSequence], *, share_prompts: bool = True, device: torch.device | str = "cpu"
+) -> TokenBatch:
     """Pack completions into one stream; neighbours with equal prompt ids share one prompt segment.
 
     Args:
@@ -66,96 +74,64 @@ def pack(
     Returns:
         the stream, with T = sum of prompt lengths (shared ones once) + sum of (completion length - 1).
     """
-    ids: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
-    predict: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
-    groups: list[tuple[Span, list[Span]]] = []
-    end = 0
-    for prompt, completions in _prompt_groups(sequences, share_prompts):
-        prompt_span = Span(end, prompt.size)
-        spans: list[Span] = []
-        groups.append((prompt_span, spans))
-        ids.append(prompt)
-        positions.append(np.arange(prompt.size))
-        end = prompt_span.stop
-        for completion in completions:
-            own = Span(end, completion.size - 1)
-            end = own.stop
-            spans.append(own)
-            ids.append(completion[:-1])
-            positions.append(np.arange(prompt.size, prompt.size + own.length))
-            predict += [np.array([prompt_span.stop - 1]), np.arange(own.start, own.stop)]
-            targets.append(completion)
-    layout = SegmentLayout([GroupSpans(span, tuple(rest)) for span, rest in groups], device)
-    owners = np.repeat(np.arange(len(targets)), [one.size for one in targets])
-
-    def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    return PackedTokens(
-        input_ids=tensor(np.concatenate(ids))[None],
-        position_ids=tensor(np.concatenate(positions))[None],
-        predict_index=tensor(np.concatenate(predict)),
-        target_ids=tensor(np.concatenate(targets)),
-        sequence_index=tensor(owners),
-        num_sequences=len(sequences),
-        layout=layout,
-    )
+    ids: list[int] = []
+    positions: list[int] = []
+    spans: list[tuple[Span, Span]] = []
+    groups: list[GroupSpans] = []
+    for _, group in groupby(sequences, lambda one: tuple(one.prompt_ids) if share_prompts else id(one)):
+        completions = list(group)
+        prompt_ids = completions[0].prompt_ids
+        prompt = Span(len(ids), len(prompt_ids))
+        ids += prompt_ids
+        positions += range(prompt.length)
+        for one in completions:
+            own = Span(len(ids), len(one.completion_ids) - 1)
+            ids += one.completion_ids[:-1]
+            positions += range(prompt.length, prompt.length + own.length)
+            spans.append((prompt, own))
+        groups.append(GroupSpans(prompt, tuple(own for _, own in spans[-len(completions) :])))
+    inputs = {
+        "input_ids": torch.tensor([ids], device=device),
+        "position_ids": torch.tensor([positions], device=device),
+        "attention_layout": SegmentLayout(groups, device),
+    }
+    return _batch(inputs, spans, sequences, device)
 
 
-def _prompt_groups(sequences: Sequence[TokenSequence], share: bool) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Prompts with the completions that are packed behind them."""
-    groups: list[tuple[np.ndarray, list[np.ndarray]]] = []
-    for sequence in sequences:
-        prompt, completion = _ids(sequence.prompt_ids), _ids(sequence.completion_ids)
-        assert prompt.size and completion.size, "a packed sequence needs prompt and completion tokens"
-        if not groups or not share or not np.array_equal(prompt, groups[-1][0]):
-            groups.append((prompt, []))
-        groups[-1][1].append(completion)
-    return groups
+def pad(sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> TokenBatch:
+    """The same sequences as right-padded rows, for a model with one of transformers' own attention functions."""
+    rows = [[*one.prompt_ids, *one.completion_ids[:-1]] for one in sequences]
+    width = max(map(len, rows))
+    inputs = {
+        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device),
+        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device),
+    }
+    spans = []
+    for i, one in enumerate(sequences):
+        prompt = Span(i * width, len(one.prompt_ids))
+        spans.append((prompt, Span(prompt.stop, len(one.completion_ids) - 1)))
+    return _batch(inputs, spans, sequences, device)
 
 
-def _ids(values: Sequence[int]) -> np.ndarray:
-    return np.asarray(values, dtype=np.int64)
+def _batch(
+    inputs: dict[str, Any],
+    spans: list[tuple[Span, Span]],
+    sequences: Sequence[TokenSequence],
+    device: torch.device | str,
+) -> TokenBatch:
+    assert all(prompt.length and own.length >= 0 for prompt, own in spans), "a sequence needs prompt and completion"
+    predict = [place for prompt, own in spans for place in (prompt.stop - 1, *range(own.start, own.stop))]
+    targets = [token for one in sequences for token in one.completion_ids]
+    return TokenBatch(inputs, spans, torch.tensor(predict, device=device), torch.tensor(targets, device=device))
 
 
-def packed_logits(model: nn.Module, tokens: PackedTokens) -> Tensor:
-    """Logits [N, V] that predict each completion token of a packed stream.
+def completion_logits(model: nn.Module, tokens: TokenBatch) -> Tensor:
+    """Logits [N, V] that predict each completion token.
 
-    The call goes through `model` itself (DDP, FSDP and ZeRO wrappers included), and the head is applied to the
-    N predicting positions only.
+    The call goes through `model` itself (DDP, FSDP and ZeRO wrappers included). Of a packed stream the head is applied
+    to the N predicting positions only.
     """
-    assert is_packed(model), "the model's own attention would read a packed stream as one sequence"
-    output = model(
-        input_ids=tokens.input_ids,
-        position_ids=tokens.position_ids,
-        attention_layout=tokens.layout,
-        logits_to_keep=tokens.predict_index,
-        use_cache=False,
-    )
-    return output.logits[0]
-
-
-def padded_logits(
-    model: nn.Module, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu"
-) -> Tensor:
-    """The same logits [N, V] from right-padded rows: the path of models that cannot be packed, and the oracle.
-
-    `model` must use one of transformers' own attention functions (not `enable_packed_attention`).
-    """
-    input_ids, mask, predict_index = padded_rows(sequences, device=device)
-    logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-    return logits.flatten(0, 1)[predict_index]
-
-
-def padded_rows(
-    sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Right-padded rows [S, L], their attention mask, and which of the S x L positions predict targets [N]."""
-    rows = [list(s.prompt_ids) + list(s.completion_ids)[:-1] for s in sequences]
-    width = max(len(row) for row in rows)
-    input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    predicting = [i * width + t for i, s in enumerate(sequences) for t in range(len(s.prompt_ids) - 1, len(rows[i]))]
-    return input_ids, mask, torch.tensor(predicting, device=device)
+    assert is_packed(model) == tokens.packed, "the model's attention would read it as something else"
+    if tokens.packed:
+        return model(**tokens.inputs, logits_to_keep=tokens.predict_index, use_cache=False).logits[0]  # type: ignore[no-any-return]
+    return model(**tokens.inputs, use_cache=False).logits.flatten(0, 1)[tokens.predict_index]  # type: ignore[no-any-return]

@@ -18,7 +18,6 @@ not a plain linear one (LoRA on it, quantised), is scored from its logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from swift.errors import first_line
 from swift.models.attention.choice import shallow
 from swift.models.attention.interface import is_packed, transformers_model
-from swift.models.forward import PackedTokens, TokenSequence, pack, packed_logits, padded_logits, padded_rows
+from swift.models.forward import TokenBatch, TokenSequence, arrange, completion_logits
 from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
 from swift.rl.logprobs import selected_logprobs
 
@@ -52,38 +51,26 @@ class ScoreRequest:
 
 
 def score_tokens(
-    model: nn.Module,
-    tokens: PackedTokens | Sequence[TokenSequence],
-    *,
-    temperature: float = 1.0,
-    entropy: Entropy = "none",
-    device: torch.device | str = "cpu",
+    model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy: Entropy = "none"
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each completion token, and the entropy of its distribution in nats.
 
     Args:
         model: the policy as it is trained, with its wrappers.
-        tokens: a packed stream for a packed model (`is_packed`), else sequences.
+        tokens: as the model takes them (`arrange`).
         temperature: of the softmax.
         entropy: whether it is wanted, and whether with a gradient.
-        device: of the model, for sequences.
 
     Returns:
         log-probs [N] and entropies [N] (None unless wanted), sequence after sequence, in fp32.
     """
     if not scores_itself(model):
-        logprobs_N, entropy_N = selected_logprobs(*_logits(model, tokens, device), temperature=temperature)
+        logits_NV = completion_logits(model, tokens)
+        logprobs_N, entropy_N = selected_logprobs(logits_NV, tokens.target_ids, temperature=temperature)
         return logprobs_N, entropy_N if entropy != "none" else None
-    if isinstance(tokens, PackedTokens):
-        assert is_packed(model), "the model's own attention would read a packed stream as one sequence"
-        predict_index, target_ids = tokens.predict_index, tokens.target_ids
-        inputs: dict[str, Any] = {"position_ids": tokens.position_ids, "attention_layout": tokens.layout}
-        inputs["input_ids"] = tokens.input_ids
-    else:
-        input_ids, mask, predict_index = padded_rows(tokens, device=device)
-        inputs, target_ids = {"input_ids": input_ids, "attention_mask": mask}, _targets(tokens, device)
-    request = ScoreRequest(predict_index, target_ids, LogitMap(temperature=temperature), entropy)
-    found = model(**inputs, use_cache=False, score=request)
+    assert is_packed(model) == tokens.packed, "the model's attention would read it as something else"
+    request = ScoreRequest(tokens.predict_index, tokens.target_ids, LogitMap(temperature=temperature), entropy)
+    found = model(**tokens.inputs, use_cache=False, score=request)
     return found if isinstance(found, tuple) else (found, None)
 
 
@@ -238,14 +225,14 @@ def _gap(model: nn.Module) -> str | None:
         TokenSequence(ids[:4], ids[13:20]),
         TokenSequence(ids[4:7], ids[20:]),
     ]
-    tokens = pack(sequences, device=device) if is_packed(model) else sequences
+    tokens = arrange(model, sequences, device=device)
     was_training = model.training
     model.eval()
     try:
         with shallow(model):
-            logits, targets = _logits(model, tokens, device)
-            theirs = selected_logprobs(logits, targets, temperature=0.8)
-            mine = score_tokens(model, tokens, temperature=0.8, entropy="value", device=device)
+            logits = completion_logits(model, tokens)
+            theirs = selected_logprobs(logits, tokens.target_ids, temperature=0.8)
+            mine = score_tokens(model, tokens, temperature=0.8, entropy="value")
     except (AttributeError, TypeError, ValueError) as error:
         return f"its decoder cannot be called alone: {first_line(error)}"
     finally:
@@ -255,19 +242,3 @@ def _gap(model: nn.Module) -> str | None:
     gaps = [(one - other).abs().mean() for one, other in zip(mine, theirs, strict=True) if one is not None]
     gap = float(torch.stack(gaps).max())  # NaN where any is
     return None if gap <= tolerance else "its log-probs differ from its logits'"
-
-
-# --- from logits -----------------------------------------------------------------------------------------------------
-
-
-def _logits(
-    model: nn.Module, tokens: PackedTokens | Sequence[TokenSequence], device: torch.device | str
-) -> tuple[Tensor, Tensor]:
-    """Logits [N, V] and the targets [N]."""
-    if isinstance(tokens, PackedTokens):
-        return packed_logits(model, tokens), tokens.target_ids
-    return padded_logits(model, tokens, device=device), _targets(tokens, device)
-
-
-def _targets(sequences: Sequence[TokenSequence], device: torch.device | str) -> Tensor:
-    return torch.tensor([token for one in sequences for token in one.completion_ids], device=device)

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swift.models.attention.interface import is_packed
-from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.forward import TokenSequence, arrange, completion_logits
 from swift.models.sharded import is_dtensor, is_sharded, is_zero3, zero3_gathered
 
 _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."
@@ -86,11 +85,7 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
 
 @torch.no_grad()
 def _pass_over_one_token(model: nn.Module) -> None:
-    sequences, device = [TokenSequence([0], [0])], next(model.parameters()).device
-    if is_packed(model):
-        packed_logits(model, pack(sequences, device=device))
-    else:
-        padded_logits(model, sequences, device=device)
+    completion_logits(model, arrange(model, [TokenSequence([0], [0])], device=next(model.parameters()).device))
 
 
 @contextlib.contextmanager

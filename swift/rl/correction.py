@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swift.rl.objective import SamplerCorrection
-from swift.rl.segments import at_tokens, segment_mean, segment_sum
+from swift.rl.segments import Segments
 
 CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 SequenceRatio = Literal["mean", "sum"]
@@ -45,10 +45,8 @@ def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T:
 @torch.no_grad()
 def sampler_correction(
     eta_T: Tensor,
+    segments: Segments,
     *,
-    mask_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
     mode: CorrectionMode,
     threshold: float = 2.0,
     lower: float = 0.0,
@@ -60,34 +58,25 @@ def sampler_correction(
     trained tokens' logarithms, each clipped to [log 1e-8, 20].
     """
     if mode == "none":
-        return SamplerCorrection(torch.ones_like(eta_T), eta_T.new_zeros(num_sequences))
+        return SamplerCorrection(torch.ones_like(eta_T), eta_T.new_zeros(segments.num))
     ratio_T = torch.exp(eta_T)
-    ratio_S = sequence_mismatch(eta_T, mask_T, sequence_index_T, num_sequences, sequence_ratio)
+    ratio_S = sequence_mismatch(eta_T, segments, sequence_ratio)
     bounded = ratio_S if mode.startswith("sequence") else ratio_T
     kept = (bounded >= lower) & (bounded <= threshold)
     if mode == "sequence_truncate" or (mode == "sequence_mask" and sequence_ratio == "sum"):
         weights_S = ratio_S.clamp(lower, threshold) if mode == "sequence_truncate" else ratio_S * kept
-        return SamplerCorrection(at_tokens(weights_S, sequence_index_T), weights_S.log().clamp(LOG_FLOOR, LOG_LIMIT))
+        return SamplerCorrection(segments.at_tokens(weights_S), weights_S.log().clamp(LOG_FLOOR, LOG_LIMIT))
     if mode == "token_truncate":
         weights_T = ratio_T.clamp(lower, threshold)
     else:
-        weights_T = ratio_T * (kept if mode == "token_mask" else at_tokens(kept, sequence_index_T))
-    log_T = weights_T.log().clamp(LOG_FLOOR, LOG_LIMIT) * mask_T
-    return SamplerCorrection(weights_T, segment_sum(log_T, sequence_index_T, num_sequences))
+        weights_T = ratio_T * (kept if mode == "token_mask" else segments.at_tokens(kept))
+    return SamplerCorrection(weights_T, segments.sum(weights_T.log().clamp(LOG_FLOOR, LOG_LIMIT)))
 
 
 @torch.no_grad()
-def sequence_mismatch(
-    eta_T: Tensor,
-    mask_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
-    sequence_ratio: SequenceRatio,
-) -> Tensor:
+def sequence_mismatch(eta_T: Tensor, segments: Segments, sequence_ratio: SequenceRatio) -> Tensor:
     """Ratio q of each sequence, [S]: `exp` of the sum or of the mean of its log-ratios."""
-    if sequence_ratio == "sum":
-        return torch.exp(segment_sum(eta_T * mask_T, sequence_index_T, num_sequences))
-    return torch.exp(segment_mean(eta_T, mask_T, sequence_index_T, num_sequences))
+    return torch.exp(segments.sum(eta_T) if sequence_ratio == "sum" else segments.mean(eta_T))
 
 
 @torch.no_grad()
@@ -95,10 +84,8 @@ def off_policy_sequence_mask(
     advantages_T: Tensor,
     policy_logprobs_T: Tensor,
     sampler_logprobs_T: Tensor,
+    segments: Segments,
     *,
-    mask_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
     delta: float,
 ) -> Tensor:
     """OPSM (arXiv:2512.02556): 0 for tokens with A < 0 in a sequence that drifted, 1 elsewhere, [T].
@@ -106,10 +93,8 @@ def off_policy_sequence_mask(
     A sequence drifted when the mean of `lp_s - lp` over its trained tokens exceeds `delta`; tokens without a
     sampler log-prob (NaN) count as no drift. A forward mask: it never changes a normaliser.
     """
-    known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
-    drift_T = torch.where(known_T, sampler_logprobs_T - policy_logprobs_T, 0.0)
-    drift_S = segment_mean(drift_T, mask_T, sequence_index_T, num_sequences)
-    return ((advantages_T >= 0) | at_tokens(drift_S <= delta, sequence_index_T)).to(policy_logprobs_T.dtype)
+    drift_T = torch.where(sampler_logprobs_T.isfinite(), sampler_logprobs_T - policy_logprobs_T, 0.0)
+    return ((advantages_T >= 0) | segments.at_tokens(segments.mean(drift_T) <= delta)).to(policy_logprobs_T.dtype)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swift.rl.segments import segment_sum
+from swift.rl.segments import Segments
 
 LOG_RATIO_LIMIT = 20.0
 """Upper bound of lp_r - lp before `exp`: e^20 is far beyond any divergence a run survives, and finite in fp32."""
@@ -28,14 +28,10 @@ def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def sequence_k1(
     sampler_logprobs_T: Tensor,
     ref_logprobs_T: Tensor,
-    *,
-    mask_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
+    segments: Segments,
 ) -> Tensor:
     """On-policy k1 estimate of each sequence, `sum_t m (lp_s - lp_r)`, [S], for `kl_in_reward`.
 
     The reward of sequence i is lowered by beta times this (RLOO, arXiv:2402.14740); the loss then has no KL.
     """
-    difference_T = torch.where(mask_T.bool(), sampler_logprobs_T - ref_logprobs_T, 0.0)
-    return segment_sum(difference_T, sequence_index_T, num_sequences)
+    return segments.sum(sampler_logprobs_T - ref_logprobs_T)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swift.rl.kl import k3
 from swift.rl.losses import Level, LossConfig, TokenInputs, get_loss
-from swift.rl.segments import at_tokens, segment_mean, segment_sum
+from swift.rl.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,8 @@ def policy_loss(
     *,
     config: LossConfig,
     advantages_T: Tensor,
-    mask_T: Tensor,
+    segments: Segments,
     token_weights_T: Tensor,
-    sequence_index_T: Tensor,
-    num_sequences: int,
     old_logprobs_T: Tensor | None = None,
     ref_logprobs_T: Tensor | None = None,
     sampler_logprobs_T: Tensor | None = None,
@@ -77,10 +75,8 @@ def policy_loss(
         policy_logprobs_T: log-probs under the current policy, with gradient; their dtype is that of the loss.
         config: the settings.
         advantages_T: advantage at each token.
-        mask_T: data mask, 0 or 1.
+        segments: the sequences of the tokens, and the data mask.
         token_weights_T: weight of its sequence (`sequence_weights`) at each token, 0 where the mask is 0.
-        sequence_index_T: long, sequence of each token, 0..S-1.
-        num_sequences: S.
         old_logprobs_T: policy at the start of the batch; None when this is its only update.
         ref_logprobs_T: reference policy; needed when `config.beta` > 0.
         sampler_logprobs_T: the policy that sampled, NaN where unknown; read when `config.rollout_kl_coef` > 0.
@@ -92,20 +88,15 @@ def policy_loss(
         ValueError: beta > 0 without reference log-probs, or a setting that the loss refuses.
     """
     loss = get_loss(config.loss_type)
-    dtype = policy_logprobs_T.dtype
-    mask_T = mask_T.to(dtype)
+    dtype, mask_T = policy_logprobs_T.dtype, segments.mask_T
     log_ratio_T = log_ratio(policy_logprobs_T, old_logprobs_T, mask_T)
-    ratio_T = importance_ratio(
-        log_ratio_T, mask_T=mask_T, sequence_index_T=sequence_index_T, num_sequences=num_sequences, level=config.level
-    )
+    ratio_T = importance_ratio(log_ratio_T, segments, config.level)
     inputs = TokenInputs(
         policy_logprobs_T=policy_logprobs_T,
         log_ratio_T=log_ratio_T,
         ratio_T=ratio_T,
         advantages_T=advantages_T.to(dtype),
-        mask_T=mask_T,
-        sequence_index_T=sequence_index_T,
-        num_sequences=num_sequences,
+        segments=segments,
         sampler_log_weight_S=None if correction is None else correction.log_weight_S.detach(),
     )
     objective = loss.objective(inputs, config)
@@ -122,7 +113,7 @@ def policy_loss(
         observations_T["kl"] = kl_T = _kl(inputs, ref_logprobs_T, config)
         token_loss_T = token_loss_T + config.beta * kl_T
     if config.rollout_kl_coef > 0 and sampler_logprobs_T is not None:
-        known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
+        known_T = mask_T & sampler_logprobs_T.isfinite()
         sampler_T = torch.where(known_T, sampler_logprobs_T.to(dtype), policy_logprobs_T.detach())
         observations_T["rollout_kl"] = kl_T = k3(policy_logprobs_T, sampler_T)
         token_loss_T = token_loss_T + config.rollout_kl_coef * kl_T
@@ -131,7 +122,7 @@ def policy_loss(
     return LossOutput(
         loss=(weights_T * token_loss_T).sum(),
         means={name: _sum_and_count(values_T, mask_T) for name, values_T in observations_T.items()},
-        extremes={"ratio/max": _maximum_ratio(ratio_T, mask_T), **_clip_extremes(observations_T, inputs)},
+        extremes={"ratio/max": _maximum_ratio(ratio_T, mask_T), **_clip_extremes(observations_T, segments)},
         policy_loss=policy_loss,
     )
 
@@ -144,12 +135,10 @@ def log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor | None, mask_T: 
     """
     old_T = policy_logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T.to(policy_logprobs_T.dtype)
     # where, not a product: whatever stands at a masked position (NaN included) must not reach a sum
-    return torch.where(mask_T.bool(), policy_logprobs_T - old_T, torch.zeros_like(policy_logprobs_T))
+    return torch.where(mask_T, policy_logprobs_T - old_T, 0.0)
 
 
-def importance_ratio(
-    log_ratio_T: Tensor, *, mask_T: Tensor, sequence_index_T: Tensor, num_sequences: int, level: Level
-) -> Tensor:
+def importance_ratio(log_ratio_T: Tensor, segments: Segments, level: Level) -> Tensor:
     """The ratio of the given level at each token, [T], with gradient.
 
         token           r_t = exp(lp_t - lp_o_t)                                       PPO, arXiv:1707.06347
@@ -160,8 +149,7 @@ def importance_ratio(
     """
     if level == "token":
         return torch.exp(log_ratio_T)
-    log_ratio_S = segment_mean(log_ratio_T, mask_T, sequence_index_T, num_sequences)
-    sequence_log_ratio_T = at_tokens(log_ratio_S, sequence_index_T)
+    sequence_log_ratio_T = segments.at_tokens(segments.mean(log_ratio_T))
     if level == "sequence":
         return torch.exp(sequence_log_ratio_T)
     return torch.exp(log_ratio_T - log_ratio_T.detach() + sequence_log_ratio_T.detach())
@@ -173,28 +161,26 @@ def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) 
         raise ValueError(f"beta: {config.beta}: the KL term needs the log-probs of the reference")
     ref_T = ref_logprobs_T.detach().to(inputs.policy_logprobs_T.dtype)
     # a masked position contributes nothing, whatever stands there
-    ref_T = torch.where(inputs.mask_T.bool(), ref_T, inputs.policy_logprobs_T.detach())
+    ref_T = torch.where(inputs.segments.mask_T, ref_T, inputs.policy_logprobs_T.detach())
     estimate_T = k3(inputs.policy_logprobs_T, ref_T)
     return estimate_T * torch.exp(inputs.log_ratio_T) if config.kl_bias_correction else estimate_T
 
 
 @torch.no_grad()
 def _sum_and_count(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    trained_T = mask_T.bool()  # where, not indexing: no device synchronisation
-    return torch.stack([torch.where(trained_T, values_T, 0).double().sum(), trained_T.sum().double()])
+    # where, not indexing: no device synchronisation
+    return torch.stack([torch.where(mask_T, values_T, 0).double().sum(), mask_T.sum().double()])
 
 
 @torch.no_grad()
-def _clip_extremes(observations_T: dict[str, Tensor], inputs: TokenInputs) -> dict[str, Tensor]:
+def _clip_extremes(observations_T: dict[str, Tensor], segments: Segments) -> dict[str, Tensor]:
     """The smallest share of tokens clipped below, and the largest clipped above, of a sequence."""
-    mask_T, index_T, num_sequences = inputs.mask_T, inputs.sequence_index_T, inputs.num_sequences
-    trained_S = segment_sum(mask_T, index_T, num_sequences) > 0
+    trained_S = segments.sum(torch.ones_like(segments.index_T)) > 0
     found = {}
     for name, mean, extreme in (("low_min", "low_mean", torch.amin), ("high_max", "high_mean", torch.amax)):
         clipped_T = observations_T.get(f"clip_ratio/{mean}")
         if clipped_T is not None and bool(trained_S.any()):
-            share_S = segment_mean(clipped_T.to(mask_T.dtype), mask_T, index_T, num_sequences)
-            found[f"clip_ratio/{name}"] = extreme(share_S[trained_S], dim=0).double()
+            found[f"clip_ratio/{name}"] = extreme(segments.mean(clipped_T.double())[trained_S], dim=0)
     return found
 
 
@@ -203,4 +189,4 @@ def _maximum_ratio(ratio_T: Tensor, mask_T: Tensor) -> Tensor:
     """The largest ratio of a trained token; 0 without one."""
     if not ratio_T.numel():
         return torch.zeros((), dtype=torch.float64, device=ratio_T.device)
-    return torch.where(mask_T.bool(), ratio_T, 0).amax().double()
+    return torch.where(mask_T, ratio_T, 0).amax().double()

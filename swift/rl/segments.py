@@ -1,26 +1,33 @@
-"""Sums over the sequences of a packed stream of tokens, and the way back.
-
-T tokens of a micro-batch, S sequences. `sequence_index_T` (long) names the sequence of each token, in any order; a
-sequence without tokens sums to 0. All functions are differentiable in their values.
-"""
+"""Sums over the sequences of a packed stream of tokens, and the way back."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 
-def segment_sum(values_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    """Sum of each sequence's values, [S], in the dtype of the values."""
-    return values_T.new_zeros(num_sequences).index_add(0, sequence_index_T, values_T)
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The sequences of a micro-batch, T tokens of S sequences, and which tokens are trained.
 
+    mask_T: the data mask, bool. index_T: long, the sequence of each token, 0..S-1 in any order. num: S.
+    """
 
-def segment_mean(values_T: Tensor, mask_T: Tensor, sequence_index_T: Tensor, num_sequences: int) -> Tensor:
-    """Mean of each sequence's values where the mask is 1, [S]; 0 for a sequence without such tokens."""
-    mask_T = mask_T.to(values_T.dtype)
-    total_S = segment_sum(values_T * mask_T, sequence_index_T, num_sequences)
-    return total_S / segment_sum(mask_T, sequence_index_T, num_sequences).clamp(min=1.0)
+    mask_T: Tensor
+    index_T: Tensor
+    num: int
 
+    def sum(self, values_T: Tensor) -> Tensor:
+        """Sum of each sequence's trained values, [S], in their dtype and with their gradient; 0 without any."""
+        trained_T = torch.where(self.mask_T, values_T, 0)  # whatever stands at the others, NaN included
+        return values_T.new_zeros(self.num).index_add(0, self.index_T, trained_T)
 
-def at_tokens(values_S: Tensor, sequence_index_T: Tensor) -> Tensor:
-    """Each sequence's value at each of its tokens, [T]."""
-    return values_S.index_select(0, sequence_index_T)
+    def mean(self, values_T: Tensor) -> Tensor:
+        """Mean of the same."""
+        return self.sum(values_T) / self.sum(torch.ones_like(values_T)).clamp(min=1.0)
+
+    def at_tokens(self, values_S: Tensor) -> Tensor:
+        """Each sequence's value at each of its tokens, [T]."""
+        return values_S.index_select(0, self.index_T)

@@ -80,14 +80,13 @@ def alone(module, sequence, method, layers=(1, 2)):
 
 @pytest.mark.parametrize("method", ["last_token", "mean_pooling", "completion_mean", "concat"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_features_are_those_of_each_sequence_alone(qwen2, method, packed, monkeypatch):
+def test_features_are_those_of_each_sequence_alone(qwen2, method, packed):
     args = settings(qwen2, ebft_embed_method=method)
     policy = load_policy(args)
     choose_attention(policy)
     network = load_features(args, policy)
     plain = load_for_inference(args).eval()
     if not packed:
-        monkeypatch.setattr("swift.models.features.is_packed", lambda module: False)
         network.model.module = plain
     found = network.of_sequences(SEQUENCES)
     wanted = torch.stack([alone(plain, one, method) for one in SEQUENCES])

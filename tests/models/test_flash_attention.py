@@ -7,7 +7,7 @@ import torch
 
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.interface import is_packed
-from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.forward import TokenSequence, completion_logits, pack, pad
 from swift.rl.logprobs import selected_logprobs
 
 SEQUENCES = [
@@ -44,11 +44,11 @@ def test_packed_rows_are_segments_of_one_call_per_layer(
 ):
     model = small_model(arch, **settings)
     model.set_attn_implementation("eager")
-    expected, gradients = outcome(model, padded_logits(model, SEQUENCES))
+    expected, gradients = outcome(model, completion_logits(model, pad(SEQUENCES)))
     model.set_attn_implementation("flash_attention_2")
     assert choose_attention(model) is None and is_packed(model)
     fake_flash.clear()
-    found, found_gradients = outcome(model, packed_logits(model, pack(SEQUENCES, share_prompts=share_prompts)))
+    found, found_gradients = outcome(model, completion_logits(model, pack(SEQUENCES, share_prompts=share_prompts)))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert found_gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
@@ -62,10 +62,10 @@ def test_packed_rows_are_segments_of_one_call_per_layer(
 
 def test_layers_with_sinks_use_masked_sdpa(small_model, fake_flash):
     model = small_model("gpt_oss").eval()
-    oracle = torch.cat([padded_logits(model, [one]) for one in SEQUENCES])
+    oracle = torch.cat([completion_logits(model, pad([one])) for one in SEQUENCES])
     assert choose_attention(model) is None
     model.set_attn_implementation("swift_varlen")
-    torch.testing.assert_close(packed_logits(model, pack(SEQUENCES)), oracle, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(completion_logits(model, pack(SEQUENCES)), oracle, rtol=1e-5, atol=1e-5)
     assert not fake_flash
 
 
@@ -86,10 +86,10 @@ def test_flex_attention_is_asked_where_it_is_wanted(small_model, monkeypatch):
     calls, attend = [], FlexSegments.attend
     monkeypatch.setattr(FlexSegments, "attend", lambda *given: calls.append(given) or attend(*given))
     model = small_model("qwen3", sliding_window=None)
-    oracle = padded_logits(model, SEQUENCES)
+    oracle = completion_logits(model, pad(SEQUENCES))
     model.set_attn_implementation("flex_attention")
     with torch.no_grad():
         assert choose_attention(model) is None
         calls.clear()
-        torch.testing.assert_close(packed_logits(model, pack(SEQUENCES)), oracle, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(completion_logits(model, pack(SEQUENCES)), oracle, rtol=1e-5, atol=1e-5)
     assert len(calls) == model.config.num_hidden_layers

@@ -8,7 +8,7 @@ import torch
 from swift.models.attention.choice import choose_attention, packing_obstacle
 from swift.models.attention.interface import enable_packed_attention, is_packed
 from swift.models.attention.spans import Variant
-from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.forward import TokenSequence, completion_logits, pack, pad
 
 SEQUENCES = [
     TokenSequence([5, 6, 7, 8], [10, 11, 12]),
@@ -37,11 +37,11 @@ def gradients(model, logits):
 
 def test_a_stream_holds_each_prompt_once_and_no_last_token():
     tokens = pack(SEQUENCES)
-    assert tokens.input_ids.tolist() == [[5, 6, 7, 8, 10, 11, 10, 14, 15, 16, 17, 9, 20, 30, 31]]
-    assert tokens.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 0, 1, 0, 1]]
+    assert tokens.inputs["input_ids"].tolist() == [[5, 6, 7, 8, 10, 11, 10, 14, 15, 16, 17, 9, 20, 30, 31]]
+    assert tokens.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8, 0, 1, 0, 1]]
     assert tokens.predict_index.tolist() == [3, 4, 5, 3, 3, 6, 7, 8, 9, 10, 11, 12, 14]
     assert tokens.target_ids.tolist() == [10, 11, 12, 13, 10, 14, 15, 16, 17, 18, 20, 21, 32]
-    assert tokens.sequence_index.tolist() == [0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 4]
+    assert [own.index.tolist() for _, own in tokens.spans] == [[4, 5], [], [6, 7, 8, 9, 10], [12], []]
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
@@ -51,8 +51,8 @@ def test_packed_logits_and_gradients_equal_padded_ones(nano_folder, share_prompt
     packed.train()
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
-    mine = packed_logits(packed, pack(SEQUENCES, share_prompts=share_prompts))
-    oracle = padded_logits(padded.train(), SEQUENCES)
+    mine = completion_logits(packed, pack(SEQUENCES, share_prompts=share_prompts))
+    oracle = completion_logits(padded.train(), pad(SEQUENCES))
     assert (mine - oracle).abs().max() < 1e-5
     expected = gradients(padded, oracle)
     for name, gradient in gradients(packed, mine).items():
@@ -64,9 +64,9 @@ def test_lora_policies_are_packed_too(nano_folder):
 
     torch.manual_seed(0)
     lora = get_peft_model(load(nano_folder, False), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    oracle = padded_logits(lora, SEQUENCES)
+    oracle = completion_logits(lora, pad(SEQUENCES))
     enable_packed_attention(lora)
-    assert (packed_logits(lora, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
+    assert (completion_logits(lora, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
 
 
 def test_layers_of_other_types_are_named(nano_folders):
@@ -112,11 +112,11 @@ def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings,
     model = small_model(arch, **{**settings, "sliding_window": window})
     model.eval()
     model.set_attn_implementation("eager")  # sdpa has no soft caps
-    oracle = torch.cat([padded_logits(model, [sequence]) for sequence in LONG])
+    oracle = torch.cat([completion_logits(model, pad([sequence])) for sequence in LONG])
     expected = {name: gradient.clone() for name, gradient in gradients(model, oracle).items() if gradient is not None}
     model.zero_grad()
     assert choose_attention(model) is None
-    mine = packed_logits(model, pack(LONG, share_prompts=share_prompts))
+    mine = completion_logits(model, pack(LONG, share_prompts=share_prompts))
     assert (mine - oracle).abs().max() < 1e-5
     found = gradients(model, mine)
     for name, gradient in expected.items():
@@ -128,11 +128,11 @@ def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
 
     model = small_model("gemma2", sliding_window=4)
     assert choose_attention(model) is None
-    whole = packed_logits(model, pack(LONG))
+    whole = completion_logits(model, pack(LONG))
     expected = {name: gradient.clone() for name, gradient in gradients(model, whole).items()}
     model.zero_grad()
     monkeypatch.setattr(rows, "SCORES", 1)
-    parts = packed_logits(model, pack(LONG))
+    parts = completion_logits(model, pack(LONG))
     assert (parts - whole).abs().max() < 1e-6
     for name, gradient in gradients(model, parts).items():
         assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6, name
@@ -169,9 +169,9 @@ def test_attention_is_contiguous_as_models_expect(small_model):
     model = small_model("mistral", sliding_window=4)
     assert choose_attention(model) is None
     tokens = pack(LONG)
-    states = torch.randn(1, 4, tokens.input_ids.shape[1], 8)
+    states = torch.randn(1, 4, tokens.inputs["input_ids"].shape[1], 8)
     for variant in (Variant(), Variant(window=4), Variant(softcap=3.0)):
-        assert tokens.layout.attend(states, states, states, None, variant).is_contiguous()
+        assert tokens.inputs["attention_layout"].attend(states, states, states, None, variant).is_contiguous()
 
 
 def test_a_window_wider_than_every_sequence_is_none(small_model, monkeypatch):
@@ -180,18 +180,18 @@ def test_a_window_wider_than_every_sequence_is_none(small_model, monkeypatch):
     model = small_model("mistral", sliding_window=21)
     assert choose_attention(model) is None
     tokens, asked = pack(LONG), []
-    assert tokens.layout.longest == 12 + 8
+    assert tokens.inputs["attention_layout"].longest == 12 + 8
     monkeypatch.setattr(layout, "kernel_for", lambda *_: asked.append("plain") or "rows")
-    packed_logits(model, tokens)
+    completion_logits(model, tokens)
     assert asked == ["plain"] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v3", "gpt_neox", "mixtral"])
 def test_other_architectures_are_packed_where_that_equals_their_own_attention(small_model, arch):
     model = small_model(arch)
-    oracle = torch.cat([padded_logits(model, [sequence]) for sequence in SEQUENCES])
+    oracle = torch.cat([completion_logits(model, pad([sequence])) for sequence in SEQUENCES])
     assert choose_attention(model) is None
-    assert (packed_logits(model, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
+    assert (completion_logits(model, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
 
 
 def test_a_model_that_keeps_attention_to_itself_is_found_out(nano_folder, monkeypatch):

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from swift.models.attention.choice import choose_attention
-from swift.models.attention.interface import is_packed
-from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.forward import TokenSequence, arrange, completion_logits, pack
 from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
 from swift.rl import linear_logprobs
 from swift.rl.logprobs import selected_logprobs
@@ -28,12 +27,11 @@ TARGETS = torch.tensor([token for one in SEQUENCES for token in one.completion_i
 
 
 def from_logits(model):
-    logits = packed_logits(model, pack(SEQUENCES)) if is_packed(model) else padded_logits(model, SEQUENCES)
-    return selected_logprobs(logits, TARGETS, temperature=0.9)
+    return selected_logprobs(completion_logits(model, arrange(model, SEQUENCES)), TARGETS, temperature=0.9)
 
 
 def itself(model, entropy="gradient"):
-    return score_tokens(model, pack(SEQUENCES) if is_packed(model) else SEQUENCES, temperature=0.9, entropy=entropy)
+    return score_tokens(model, arrange(model, SEQUENCES), temperature=0.9, entropy=entropy)
 
 
 def gradients(model, pair):

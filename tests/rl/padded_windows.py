@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from swift.rl.objective import LossOutput
 
 LENGTH, MAX_COMPLETION_LENGTH = 6, 8
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Padded float64 tensors [S, LENGTH] of S sequences, and their advantages [S].
+    """Padded tensors [S, LENGTH] of S sequences, and their advantages [S].
 
     `sampler` holds NaN where the engine could not score a token.
     """
@@ -43,6 +45,39 @@ class Window:
     def rows(self, part: slice) -> Window:
         """Some of the sequences."""
         return Window(**{name: getattr(self, name)[part] for name in Window.__dataclass_fields__})
+
+    def real(self, values: Tensor) -> list[float]:
+        """Those of the tokens that are no padding, sequence after sequence."""
+        return values[self.completion_mask.bool()].tolist()
+
+    def single(self) -> Window:
+        """The same in fp32."""
+        return Window(
+            **{name: value.float() if value.is_floating_point() else value for name, value in vars(self).items()}
+        )
+
+
+def window_of(*, policy: list, old: list, advantages: list, ref: list | None = None) -> Window:
+    """A window of written numbers, ragged lists of one value for each token, all of which are trained."""
+    lengths = torch.tensor([len(row) for row in policy])
+
+    def padded(rows: list) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(row, dtype=torch.float64) for row in rows], batch_first=True
+        )
+
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    old_T = padded(old)
+    return Window(
+        policy=padded(policy),
+        old=old_T,
+        ref=padded(ref or policy),
+        sampler=old_T,
+        entropies=torch.zeros_like(old_T),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        completion_mask=mask,
+        tool_mask=torch.ones_like(mask),
+    )
 
 
 def make_window(seed: int, filtered: list[int], *, sequences: int = 6, unscored: bool = False) -> Window:
@@ -87,3 +122,4 @@ class Outcome:
     gradient: Tensor
     entropy_gradient: Tensor
     metrics: dict[str, list[float]]
+    outputs: list[LossOutput] = field(default_factory=list)

@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
+from grouped_rewards import group_advantages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_windows import group_advantages
 
 from swift.rl.advantages import compute_advantages, reward_matrix, total_rewards
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rl_windows import Sample, group_advantages, run_window
+from grouped_rewards import group_advantages
+from padded_windows import window_of
+from whole_objective import run_window
 
 from swift.flags import flag
 from swift.plugin import advantages, losses
@@ -38,7 +40,7 @@ def registered():
 
 
 def test_a_registered_loss_trains_with_its_own_settings(registered):
-    pair = [Sample([-0.5, -1.0], 1.0, old=[-1.0, -1.0]), Sample([-2.0], -1.0, old=[-2.0])]
+    pair = window_of(policy=[[-0.5, -1.0], [-2.0]], old=[[-1.0, -1.0], [-2.0]], advantages=[1.0, -1.0])
     found = run_window(pair, LossConfig(loss_type="power", parameters=PowerParameters(power=2.0)))
     assert found.loss == pytest.approx((-(torch.tensor(0.5).exp() ** 2) - 1 + 1).item() / 3, rel=1e-6)
     assert describe(LossConfig(loss_type="power")) == "power (no paper): sum m f / N; token ratio"

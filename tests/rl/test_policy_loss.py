@@ -4,18 +4,25 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rl_windows import Sample, means, run_window, without
+from padded_windows import make_window, window_of
+from whole_objective import means, run_window
 
 from swift.rl.kl import k3, sequence_k1
 from swift.rl.losses import LossConfig, losses
 from swift.rl.objective import policy_loss
+from swift.rl.segments import Segments
 
-PAIR = [
-    Sample(policy=[-0.5, -1.0, -1.5], old=[-1.0, -1.0, -1.3], ref=[-0.4, -1.1, -1.5], advantage=1.0),
-    Sample(policy=[-0.2, -2.0], old=[-0.6, -1.4], ref=[0.0, -2.0], advantage=-1.0),
-]
+PAIR = window_of(
+    policy=[[-0.5, -1.0, -1.5], [-0.2, -2.0]],
+    old=[[-1.0, -1.0, -1.3], [-0.6, -1.4]],
+    ref=[[-0.4, -1.1, -1.5], [0.0, -2.0]],
+    advantages=[1.0, -1.0],
+)
+KL_ONLY = replace(PAIR, advantages=torch.zeros(2, dtype=torch.float64))
+CORRECTION = {"mode": "token_truncate", "threshold": 100.0}
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 def configured(name, **fields):
@@ -26,91 +33,64 @@ def configured(name, **fields):
 @st.composite
 def windows(draw):
     """Up to six sequences, some without a trained token, and a cut of them into micro-batches in any order."""
-    lengths = draw(st.lists(st.integers(1, 5), min_size=2, max_size=6))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-
-    def random(count, scale=1.0):
-        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
-
-    samples = []
-    for length in lengths:
-        policy = -random(length).abs() - 0.05
-        mask = (torch.rand(length, generator=generator) < 0.8).long()
-        weight = random(length, 0.3).exp()
-        samples.append(
-            Sample(
-                policy=policy.tolist(),
-                old=(policy + random(length, 0.3)).tolist(),
-                ref=(policy + random(length, 0.3)).tolist(),
-                advantage=random(1).item(),
-                mask=mask.tolist(),
-                sampler_weight=weight.tolist(),
-                keep=(torch.rand(length, generator=generator) < 0.7).long().tolist(),
-            )
-        )
-    samples[0] = replace(samples[0], mask=[1] * lengths[0])
-    order = draw(st.permutations(range(len(samples))))
-    cuts = draw(st.lists(st.integers(1, len(samples)), max_size=4).map(lambda cut: sorted({0, *cut, len(samples)})))
-    return samples, [order[start:end] for start, end in pairwise(cuts)]
+    size = draw(st.integers(2, 6))
+    window = make_window(draw(st.integers(0, 2**31)), draw(st.lists(st.integers(0, size - 1))), sequences=size)
+    assume(any(window.trained))
+    order = draw(st.permutations(range(size)))
+    cuts = draw(st.lists(st.integers(1, size), max_size=4).map(lambda cut: sorted({0, *cut, size})))
+    return window, [order[start:end] for start, end in pairwise(cuts)]
 
 
 @settings(deadline=None)
 @given(windows(), st.sampled_from(sorted(losses)), st.sampled_from(["token", "sequence", "sequence_token"]))
-def test_any_cut_of_the_window_gives_the_same_loss_and_gradient(window, name, level):
-    samples, cut = window
+def test_any_cut_of_the_window_gives_the_same_loss_and_gradient(drawn, name, level):
+    window, cut = drawn
     config = configured(name, importance_sampling_level=level, beta=0.04, kl_bias_correction=True)
-    whole = run_window(samples, config, nominal_size=2)
-    pieces = run_window(samples, config, nominal_size=2, cut=cut)
+    options = {"nominal": 2, "correction": CORRECTION, "quantile": 0.7}
+    whole, pieces = run_window(window, config, **options), run_window(window, config, cut=cut, **options)
     assert pieces.loss == pytest.approx(whole.loss, rel=1e-12, abs=1e-12)
-    assert pieces.flat == pytest.approx(whole.flat, rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(pieces.gradient, whole.gradient, **EXACT)
     assert means(pieces.outputs) == pytest.approx(means(whole.outputs), rel=1e-12, abs=1e-12)
 
 
 @settings(deadline=None)
 @given(windows(), st.sampled_from(sorted(losses)))
-def test_a_masked_token_has_no_gradient_and_no_influence(window, name):
-    samples, _ = window
-    config = configured(name, beta=0.04)
-    result = run_window(samples, config, nominal_size=2)
-
-    def poison(values, mask):
-        return [value if trained else float("nan") for value, trained in zip(values, mask, strict=True)]
-
-    poisoned = run_window(
-        [replace(s, old=poison(s.old, s.mask), ref=poison(s.ref, s.mask)) for s in samples],
-        config,
-        nominal_size=2,
-    )
-    assert poisoned.flat == result.flat and poisoned.loss == result.loss
-    for sample, gradient in zip(samples, result.gradients, strict=True):
-        assert all(value == 0 for value, trained in zip(gradient, sample.mask, strict=True) if not trained)
+def test_a_masked_token_has_no_gradient_and_no_influence(drawn, name):
+    window, _ = drawn
+    config, masked = configured(name, beta=0.04), window.mask == 0
+    result = run_window(window, config, nominal=2)
+    poisoned = replace(window, **{name: getattr(window, name).masked_fill(masked, math.nan) for name in ("old", "ref")})
+    found = run_window(poisoned, config, nominal=2)
+    assert torch.equal(found.gradient, result.gradient) and found.loss == result.loss
+    assert not result.gradient[masked].any()
 
 
 @settings(deadline=None)
-@given(windows(), st.sampled_from(sorted(losses)), st.booleans())
-def test_fp32_agrees_with_float64(window, name, corrected):
-    samples, _ = window
-    samples = samples if corrected else without(samples, sampler_weight=None)
+@given(windows(), st.sampled_from(sorted(losses)), st.sampled_from([None, CORRECTION]))
+def test_fp32_agrees_with_float64(drawn, name, correction):
+    window, _ = drawn
     # off the clip's edges: a ratio that rounds to the other side of an edge has another gradient
-    exact = run_window(samples, configured(name, epsilon=0.9, epsilon_high=9.0), nominal_size=2)
-    narrow = run_window(samples, configured(name, epsilon=0.9, epsilon_high=9.0), nominal_size=2, dtype=torch.float32)
-    assert narrow.flat == pytest.approx(exact.flat, rel=2e-5, abs=2e-6)
+    config = configured(name, epsilon=0.9, epsilon_high=9.0)
+    exact, narrow = (run_window(one, config, nominal=2, correction=correction) for one in (window, window.single()))
+    torch.testing.assert_close(narrow.gradient.double(), exact.gradient, rtol=2e-5, atol=2e-6)
 
 
 def test_forward_masks_act_on_the_policy_term_and_leave_the_kl_and_the_normaliser():
     config = LossConfig(beta=0.1)
-    kept = run_window([replace(PAIR[0], keep=[1] * 3), replace(PAIR[1], keep=[0] * 2)], config)
-    plain = run_window(PAIR, config)
-    kl_only = run_window([replace(sample, advantage=0.0) for sample in PAIR], config)
-    assert kept.gradients[0] == plain.gradients[0]
-    assert kept.gradients[1] == kl_only.gradients[1] != [0.0, 0.0]
+    first_alone = replace(PAIR, entropies=torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]))
+    kept, plain, kl_only = (
+        run_window(first_alone, config, quantile=0.5),
+        run_window(PAIR, config),
+        run_window(KL_ONLY, config),
+    )
+    assert torch.equal(kept.gradient[0], plain.gradient[0])
+    assert torch.equal(kept.gradient[1], kl_only.gradient[1]) and kl_only.gradient[1].any()
 
 
 def test_a_sampler_weight_of_zero_leaves_the_kl():
     config = LossConfig(beta=0.1)
-    weighted = [replace(sample, sampler_weight=[0.0] * len(sample.policy)) for sample in PAIR]
-    kl_only = run_window([replace(sample, advantage=0.0) for sample in PAIR], config)
-    assert run_window(weighted, config).flat == kl_only.flat
+    nothing = run_window(PAIR, config, correction={"mode": "token_mask", "threshold": 1e-9})
+    assert torch.equal(nothing.gradient, run_window(KL_ONLY, config).gradient)
 
 
 def test_the_metrics_of_the_clip():
@@ -128,41 +108,38 @@ def test_the_metrics_of_the_clip():
     assert with_kl["kl"] == pytest.approx((0.005171 + 0.004837 + 0.021403) / 5, abs=1e-6)
 
 
+def loss_of(policy_T, mask, **more):
+    """The loss of one sequence with advantage 1, every trained token of weight 1."""
+    mask_T = torch.tensor(mask, dtype=torch.bool)
+    segments = Segments(mask_T, torch.zeros(len(mask), dtype=torch.long), int(len(mask) > 0))
+    given = {"config": LossConfig(), "advantages_T": torch.ones(len(mask)), "token_weights_T": mask_T.float(), **more}
+    return policy_loss(policy_T, segments=segments, **given)
+
+
 def test_entropy_is_observed_but_does_not_enter_the_loss():
-    fields = {
-        "config": LossConfig(),
-        "advantages_T": torch.ones(3),
-        "mask_T": torch.tensor([1, 1, 0]),
-        "token_weights_T": torch.tensor([0.5, 0.5, 0.0]),
-        "sequence_index_T": torch.zeros(3, dtype=torch.long),
-        "num_sequences": 1,
-    }
     policy_T = torch.tensor([-1.0, -2.0, -3.0])
-    with_entropy = policy_loss(policy_T, entropy_T=torch.tensor([0.5, 1.5, 9.0]), **fields)
+    with_entropy = loss_of(policy_T, [1, 1, 0], entropy_T=torch.tensor([0.5, 1.5, 9.0]))
     assert with_entropy.means["entropy"].tolist() == [2.0, 2.0]
-    assert with_entropy.loss == policy_loss(policy_T, **fields).loss
+    assert with_entropy.loss == loss_of(policy_T, [1, 1, 0]).loss
 
 
 def test_a_micro_batch_without_a_trained_token_adds_nothing():
-    samples = [*PAIR, replace(PAIR[0], mask=[0, 0, 0])]
+    window = make_window(0, [2], sequences=3)
     for name in losses:
-        result = run_window(samples, configured(name, beta=0.1), cut=[[0, 1], [2]])
+        result = run_window(window, configured(name, beta=0.1), cut=[[0, 1], [2]])
         assert result.outputs[1].loss.item() == 0.0
-        assert result.gradients[2] == [0.0, 0.0, 0.0]
+        assert not result.gradient[2].any()
         assert result.outputs[1].means["ratio/mean"].tolist() == [0.0, 0.0]
 
 
 def test_the_kl_to_the_sampler_knows_only_what_the_sampler_told():
     """k3 of lp_s - lp = .1 is .005171, with the gradient 1 - e^.1; unknown and masked tokens have none."""
     policy_T = torch.tensor([-1.0, -2.0, -3.0], dtype=torch.float64, requires_grad=True)
-    output = policy_loss(
+    output = loss_of(
         policy_T,
+        [1, 1, 0],
         config=LossConfig(rollout_kl_coef=0.5),
         advantages_T=torch.zeros(3),
-        mask_T=torch.tensor([1, 1, 0]),
-        token_weights_T=torch.tensor([1.0, 1.0, 0.0]),
-        sequence_index_T=torch.zeros(3, dtype=torch.long),
-        num_sequences=1,
         sampler_logprobs_T=torch.tensor([-0.9, math.nan, math.nan]),
     )
     output.loss.backward()
@@ -188,13 +165,8 @@ def test_the_kl_pulls_back_a_token_that_is_far_above_the_reference():
 
 
 def test_k1_of_a_sequence_sums_the_trained_tokens_only():
-    values = sequence_k1(
-        torch.tensor([-1.0, -2.0, float("nan")]),
-        torch.tensor([-1.5, -1.0, 0.0]),
-        mask_T=torch.tensor([1, 1, 0]),
-        sequence_index_T=torch.tensor([0, 0, 1]),
-        num_sequences=2,
-    )
+    segments = Segments(torch.tensor([True, True, False]), torch.tensor([0, 0, 1]), 2)
+    values = sequence_k1(torch.tensor([-1.0, -2.0, math.nan]), torch.tensor([-1.5, -1.0, 0.0]), segments)
     assert values.tolist() == [-0.5, 0.0]
 
 
@@ -215,19 +187,10 @@ def test_settings_without_meaning_are_refused(fields, message):
 
 def test_kl_without_a_reference_is_refused():
     with pytest.raises(ValueError, match="needs the log-probs of the reference"):
-        run_window(without(PAIR, ref=None), LossConfig(beta=0.1))
+        loss_of(torch.tensor([-1.0]), [1], config=LossConfig(beta=0.1))
 
 
 def test_an_empty_micro_batch_is_legal():
-    empty_T = torch.zeros(0, requires_grad=True)
-    output = policy_loss(
-        empty_T,
-        config=LossConfig(),
-        advantages_T=torch.zeros(0),
-        mask_T=torch.zeros(0),
-        token_weights_T=torch.zeros(0),
-        sequence_index_T=torch.zeros(0, dtype=torch.long),
-        num_sequences=0,
-    )
+    output = loss_of(torch.zeros(0, requires_grad=True), [])
     output.loss.backward()
     assert output.loss.item() == 0.0 and output.extremes["ratio/max"].item() == 0.0

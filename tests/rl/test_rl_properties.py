@@ -7,10 +7,10 @@ from typing import get_args
 
 import pytest
 import torch
+from grouped_rewards import group_advantages
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from padded_windows import make_window
-from rl_windows import group_advantages
 from whole_objective import Options, run_ours
 
 from swift.rl.advantages import STD_EPSILON
@@ -26,6 +26,7 @@ from swift.rl.global_batch import count_batch
 from swift.rl.losses import Level, LossConfig, losses
 from swift.rl.losses.surrogate import clipped_surrogate
 from swift.rl.objective import importance_ratio
+from swift.rl.segments import Segments
 
 FEW = settings(deadline=None, max_examples=40)
 
@@ -53,9 +54,8 @@ def streams(draw):
     eta = draw(st.lists(numbers(-3, 3), min_size=sum(lengths), max_size=sum(lengths)))
     mask = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
     index = [number for number, length in enumerate(lengths) for _ in range(length)]
-    mask_T = torch.tensor(mask).double()
-    packing = {"mask_T": mask_T, "sequence_index_T": torch.tensor(index), "num_sequences": len(lengths)}
-    return rows_of(eta) * mask_T, packing
+    mask_T = torch.tensor(mask)
+    return rows_of(eta) * mask_T, Segments(mask_T, torch.tensor(index), len(lengths))
 
 
 # --- advantages --------------------------------------------------------------------------------------------------
@@ -87,20 +87,20 @@ def test_scaled_advantages_do_not_know_the_unit_of_the_reward(rewards_PG, scale)
 @FEW
 @given(streams(), numbers(1, 5), numbers(0, 1), st.sampled_from(["mean", "sum"]))
 def test_truncated_weights_lie_within_the_bounds_and_masked_ones_there_or_at_zero(stream, upper, lower, ratio):
-    eta_T, packing = stream
+    eta_T, segments = stream
 
     def weights(mode):
         bounds = {"threshold": upper, "lower": lower, "sequence_ratio": ratio}
-        return sampler_correction(eta_T, mode=mode, **bounds, **packing)
+        return sampler_correction(eta_T, segments, mode=mode, **bounds)
 
     for level in ("token", "sequence"):
         truncated = weights(f"{level}_truncate").weights_T
         assert ((truncated >= lower) & (truncated <= upper)).all()
         masked = weights(f"{level}_mask").weights_T
         if level == "sequence":
-            ratio_S = sequence_mismatch(eta_T, sequence_ratio=ratio, **packing)
-            inside = ((ratio_S >= lower) & (ratio_S <= upper))[packing["sequence_index_T"]]
-            unclipped = eta_T.exp() if ratio == "mean" else ratio_S[packing["sequence_index_T"]]
+            ratio_S = sequence_mismatch(eta_T, segments, ratio)
+            inside = ((ratio_S >= lower) & (ratio_S <= upper))[segments.index_T]
+            unclipped = eta_T.exp() if ratio == "mean" else ratio_S[segments.index_T]
         else:
             unclipped = eta_T.exp()
             inside = (unclipped >= lower) & (unclipped <= upper)
@@ -112,45 +112,45 @@ def test_truncated_weights_lie_within_the_bounds_and_masked_ones_there_or_at_zer
 @FEW
 @given(streams(), st.sampled_from(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]))
 def test_the_logarithm_of_a_sequence_is_that_of_its_weights(stream, mode):
-    eta_T, packing = stream
+    eta_T, segments = stream
     for ratio in ("sum", "mean"):
-        found = sampler_correction(eta_T, mode=mode, threshold=2.0, sequence_ratio=ratio, **packing)
+        found = sampler_correction(eta_T, segments, mode=mode, threshold=2.0, sequence_ratio=ratio)
         log_T = found.weights_T.log().clamp(math.log(1e-8), 20)
         one_weight = mode == "sequence_truncate" or (mode, ratio) == ("sequence_mask", "sum")
-        for number in range(packing["num_sequences"]):
-            own = packing["sequence_index_T"] == number
-            expected = log_T[own][0] if one_weight else (log_T * packing["mask_T"])[own].sum()
+        for number in range(segments.num):
+            own = segments.index_T == number
+            expected = log_T[own][0] if one_weight else (log_T * segments.mask_T)[own].sum()
             assert found.log_weight_S[number].item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 @FEW
 @given(streams())
 def test_the_effective_sample_size_is_a_share_and_whole_for_equal_weights(stream):
-    eta_T, packing = stream
-    assume(packing["mask_T"].any())
+    eta_T, segments = stream
+    assume(segments.mask_T.any())
 
     def share(values_T):
-        means, _ = mismatch_statistics(values_T, torch.zeros_like(values_T), packing["mask_T"], threshold=2.0)
+        means, _ = mismatch_statistics(values_T, torch.zeros_like(values_T), segments.mask_T, threshold=2.0)
         return effective_sample_size(*means["mismatch/ratio_mean"].tolist(), float(means["mismatch/ratio_squared"][0]))
 
-    assert 1 / packing["mask_T"].sum() - 1e-12 <= share(eta_T) <= 1 + 1e-12
+    assert 1 / segments.mask_T.sum() - 1e-12 <= share(eta_T) <= 1 + 1e-12
     assert share(torch.full_like(eta_T, 0.7)) == pytest.approx(1.0)
 
 
 @FEW
 @given(streams(), st.lists(numbers(-1, 1), min_size=3, max_size=3), numbers(-2, 2), numbers(0, 2))
 def test_a_sequence_mask_never_masks_a_gain_and_masks_less_with_a_wider_bound(stream, advantages, delta, more):
-    eta_T, packing = stream
-    advantages_T = rows_of(advantages)[packing["sequence_index_T"]]
+    eta_T, segments = stream
+    advantages_T = rows_of(advantages)[segments.index_T]
     policy_T = torch.full_like(eta_T, -2.0)
 
     def kept(bound):
-        return off_policy_sequence_mask(advantages_T, policy_T, policy_T + eta_T, delta=bound, **packing)
+        return off_policy_sequence_mask(advantages_T, policy_T, policy_T + eta_T, segments, delta=bound)
 
     assert (kept(delta)[advantages_T >= 0] == 1).all()
     assert (kept(delta + more) >= kept(delta)).all()
-    for number in range(packing["num_sequences"]):
-        assert kept(delta)[packing["sequence_index_T"] == number].unique().numel() == 1
+    for number in range(segments.num):
+        assert kept(delta)[segments.index_T == number].unique().numel() == 1
 
 
 # --- the objective -----------------------------------------------------------------------------------------------
@@ -159,13 +159,11 @@ def test_a_sequence_mask_never_masks_a_gain_and_masks_less_with_a_wider_bound(st
 @FEW
 @given(streams())
 def test_the_third_level_has_the_value_of_the_second(stream):
-    log_ratio_T, packing = stream
-    token, sequence, sequence_token = (
-        importance_ratio(log_ratio_T, level=level, **packing) for level in get_args(Level)
-    )
+    log_ratio_T, segments = stream
+    token, sequence, sequence_token = (importance_ratio(log_ratio_T, segments, level) for level in get_args(Level))
     torch.testing.assert_close(sequence_token, sequence, rtol=1e-12, atol=0)
-    alone = {**packing, "sequence_index_T": torch.arange(len(token)), "num_sequences": len(token)}
-    torch.testing.assert_close(importance_ratio(log_ratio_T, level="sequence", **alone), token, rtol=1e-12, atol=0)
+    alone = Segments(segments.mask_T, torch.arange(len(token)), len(token))
+    torch.testing.assert_close(importance_ratio(log_ratio_T, alone, "sequence"), token, rtol=1e-12, atol=0)
 
 
 @FEW

@@ -11,13 +11,10 @@ from swift.rl.correction import (
     sampler_mismatch,
 )
 from swift.rl.entropy import AdaptiveEntropy, entropy_bonus, top_entropy_threshold
+from swift.rl.segments import Segments
 
 ETA_T = torch.tensor([0.2, -0.3, 1.0, 0.5, -1.2], dtype=torch.float64)
-PACKING = {
-    "mask_T": torch.ones(5, dtype=torch.float64),
-    "sequence_index_T": torch.tensor([0, 0, 0, 1, 1]),
-    "num_sequences": 2,
-}
+SEGMENTS = Segments(torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 0, 1, 1]), 2)
 RATIOS = [1.221403, 0.740818, 2.718282, 1.648721, 0.301194]
 MEAN_Q, SUM_Q = [1.349859, 0.704688], [2.459603, 0.496585]
 
@@ -37,12 +34,12 @@ MEAN_Q, SUM_Q = [1.349859, 0.704688], [2.459603, 0.496585]
     ],
 )
 def test_the_weight_of_each_token(mode, options, expected):
-    weights_T = sampler_correction(ETA_T, mode=mode, **PACKING, **options).weights_T
+    weights_T = sampler_correction(ETA_T, SEGMENTS, mode=mode, **options).weights_T
     assert [round(value, 6) for value in weights_T.tolist()] == expected
 
 
 def test_statistics_are_those_of_the_unclamped_ratios():
-    means, extremes = mismatch_statistics(ETA_T, torch.zeros(5), PACKING["mask_T"], threshold=2.0)
+    means, extremes = mismatch_statistics(ETA_T, torch.zeros(5), SEGMENTS.mask_T, threshold=2.0)
     reduced = {name: (pair[0] / pair[1]).item() for name, pair in means.items()}
     assert round(reduced["mismatch/ratio_mean"], 6) == 1.326084
     assert round(reduced["mismatch/k3"], 6) == 0.286084
@@ -69,10 +66,10 @@ def test_a_sequence_that_drifted_is_masked_when_its_advantage_is_negative(delta,
     policy_T = torch.tensor([-1.0] * 5, dtype=torch.float64)
     sampler_T = policy_T + torch.tensor([-0.4, -0.6, -0.2, 0.4, 0.5], dtype=torch.float64)
     advantages_T = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0])
-    keep_T = off_policy_sequence_mask(advantages_T, policy_T, sampler_T, delta=delta, **PACKING)
+    keep_T = off_policy_sequence_mask(advantages_T, policy_T, sampler_T, SEGMENTS, delta=delta)
     assert keep_T.tolist() == expected
     one_missing_T = sampler_T.index_fill(0, torch.tensor([4]), float("nan"))
-    keep_T = off_policy_sequence_mask(advantages_T, policy_T, one_missing_T, delta=0.3, **PACKING)
+    keep_T = off_policy_sequence_mask(advantages_T, policy_T, one_missing_T, SEGMENTS, delta=0.3)
     assert keep_T.tolist() == [1] * 5  # the mean is .4 / 2: an unscored token is no evidence of drift
 
 

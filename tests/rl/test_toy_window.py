@@ -4,19 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rl_windows import Sample, means, run_window, without
+from padded_windows import window_of
+from whole_objective import means, run_window
 
 from swift.rl.global_batch import count_batch
 from swift.rl.kl import k3
 from swift.rl.losses import LossConfig, losses
 
-TOY = [
-    Sample(policy=[-0.5, -1, -1.5], old=[-1, -1, -1.3], advantage=1.0, ref=[-0.4, -1.1, -1.5]),
-    Sample(policy=[-0.2, -2], old=[-0.6, -1.4], advantage=-1.0, ref=[0.0, -2.0]),
-]
-# token_truncate at C = 2 of eta = (.2, -.3, 1), (.5, -1.2)
-WEIGHTS = [[2.718281828459045**0.2, 2.718281828459045**-0.3, 2.0], [2.718281828459045**0.5, 2.718281828459045**-1.2]]
-WEIGHTED = [replace(sample, sampler_weight=weight) for sample, weight in zip(TOY, WEIGHTS, strict=True)]
+TOY = window_of(
+    policy=[[-0.5, -1, -1.5], [-0.2, -2]],
+    old=[[-1, -1, -1.3], [-0.6, -1.4]],
+    ref=[[-0.4, -1.1, -1.5], [0.0, -2.0]],
+    advantages=[1.0, -1.0],
+)
+ETA = torch.tensor([[0.2, -0.3, 1.0], [0.5, -1.2, 0.0]], dtype=torch.float64)
+WEIGHTED = replace(TOY, sampler=TOY.old - ETA)
+TRUNCATED = {"mode": "token_truncate", "threshold": 2.0}
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 DAPO_GRADIENT = [0, -0.2, -0.163746, 0.298365, 0]
@@ -73,27 +76,27 @@ def printed(values):
 
 @pytest.mark.parametrize("row", ROWS)
 def test_loss_and_gradient_whole_by_micro_batches_and_by_ranks(row):
-    samples, settings, loss, gradient = ROWS[row]
+    window, settings, loss, gradient = ROWS[row]
     config = LossConfig(**{**CLIP, **settings})
-    whole = run_window(samples, config)
-    assert printed([whole.loss]) == [loss] and printed(whole.flat) == gradient
+    options = {"correction": TRUNCATED if window is WEIGHTED else None}
+    whole = run_window(window, config, **options)
+    assert printed([whole.loss]) == [loss] and printed(window.real(whole.gradient)) == gradient
     if row == "bnpo":  # a nominal micro-batch is what its loss is made of
         return
-    cut = run_window(samples, config, cut=[[1], [0]])
-    assert printed([cut.loss]) == [loss] and printed(cut.flat) == gradient
-    counts = count_batch([len(sample.policy) for sample in samples])
-    ranks = [run_window([sample], config, counts=counts) for sample in samples]
+    cut = run_window(window, config, cut=[[1], [0]], **options)
+    assert printed([cut.loss]) == [loss] and printed(window.real(cut.gradient)) == gradient
+    counts = count_batch(window.trained)
+    ranks = [run_window(window.rows(slice(i, i + 1)), config, counts=counts, **options) for i in range(2)]
     assert printed([sum(rank.loss for rank in ranks)]) == [loss]
-    assert printed([value for rank in ranks for value in rank.flat]) == gradient
+    assert printed(window.real(torch.cat([rank.gradient for rank in ranks]))) == gradient
 
 
 def test_bnpo_depends_on_its_nominal_micro_batch_and_not_on_the_physical_one():
     config = LossConfig(loss_type="bnpo", **CLIP)
-    nominal = run_window(TOY, config, nominal_size=1)
+    nominal = run_window(TOY, config, nominal=1)
     assert nominal.loss == pytest.approx(0.056501, abs=1e-6)  # two batches of one sequence: grpo's mean
-    assert run_window(TOY, config, nominal_size=1, cut=[[0], [1]]).flat == pytest.approx(nominal.flat)
-    whole = run_window(TOY, config)
-    assert run_window(TOY, config, cut=[[0], [1]]).flat == pytest.approx(whole.flat)
+    torch.testing.assert_close(run_window(TOY, config, nominal=1, cut=[[0], [1]]).gradient, nominal.gradient)
+    torch.testing.assert_close(run_window(TOY, config, cut=[[0], [1]]).gradient, run_window(TOY, config).gradient)
 
 
 def test_k3_of_the_window():
@@ -112,11 +115,11 @@ def test_phi_of_vespo():
 def test_without_old_logprobs_the_ratio_is_one_and_carries_the_gradient():
     for name in losses:
         config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
-        on_policy = run_window(without(TOY, old=None), config)
-        same = run_window([replace(sample, old=sample.policy) for sample in TOY], config)
-        assert on_policy.flat == same.flat
+        on_policy = run_window(TOY, config, with_old=False)
+        same = run_window(replace(TOY, old=TOY.policy), config)
+        assert torch.equal(on_policy.gradient, same.gradient)
         assert on_policy.loss == same.loss
-        assert all(on_policy.flat[:3]) and on_policy.flat[0] < 0 < on_policy.flat[4]
+        assert (on_policy.gradient[0] < 0).all() and (on_policy.gradient[1, :2] > 0).all()
 
 
 def test_on_policy_every_loss_has_the_gradient_of_reinforce():
@@ -135,5 +138,5 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce():
     assert set(expected) == set(losses)
     for name, (first, second) in expected.items():
         config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
-        result = run_window(without(TOY, old=None), config)
-        assert result.flat == pytest.approx([first] * 3 + [second] * 2, abs=1e-12)
+        result = run_window(TOY, config, with_old=False)
+        assert TOY.real(result.gradient) == pytest.approx([first] * 3 + [second] * 2, abs=1e-12)

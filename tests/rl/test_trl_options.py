@@ -24,6 +24,7 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.global_batch import count_batch
 from swift.rl.losses import LossConfig, losses
 from swift.rl.losses.sapo import SAPOParameters
+from swift.rl.segments import Segments
 
 EXACT = {"rtol": 0, "atol": 1e-10}
 SURROGATES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -372,10 +373,10 @@ def test_difference_the_default_ratio_of_a_sequence_is_the_mean_where_trl_takes_
     theirs = trl_correction(WINDOW, {"mode": mode, "clip_max": 1e9}).squeeze(1)
     mask = WINDOW.mask
     index = torch.arange(6).repeat_interleave(6)
-    packing = {"mask_T": mask.flatten(), "sequence_index_T": index, "num_sequences": 6}
+    segments = Segments(mask.flatten().bool(), index, 6)
     eta_T = sampler_mismatch(WINDOW.old.flatten(), WINDOW.sampler.flatten(), mask.flatten())
     ours = {
-        ratio: sampler_correction(eta_T, mode=mode, threshold=1e9, sequence_ratio=ratio, **packing).weights_T.view(6, 6)
+        ratio: sampler_correction(eta_T, segments, mode=mode, threshold=1e9, sequence_ratio=ratio).weights_T.view(6, 6)
         for ratio in ("sum", "mean")
     }
     torch.testing.assert_close(ours["sum"][:, 0], theirs, **EXACT)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from swift.models.attention.choice import choose_attention
-from swift.models.forward import TokenSequence, pack, packed_logits
+from swift.models.forward import TokenSequence, completion_logits, pack
 from swift.rl.logprobs import selected_logprobs
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
 from swift.rollout.parity import ParityCheck
@@ -185,7 +185,7 @@ def scorer(model):
     def score(sequences: list[TokenSequence], temperature: float):
         choose_attention(model)
         tokens = pack(sequences)
-        return selected_logprobs(packed_logits(model, tokens), tokens.target_ids, temperature=temperature)[0]
+        return selected_logprobs(completion_logits(model, tokens), tokens.target_ids, temperature=temperature)[0]
 
     return score
 

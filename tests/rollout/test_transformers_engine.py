@@ -11,7 +11,7 @@ from oracle import load
 
 from swift.errors import ConfigError
 from swift.models.attention.spans import Span
-from swift.models.forward import TokenSequence, padded_logits
+from swift.models.forward import TokenSequence, completion_logits, pad
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.engines.transformers.cache import RowCache
@@ -151,7 +151,7 @@ def test_samples_follow_the_distribution(nano_folder):
     counts = torch.zeros(engine.model.config.vocab_size)
     for completion in engine.generate(requests):
         counts[completion.token_ids[0]] += 1
-    logits = padded_logits(load(nano_folder), [TokenSequence([5, 6, 7], [0])])
+    logits = completion_logits(load(nano_folder), pad([TokenSequence([5, 6, 7], [0])]))
     probs = (logits[0] / 0.2).softmax(-1).detach()
     likely = probs > 0.005
     expected = probs[likely] * 4000
@@ -204,7 +204,7 @@ def assert_sampled_as_it_is(model, *, packed, prompts=None):
     for request in requests:
         completion = completions[request.request_id]
         with torch.no_grad():
-            logits = padded_logits(own, [TokenSequence(request.prompt_ids, completion.token_ids)])
+            logits = completion_logits(own, pad([TokenSequence(request.prompt_ids, completion.token_ids)]))
         expected = (logits / 0.9).log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         assert (torch.tensor(completion.logprobs) - expected).abs().max() < 1e-5
 

@@ -219,7 +219,7 @@ def passes_of(trainer, *, with_tokens=False):
 
     def counting(model, batch, *more, **named):
         size = len(batch.samples)
-        passes.append((size, batch.tokens.input_ids.numel()) if with_tokens else size)
+        passes.append((size, batch.tokens.inputs["input_ids"].numel()) if with_tokens else size)
         return original(model, batch, *more, **named)
 
     trainer.logprobs.scores = counting

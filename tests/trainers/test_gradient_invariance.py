@@ -29,7 +29,7 @@ from invariance_worker import (
     settings,
 )
 
-from swift.models.forward import TokenSequence, pack, packed_logits
+from swift.models.forward import TokenSequence, completion_logits, pack
 from swift.rl.logprobs import selected_logprobs
 from swift.rl.losses import losses
 from swift.rollout.samples import RolloutBatch
@@ -178,7 +178,7 @@ def gradient_on_paper(bench, batch, setting):
     sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in batch.samples]
     tokens = pack(sequences)
     model.zero_grad(set_to_none=True)
-    policy_N, entropy_N = selected_logprobs(packed_logits(model, tokens), tokens.target_ids)
+    policy_N, entropy_N = selected_logprobs(completion_logits(model, tokens), tokens.target_ids)
     real = torch.tensor([[t < len(one.completion_ids) for t in range(LONGEST)] for one in sequences])
 
     def padded(values_N):

@@ -16,6 +16,7 @@ from swift.rl.entropy import AdaptiveEntropy
 from swift.rl.global_batch import count_batch
 from swift.rl.losses import LossConfig, get_loss, sequence_weights
 from swift.rl.objective import policy_loss
+from swift.rl.segments import Segments
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.grpo.settings import CorrectionSettings
 
@@ -53,10 +54,8 @@ class ByHand:
             self.logprobs,
             config=config,
             advantages_T=torch.tensor([one.advantage for one in self.samples])[self.index],
-            mask_T=self.mask,
+            segments=Segments(self.mask, self.index, len(self.samples)),
             token_weights_T=self.mask * torch.tensor(weights)[self.index],
-            sequence_index_T=self.index,
-            num_sequences=len(self.samples),
             **more,
         )
         return output.loss

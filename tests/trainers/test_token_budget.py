@@ -13,7 +13,7 @@ from torch import nn
 
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.attention.interface import enable_packed_attention
-from swift.models.forward import TokenSequence, pack, packed_logits
+from swift.models.forward import TokenSequence, completion_logits, pack
 from swift.models.tiny import SHAPES, build_tiny
 from swift.rollout.samples import TrainSample
 from swift.trainers import token_budget
@@ -205,8 +205,8 @@ def test_the_estimate_is_above_what_a_forward_pass_keeps_and_not_by_far(tmp_path
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = packed_logits(model, tokens).float().logsumexp(-1).sum()
-    found = sum(storage.nbytes() for storage in kept.values()) / tokens.input_ids.numel()
+        loss = completion_logits(model, tokens).float().logsumexp(-1).sum()
+    found = sum(storage.nbytes() for storage in kept.values()) / tokens.inputs["input_ids"].numel()
     estimate = activation_bytes(
         ModelShape.of(model.config), element=dtype.itemsize, checkpointing=checkpointing, whole_logits=True
     )

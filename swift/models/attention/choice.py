@@ -18,7 +18,7 @@ from swift.errors import first_line
 from swift.models.attention.interface import enable_packed_attention, is_packed, transformers_model
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
-from swift.models.forward import TokenSequence, pack, packed_logits, padded_logits
+from swift.models.forward import TokenSequence, completion_logits, pack, pad
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that can be packed, as configurations name them."""
@@ -115,13 +115,13 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
     model.eval()
     try:
         with torch.no_grad(), shallow(model):
-            own_NV = torch.cat([padded_logits(model, [one], device=device) for one in sequences]).float()
+            own_NV = torch.cat([completion_logits(model, pad([one], device=device)) for one in sequences]).float()
             enable_packed_attention(model, kernel)
             tokens = pack(sequences, device=device)
-            asked = _noted_calls(tokens.layout)
+            asked = _noted_calls(tokens.inputs["attention_layout"])
             config = transformers_model(model).config.get_text_config()
             num_layers, num_windows = getattr(config, "num_hidden_layers", None) or 1, _num_windows(config)
-            gap_N = (packed_logits(model, tokens).float() - own_NV).abs().mean(-1)
+            gap_N = (completion_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
     except Exception as error:  # whatever a model does with what it does not expect; its own attention goes on
@@ -132,7 +132,7 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
         return "not all of its layers ask transformers' attention interface"
     if sum(variant.window is not None for variant in asked) < num_windows:
         return "not all of its layers hand their sliding window to attention"
-    gaps = torch.stack([gap_N[tokens.sequence_index == i].mean() for i in range(len(sequences))])
+    gaps = torch.stack([one.mean() for one in gap_N.split([len(one.completion_ids) for one in sequences])])
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
     agree = float(gaps.max()) <= tolerance * float(own_NV.std())  # NaN does not
     return None if agree else "packed logits differ from its own"

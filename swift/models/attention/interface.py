@@ -56,7 +56,7 @@ def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> N
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `model` takes packed streams (`packed_logits`); otherwise it takes rows (`padded_logits`)."""
+    """Whether `model` takes packed streams (`forward.pack`); otherwise it takes rows (`forward.pad`)."""
     return transformers_model(model).config.get_text_config()._attn_implementation in KERNEL_OF
 
 

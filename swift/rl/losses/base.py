@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swift.rl.global_batch import BatchCounts
+    from swift.rl.segments import Segments
 
 Level = Literal["token", "sequence", "sequence_token"]
 
@@ -119,7 +120,8 @@ class TokenInputs:
     policy_logprobs_T: current policy, with gradient.
     log_ratio_T: token log-ratio to the old policy, 0 where the mask is 0, with gradient.
     ratio_T: ratio of the configured level, with gradient.
-    advantages_T, mask_T: advantage and data mask (floating 0 or 1).
+    advantages_T: advantage at each token.
+    segments: the sequences of the tokens, and the data mask.
     sampler_log_weight_S: log of the sampler correction, for objectives that apply it (vespo); None without correction.
     """
 
@@ -127,9 +129,7 @@ class TokenInputs:
     log_ratio_T: Tensor
     ratio_T: Tensor
     advantages_T: Tensor
-    mask_T: Tensor
-    sequence_index_T: Tensor
-    num_sequences: int
+    segments: Segments
     sampler_log_weight_S: Tensor | None = None
 
 

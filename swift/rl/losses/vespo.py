@@ -22,11 +22,10 @@ EXPONENT_NEGATIVE, RATE_NEGATIVE = 3.0, 2.0
 
 def gamma_weight(inputs: TokenInputs) -> Tensor:
     """The weight phi at each token, [T], without gradient: one number for a sequence with one advantage."""
-    log_ratio_T = inputs.log_ratio_T.detach().clamp(-20.0, 20.0) * inputs.mask_T
-    sum_S = log_ratio_T.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_index_T, log_ratio_T)
+    sum_S = inputs.segments.sum(inputs.log_ratio_T.detach().clamp(-20.0, 20.0))
     if inputs.sampler_log_weight_S is not None:
         sum_S = sum_S + inputs.sampler_log_weight_S.to(sum_S.dtype)
-    sum_T = sum_S.clamp(LOG_FLOOR, LOG_CEILING).index_select(0, inputs.sequence_index_T)
+    sum_T = inputs.segments.at_tokens(sum_S.clamp(LOG_FLOOR, LOG_CEILING))
     gain_T = inputs.advantages_T >= 0
     exponent_T = sum_T.new_full(sum_T.shape, EXPONENT_NEGATIVE).masked_fill(gain_T, EXPONENT_POSITIVE)
     rate_T = sum_T.new_full(sum_T.shape, RATE_NEGATIVE).masked_fill(gain_T, RATE_POSITIVE)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from swift.errors import NumericError
 from swift.models.attention.interface import is_packed
-from swift.models.forward import TokenSequence, pack
+from swift.models.forward import TokenSequence, arrange, pad
 from swift.models.scoring import score_tokens
 from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy
@@ -91,17 +91,16 @@ class LogProbs:
         self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none", temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each completion token and entropy of its distribution, [N], fp32; as sampled, by default."""
-        tokens = batch.tokens if is_packed(model) else batch.sequences()
+        tokens = batch.tokens if is_packed(model) else pad(batch.sequences(), device=self.device)
         temperature = temperature or self.settings.temperature
-        return score_tokens(model, tokens, temperature=temperature, entropy=entropy, device=self.device)
+        return score_tokens(model, tokens, temperature=temperature, entropy=entropy)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
         """The trainer's log-probs [N] of all completion tokens, without gradient; by default at that of sampling."""
         model = self.unwrapped()
-        tokens = pack(sequences, device=self.device) if is_packed(model) else sequences
-        temperature = temperature or self.settings.temperature
-        return score_tokens(model, tokens, temperature=temperature, device=self.device)[0]
+        tokens = arrange(model, sequences, device=self.device)
+        return score_tokens(model, tokens, temperature=temperature or self.settings.temperature)[0]
 
     # --- old log-probs ----------------------------------------------------------------------------------------
 
@@ -190,13 +189,7 @@ class LogProbs:
         mine: dict[int, float] = {}
         with self.timer("ref_logp"):
             for one, held in self.own_micro_batches(samples, plan, lambda sample: True):
-                k1_S = sequence_k1(
-                    one.sampler_logprobs_N,
-                    self._of_reference(one),
-                    mask_T=one.mask_N,
-                    sequence_index_T=one.tokens.sequence_index,
-                    num_sequences=one.tokens.num_sequences,
-                )
+                k1_S = sequence_k1(one.sampler_logprobs_N, self._of_reference(one), one.segments)
                 mine |= dict(zip(held, k1_S.tolist(), strict=False))
         sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]

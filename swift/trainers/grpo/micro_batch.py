@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swift.models.forward import PackedTokens, TokenSequence, pack
+from swift.models.forward import TokenBatch, TokenSequence, pack
+from swift.rl.segments import Segments
 from swift.rollout.samples import TrainSample
 
 
@@ -18,15 +19,16 @@ class MicroBatch:
     """S completions with N completion tokens in all, packed.
 
     advantages_N: of each token. weights_N: the loss weight of each token (0 outside of the data mask); the loss of the
-    global batch is the sum of weight * objective. mask_N: the data mask. old_logprobs_N: NaN where none is known yet.
-    ref_logprobs_N: None unless every sample has them.
+    global batch is the sum of weight * objective. mask_N: the data mask. index_N: the sample of each token.
+    old_logprobs_N: NaN where none is known yet. ref_logprobs_N: None unless every sample has them.
     """
 
     samples: list[TrainSample]
-    tokens: PackedTokens
+    tokens: TokenBatch
     advantages_N: Tensor
     weights_N: Tensor
     mask_N: Tensor
+    index_N: Tensor
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor
     ref_logprobs_N: Tensor | None
@@ -35,6 +37,11 @@ class MicroBatch:
         """The old log-probs; where none is known the policy's own, because then this is its first visit."""
         old_N = self.old_logprobs_N.to(policy_logprobs_N.dtype)
         return torch.where(old_N.isnan(), policy_logprobs_N.detach(), old_N)
+
+    @property
+    def segments(self) -> Segments:
+        """The samples' tokens, and which of them are trained."""
+        return Segments(self.mask_N, self.index_N, len(self.samples))
 
     def sequences(self) -> list[TokenSequence]:
         """The token ids, one entry per sample."""
@@ -56,13 +63,15 @@ def collate(samples: Sequence[TrainSample], weights_S: Sequence[float], *, devic
     mask_N = join([sample.trained for sample in samples])
     own = [np.float32(one.advantage) if one.token_advantages is None else one.token_advantages for one in samples]
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
-    weights_N = torch.tensor(list(weights_S), dtype=torch.float32).repeat_interleave(lengths).to(device)
+    index_N = torch.arange(len(samples)).repeat_interleave(lengths).to(device)
+    weights_N = torch.tensor(list(weights_S), dtype=torch.float32, device=device)[index_N]
     return MicroBatch(
         samples=list(samples),
         tokens=pack(_sequences(samples), device=device),
         advantages_N=join([np.broadcast_to(a, s.token_ids.shape) for a, s in zip(own, samples, strict=True)]),
         weights_N=weights_N * mask_N,
         mask_N=mask_N,
+        index_N=index_N,
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
         old_logprobs_N=join(old),
         ref_logprobs_N=join(references) if len(references) == len(samples) else None,

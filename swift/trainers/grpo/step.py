@@ -295,10 +295,8 @@ class GlobalBatchStep:
             policy_logprobs_N,
             config=self.settings.loss,
             advantages_T=batch.advantages_N,
-            mask_T=batch.mask_N,
+            segments=batch.segments,
             token_weights_T=batch.weights_N,
-            sequence_index_T=batch.tokens.sequence_index,
-            num_sequences=batch.tokens.num_sequences,
             old_logprobs_T=batch.old_or(policy_logprobs_N),
             ref_logprobs_T=batch.ref_logprobs_N,
             sampler_logprobs_T=batch.sampler_logprobs_N,
@@ -339,9 +337,7 @@ class GlobalBatchStep:
             return None
         return sampler_correction(
             sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N),
-            mask_T=batch.mask_N,
-            sequence_index_T=batch.tokens.sequence_index,
-            num_sequences=batch.tokens.num_sequences,
+            batch.segments,
             mode=settings.mode,
             threshold=settings.threshold,
             lower=settings.lower,
@@ -358,9 +354,7 @@ class GlobalBatchStep:
             batch.advantages_N,
             policy_logprobs_N,
             batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
-            mask_T=batch.mask_N,
-            sequence_index_T=batch.tokens.sequence_index,
-            num_sequences=batch.tokens.num_sequences,
+            batch.segments,
             delta=delta,
         )
         masked = ((keep_N == 0) & batch.mask_N).sum()
