@@ -186,7 +186,7 @@ os.execv(sys.executable, [sys.executable, "-m", "swift", *words, *short])
 @pytest.mark.parametrize("script", SMALL, ids=name)
 def test_a_script_ends_well_in_small(script, nano_folders, tmp_path):
     """With a nano model and rows in place of those of a hub, and two steps; what it builds itself, it trains on."""
-    from swift.models.tiny import build_tiny_reward_model
+    from swift.models.tiny import build_tiny
 
     if "quant_method" in script.read_text() and not list(OPTIONAL.glob("bitsandbytes-*")):
         pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")
@@ -194,7 +194,7 @@ def test_a_script_ends_well_in_small(script, nano_folders, tmp_path):
     chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": str(n)}] for n in range(200)]
     lines = [{"messages": chat, "solution": chat[1]["content"]} for chat in chats]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    reward_model = build_tiny_reward_model(tmp_path / "reward", "qwen2", "nano")
+    reward_model = build_tiny(tmp_path / "reward", "qwen2", "nano", reward_model=True)
     few = ["--max_steps", "4", "--eval_steps", "2"] if script.parent.name == "preference" else []
     run_script(
         script, tmp_path, *few, programs={"swift": IN_SMALL, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'},

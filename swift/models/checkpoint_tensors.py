@@ -13,9 +13,9 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -53,8 +53,12 @@ class CheckpointUnit:
     """Tensors that an engine must get together: a decoder layer, an embedding with the head tied to it, a norm."""
 
     key: str
-    is_layer: bool
     tensors: list[CheckpointTensor] = field(default_factory=list)
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is one of many: its name ends in a number."""
+        return self.key.rpartition(".")[2].isdigit()
 
     @property
     def nbytes(self) -> int:
@@ -72,18 +76,15 @@ def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
         ConfigError: an adapter that cannot be merged into weights, or a head that was trained apart from the
             embedding to which the model ties it.
     """
-    base = base_model(model)
-    layers = _layer_lists(base)
     tensors = checkpoint_tensors(model)
-    _check_ties(base, tensors)
+    _check_ties(base_model(model), tensors)
     partner = _tied_partners(tensors)
     units: dict[str, CheckpointUnit] = {}
     for tensor in tensors:
         place = partner.get(tensor.name, tensor.name)
-        layer = next((key for key in layers if place.startswith(f"{key}.")), None)
-        key = layer or place.rpartition(".")[0]
-        unit = units.setdefault(key, CheckpointUnit(key, layer is not None and layers[layer]))
-        unit.tensors.append(tensor)
+        layer = re.match(r".*?\.\d+(?=\.)", place)  # with the modules inside, also where these are many
+        key = layer[0] if layer else place.rpartition(".")[0]
+        units.setdefault(key, CheckpointUnit(key)).tensors.append(tensor)
     return list(units.values())
 
 
@@ -135,9 +136,8 @@ def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
         state = {key: whole(value) for key, value in own.items()}
         found = get_peft_model_state_dict(policy, state_dict=state, adapter_name=name, save_embedding_layers=False)
         tensors = {key: found[key].clone().contiguous() for key in sorted(found)}
-    described = _json_safe({**config.to_dict(), "inference_mode": True})
-    described, tensors = relative_to_base(policy, described, tensors)
-    return described, tensors
+    described = json.loads(json.dumps({**config.to_dict(), "inference_mode": True}, default=sorted))  # sets
+    return relative_to_base(policy, described, tensors)
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
@@ -182,17 +182,6 @@ def _unwrapped(model: nn.Module) -> Any:
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
 
 
-def _json_safe(value: Any) -> Any:
-    """Sets as sorted lists, enumerations as their values: what survives JSON unchanged."""
-    if isinstance(value, dict):
-        return {str(key): _json_safe(one) for key, one in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(_json_safe(one) for one in value)
-    if isinstance(value, list | tuple):
-        return [_json_safe(one) for one in value]
-    return json.loads(json.dumps(value.value if isinstance(value, Enum) else value))
-
-
 def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo what loading did to names and shapes (fused experts, renamed parts), as `save_pretrained` does."""
     from transformers.core_model_loading import revert_weight_conversion
@@ -200,22 +189,7 @@ def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(revert_weight_conversion(model, tensors))
 
 
-# --- layers and ties ---------------------------------------------------------------------------------------------
-
-
-def _layer_lists(model: nn.Module) -> dict[str, bool]:
-    """Name of each repeated block -> whether it belongs to the decoder, the biggest of the outermost lists."""
-    lists: dict[str, nn.ModuleList] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and len(module) > 0 and not inside:
-            lists[name] = module
-
-    def size(blocks: nn.ModuleList) -> int:
-        return sum(torch.Size(whole_shape(parameter)).numel() for parameter in blocks.parameters())
-
-    biggest = max(lists, key=lambda name: size(lists[name]), default=None)
-    return {_clean(f"{name}.{i}"): name == biggest for name, blocks in lists.items() for i in range(len(blocks))}
+# --- ties --------------------------------------------------------------------------------------------------------
 
 
 def _clean(name: str) -> str:

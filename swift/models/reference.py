@@ -59,21 +59,14 @@ class ReferenceModel:
         return None
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What `blend` moves, by the names that the policy has for it; whole tensors, the same on every rank.
-
-        Raises:
-            ConfigError: the reference has no numbers of its own (LoRA with the adapter off), so it cannot move.
-        """
-        raise ConfigError(
-            "--sync_ref_model: true: this reference is the policy without its adapter and cannot move; "
-            "use --sync_ref_model false"
-        )
+        """What `blend` moves, by the names that the policy has for it; whole tensors, the same on every rank."""
+        raise NotImplementedError
 
     def require_movable(self, policy: nn.Module) -> None:
         """Find out before the run whether `blend` will work.
 
         Raises:
-            ConfigError: no numbers of its own, or those of another architecture.
+            ConfigError: its numbers are those of another architecture.
         """
         from swift.models.sharded import whole_shape
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift.errors import ConfigError, RefusedChat
-from swift.models.tiny import build_tiny, build_tiny_reward_model
+from swift.models.tiny import build_tiny
 from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, open_reward_models
 from swift.types import Episode
@@ -17,7 +17,7 @@ from swift.types import Episode
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return build_tiny_reward_model(tmp_path_factory.mktemp("models") / "judge", seed=3)
+    return build_tiny(tmp_path_factory.mktemp("models") / "judge", size="nano", seed=3, reward_model=True)
 
 
 def model_args(*models, **values):
