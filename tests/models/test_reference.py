@@ -118,13 +118,6 @@ def test_blending_moves_a_full_reference_towards_the_policy(qwen2):
     assert torch.allclose(reference.module.model.norm.weight, before + 0.6)
 
 
-def test_a_lora_reference_cannot_be_blended(qwen2):
-    args = settings(qwen2, "lora")
-    policy = load_policy(args)
-    with pytest.raises(ConfigError, match="--sync_ref_model"):
-        load_reference(args, policy).blend(policy, 0.5)
-
-
 def moving_16_bit_pair():
     """A reference of ones in bfloat16, which moves in steps of 1/128, and a policy of twos."""
     policy = torch.nn.Linear(3, 2).to(torch.bfloat16)

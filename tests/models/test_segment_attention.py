@@ -167,14 +167,3 @@ def test_autocast_leaves_states_of_two_types_to_attention():
     assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-2
     found.sum().backward()
     assert query.grad.dtype == torch.float32
-
-
-def test_without_gradients_nothing_is_kept():
-    chosen, num_tokens = layout(*LAYOUTS["ragged"])
-    given = states(num_tokens, HEADS["grouped"])
-    expected = chosen.attend(*given, None)
-    with torch.no_grad():
-        found = chosen.attend(*given, None)
-    assert expected.requires_grad
-    assert not found.requires_grad
-    assert torch.equal(found, expected)

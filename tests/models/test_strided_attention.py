@@ -57,15 +57,6 @@ def test_a_token_in_the_middle_of_seven_blocks():
     assert visible(stream, 8)[81].nonzero()[:, 0].tolist() == [*range(32), 67, 74, 81]
 
 
-def test_reading_the_index_before_or_block_after_block_would_go_wrong_everywhere():
-    stream = BlockStream([40], [(0, 4 + 4 * block) for block in range(8)], 4)
-    index = stream.index()
-    assert int((stream.predecessors() != index - 1).sum()) == 32, "log-probs are not at the index before"
-    of_block = torch.arange(8)
-    step_major, block_major = of_block.repeat(4), of_block.repeat_interleave(4)
-    assert int((step_major != block_major).sum()) == 28, "advantages are tiled over steps, not repeated"
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("stream", [one_document(30, samples=2, stride=4), TWO], ids=["one", "two"])
 @pytest.mark.parametrize("kernel", ["rows", "flex"])

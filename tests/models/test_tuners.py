@@ -92,7 +92,9 @@ def test_a_tuner_from_start_to_merged_model(tuner, qwen2, tmp_path, logits):
     assert gap(logits(live), wanted) < 1e-5, "engines get it"
 
     adapter = saved(policy, tmp_path / "adapter")
-    assert gap(logits(load_for_inference(ModelArguments(adapters=[adapter]))), wanted) < 1e-5, "swift infer loads it"
+    loaded = load_for_inference(ModelArguments(adapters=[adapter]))
+    assert gap(logits(loaded), wanted) < 1e-5, "swift infer loads it"
+    assert not loaded.training and not any(one.requires_grad for one in loaded.parameters())
     merged = merge_adapter(ModelArguments(adapters=[adapter]), tmp_path / "merged")
     assert gap(logits(load_for_inference(ModelArguments(model=str(merged)))), wanted) < 1e-5, "the merged model"
     with load_reference(args, load_policy(args)).active() as module:

@@ -6,7 +6,7 @@ from grouped_rewards import group_advantages
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.rl.advantages import compute_advantages, reward_matrix, total_rewards
+from swift.rl.advantages import STD_EPSILON, compute_advantages, reward_matrix, total_rewards
 
 GROUP_OF_FOUR_TWICE = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
 
@@ -183,3 +183,31 @@ def test_advantages_are_finite_and_each_group_of_a_group_baseline_sums_to_zero(b
     if scale != "gdpo":
         sums_P = torch.zeros(len(result.std_P), dtype=torch.float64).index_add(0, index_S, result.advantages_S)
         assert sums_P.abs().max() < 1e-9
+
+
+@st.composite
+def rewards(draw):
+    """[P, G] in eighths, exact in float64."""
+    size, groups = draw(st.integers(2, 5)), draw(st.integers(1, 4))
+    eighths = draw(st.lists(st.integers(-16, 16), min_size=size * groups, max_size=size * groups))
+    return torch.tensor(eighths, dtype=torch.float64).view(groups, size) / 8
+
+
+@settings(deadline=None)
+@given(rewards())
+def test_rloo_is_the_distance_to_the_mean_of_the_others_and_the_centred_reward_stretched(rewards_PG):
+    size = rewards_PG.shape[1]
+    rloo = group_advantages(rewards_PG, estimator="rloo")
+    centred = group_advantages(rewards_PG, scale="none")
+    torch.testing.assert_close(rloo, centred * size / (size - 1), rtol=0, atol=1e-12)
+    others = (rewards_PG.sum(1, keepdim=True) - rewards_PG) / (size - 1)
+    torch.testing.assert_close(rloo, rewards_PG - others, rtol=0, atol=1e-12)
+
+
+@settings(deadline=None)
+@given(rewards(), st.sampled_from(["group", "batch"]))
+def test_scaled_advantages_do_not_know_the_unit_of_the_reward(rewards_PG, scale):
+    """Exactly so but for the epsilon beside the standard deviation, whose share is known."""
+    plain, doubled = group_advantages(rewards_PG, scale=scale), group_advantages(2 * rewards_PG, scale=scale)
+    std = rewards_PG.std(1, keepdim=True) if scale == "group" else rewards_PG.std()
+    torch.testing.assert_close(doubled * (2 * std + STD_EPSILON), 2 * plain * (std + STD_EPSILON), rtol=0, atol=1e-10)

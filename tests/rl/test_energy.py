@@ -101,18 +101,6 @@ def test_the_expected_gradient_is_exactly_that_of_the_feature_matching_loss(size
     torch.testing.assert_close(found, gradients_of_cfm(logits, phi, star), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("size", "weight"), [(2, 0.0), (3, 0.5), (4, 2 / 3)])
-def test_a_plain_leave_one_out_mean_would_lose_diversity(size, weight):
-    def plain(phi, star):
-        a, d = energy_rewards(phi, star)
-        r = a - d
-        return r - (r.sum(dim=1, keepdim=True) - r) / (size - 1)
-
-    logits, phi, star = small_policy()
-    found = expected_gradient(logits, phi, star, size, plain)
-    torch.testing.assert_close(found, gradients_of_cfm(logits, phi, star, weight), rtol=0, atol=1e-12)
-
-
 def test_the_loss_is_unbiased():
     logits, phi, star = small_policy()
     policy = logits.softmax(0)

@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swift.rl.correction import (
     effective_sample_size,
@@ -108,3 +110,42 @@ def test_the_entropy_bonus_is_a_mean_over_the_global_batch_for_every_cut():
     assert total.item() == -0.5 * (1 + 4) / 2
     total.backward()
     assert entropy_T.grad.tolist() == [-0.25, 0.0, 0.0, -0.25]
+
+
+@st.composite
+def streams(draw):
+    """Log-ratios of up to three sequences, some tokens of them not trained, and their packing."""
+    lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    eta = draw(st.lists(st.floats(-3, 3, width=32), min_size=sum(lengths), max_size=sum(lengths)))
+    mask = draw(st.lists(st.booleans(), min_size=sum(lengths), max_size=sum(lengths)))
+    index = [number for number, length in enumerate(lengths) for _ in range(length)]
+    mask_T = torch.tensor(mask)
+    return torch.tensor(eta, dtype=torch.float64) * mask_T, Segments(mask_T, torch.tensor(index), len(lengths))
+
+
+@settings(deadline=None)
+@given(streams(), st.sampled_from(["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]))
+def test_the_logarithm_of_a_sequence_is_that_of_its_weights(stream, mode):
+    eta_T, segments = stream
+    for ratio in ("sum", "mean"):
+        found = sampler_correction(eta_T, segments, mode=mode, threshold=2.0, sequence_ratio=ratio)
+        log_T = found.weights_T.log().clamp(math.log(1e-8), 20)
+        one_weight = mode == "sequence_truncate" or (mode, ratio) == ("sequence_mask", "sum")
+        for number in range(segments.num):
+            own = segments.index_T == number
+            expected = log_T[own][0] if one_weight else (log_T * segments.mask_T)[own].sum()
+            assert found.log_weight_S[number].item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 64), min_size=1, max_size=40), st.integers(1, 999))
+def test_the_kept_tokens_are_those_above_the_interpolated_quantile(sixteenths, thousandths):
+    """What TRL computes, `torch.quantile`; where the quantile falls on a token itself, that token is kept."""
+    entropies, quantile = torch.tensor(sixteenths, dtype=torch.float64) / 16, thousandths / 1000
+    rank = (1 - quantile) * (len(entropies) - 1)
+    kept = entropies >= top_entropy_threshold(entropies, quantile)
+    if abs(rank - round(rank)) > 1e-6:
+        assert torch.equal(kept, entropies >= torch.quantile(entropies, 1 - quantile))
+    else:
+        assert torch.equal(kept, entropies >= entropies.sort().values[round(rank)])
+    assert kept.sum() >= math.floor(quantile * (len(entropies) - 1) + 1e-9) + 1

@@ -8,7 +8,6 @@ from padded_windows import window_of
 from whole_objective import means, run_window
 
 from swift.rl.global_batch import count_batch
-from swift.rl.kl import k3
 from swift.rl.losses import LossConfig, losses
 
 TOY = window_of(
@@ -97,13 +96,6 @@ def test_bnpo_depends_on_its_nominal_micro_batch_and_not_on_the_physical_one():
     assert nominal.loss == pytest.approx(0.056501, abs=1e-6)  # two batches of one sequence: grpo's mean
     torch.testing.assert_close(run_window(TOY, config, nominal=1, cut=[[0], [1]]).gradient, nominal.gradient)
     torch.testing.assert_close(run_window(TOY, config, cut=[[0], [1]]).gradient, run_window(TOY, config).gradient)
-
-
-def test_k3_of_the_window():
-    ref_T, policy_T = torch.tensor([-0.4, -1.1, -1.5, 0, -2]), torch.tensor([-0.5, -1, -1.5, -0.2, -2])
-    assert printed(k3(policy_T.double(), ref_T.double()).tolist()) == pytest.approx(
-        [0.005171, 0.004837, 0, 0.021403, 0], abs=1e-7
-    )
 
 
 def test_phi_of_vespo():

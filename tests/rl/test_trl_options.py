@@ -71,6 +71,21 @@ class Case:
         )
 
 
+def settings_of(name, level="token", shape=None, kl=KLS[1]):
+    """Fields of TRL's configuration; the loss's first shape by default."""
+    return {
+        "loss_type": name,
+        "importance_sampling_level": level,
+        **(SHAPES[name][0] if shape is None else shape),
+        **kl,
+    }
+
+
+def assert_is_trls(ours, theirs, factor=1.0):
+    assert ours.loss == pytest.approx(theirs.loss * factor, rel=0, abs=1e-10)
+    torch.testing.assert_close(ours.gradient, theirs.gradient * factor, **EXACT)
+
+
 def trl_correction(window, correction):
     names = {name.replace("clip", "vllm_importance_sampling_clip"): value for name, value in correction.items()}
     mode = names.pop("mode")
@@ -180,10 +195,10 @@ GSPO = (("gspo", None), ("grpo", "sequence"))
 @pytest.mark.parametrize(("name", "level"), LOSS_AND_LEVEL)
 def test_clips_kl_corrections_masks_and_old_logprobs_in_every_combination(name, level):
     for shape, kl, correction, delta in product(SHAPES[name], KLS, CORRECTIONS, (None, DELTA)):
-        settings = {"loss_type": name, "importance_sampling_level": level, **shape, **kl}
+        settings = settings_of(name, level, shape, kl)
         assert_equal(WINDOW, Case(settings, correction, delta))
     for kl, correction in product(KLS, CORRECTIONS):
-        settings = {"loss_type": name, "importance_sampling_level": level, **SHAPES[name][0], **kl}
+        settings = settings_of(name, level, kl=kl)
         assert_equal(WINDOW, Case(settings, correction, DELTA, with_old=False))
 
 
@@ -191,14 +206,14 @@ def test_clips_kl_corrections_masks_and_old_logprobs_in_every_combination(name, 
 def test_data_masks_and_the_top_entropy_mask_in_every_combination(name, level):
     corrections = (None, {"mode": "token_mask", "clip_max": 2.0})
     for window, quantile, kl, correction in product(WINDOWS.values(), (1.0, 0.5, 0.2), KLS, corrections):
-        settings = {"loss_type": name, "importance_sampling_level": level, **SHAPES[name][-1], **kl}
+        settings = settings_of(name, level, SHAPES[name][-1], kl)
         assert_equal(window, Case(settings, correction, DELTA, quantile))
 
 
 @pytest.mark.parametrize(("name", "level"), LOSS_AND_LEVEL)
 def test_the_entropy_bonus_beside_everything_else(name, level):
     for window, quantile, kl in product(WINDOWS.values(), (1.0, 0.4), KLS):
-        settings = {"loss_type": name, "importance_sampling_level": level, **SHAPES[name][0], **kl}
+        settings = settings_of(name, level, kl=kl)
         case = Case(settings, {"mode": "sequence_mask", "clip_max": 2.0}, DELTA, quantile, entropy_coef=0.07)
         assert_equal(window, case, batch=len(window))
         assert run_ours(window, options_of(case), batch=len(window)).entropy_gradient.any()
@@ -208,7 +223,7 @@ def test_the_compared_windows_reach_every_branch():
     """An option that changes nothing in them would be compared with nothing."""
 
     def gradient(shape=CLIPS[1], **fields):
-        settings = {"loss_type": "dapo", "importance_sampling_level": "token", **shape, **KLS[0]}
+        settings = settings_of("dapo", shape=shape, kl=KLS[0])
         return trl_of(WINDOW, Case(settings, **fields)).gradient
 
     base = gradient()
@@ -232,7 +247,7 @@ def test_the_compared_windows_reach_every_branch():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_metrics_of_a_micro_batch(name):
-    settings = {"loss_type": name, "importance_sampling_level": "token", **SHAPES[name][0], **KLS[1]}
+    settings = settings_of(name)
     theirs = run_loss(WINDOW, settings).metrics
     ours = run_ours(WINDOW, Options(loss_config(settings))).metrics
     same = ["kl", *(f"clip_ratio/{kind}_mean" for kind in ("low", "high", "region"))]
@@ -247,7 +262,7 @@ def test_metrics_of_a_micro_batch(name):
 def test_two_ranks_make_the_gradient_of_one_window(name):
     window = make_window(5, [], sequences=8)
     halves = [window.rows(slice(0, 4)), window.rows(slice(4, 8))]
-    settings = {"loss_type": name, "importance_sampling_level": "token", **SHAPES[name][0], **KLS[1]}
+    settings = settings_of(name)
     theirs = [
         run_loss(half, settings, batch=2, num_processes=2, num_items=float(sum(window.trained))) for half in halves
     ]
@@ -264,11 +279,10 @@ def test_two_ranks_make_the_gradient_of_one_window(name):
 @pytest.mark.parametrize("name", SURROGATES)
 def test_a_sequence_ratio_with_token_gradients_has_the_loss_of_the_sequence_ratio(name):
     """TRL knows two levels; the third has the value of `sequence`, and its gradient where all tokens weigh the same."""
-    settings = {"loss_type": name, "importance_sampling_level": "sequence", **CLIPS[1], **KLS[0]}
+    settings = settings_of(name, "sequence", CLIPS[1], KLS[0])
     theirs = run_loss(WINDOW, settings)
     ours = run_ours(WINDOW, Options(loss_config(settings, importance_sampling_level="sequence_token")))
-    assert ours.loss == pytest.approx(theirs.loss, rel=0, abs=1e-10)
-    torch.testing.assert_close(ours.gradient, theirs.gradient, **EXACT)
+    assert_is_trls(ours, theirs)
     with pytest.raises(ValueError, match="Unknown importance sampling level"):
         run_loss(WINDOW, {**settings, "importance_sampling_level": "sequence_token"})
 
@@ -281,20 +295,17 @@ def test_difference_tokens_are_those_of_the_window_where_trl_takes_the_average_o
     first, second = make_window(0, []), make_window(1, [])
     tokens, others = sum(first.trained), sum(second.trained)
     assert tokens != others
-    settings = {"loss_type": name, "importance_sampling_level": "token", **SHAPES[name][0], **KLS[1]}
+    settings = settings_of(name)
     theirs = run_loss(first, settings, num_items=float(tokens + others), steps_per_generation=4)  # two windows of two
     ours = run_ours(first, Options(loss_config(settings)))
-    factor = (tokens + others) / 2 / tokens
-    assert ours.loss == pytest.approx(theirs.loss * factor, rel=0, abs=1e-10)
-    torch.testing.assert_close(ours.gradient, theirs.gradient * factor, **EXACT)
+    assert_is_trls(ours, theirs, (tokens + others) / 2 / tokens)
 
 
 @pytest.mark.parametrize("name", COUNTS_FILTERED)
 def test_difference_a_filtered_sequence_is_not_counted_in_a_mean_over_sequences(name):
-    settings = {"loss_type": name, "importance_sampling_level": "token", **SHAPES[name][0], **KLS[1]}
+    settings = settings_of(name)
     theirs, ours = run_loss(FILTERED, settings), run_ours(FILTERED, Options(loss_config(settings)))
-    torch.testing.assert_close(ours.gradient, theirs.gradient * 6 / 5, **EXACT)
-    assert ours.loss == pytest.approx(theirs.loss * 6 / 5, rel=0, abs=1e-10)
+    assert_is_trls(ours, theirs, 6 / 5)
 
 
 def test_difference_cispo_without_its_cap_is_refused_where_trl_takes_a_fifth():
@@ -307,18 +318,10 @@ def test_difference_cispo_without_its_cap_is_refused_where_trl_takes_a_fifth():
         run_ours(window, Options(LossConfig(loss_type="cispo")))
 
 
-def test_difference_defaults():
-    theirs, ours = make_config({}), LossConfig()
-    assert (theirs.loss_type, ours.loss_type) == ("dapo", "dapo")
-    assert (theirs.use_bias_correction_kl, ours.kl_bias_correction) == (True, False)
-    assert theirs.vllm_importance_sampling_correction
-    assert (theirs.vllm_importance_sampling_mode, theirs.vllm_importance_sampling_clip_max) == ("sequence_mask", 3.0)
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_difference_the_corrected_kl_takes_the_token_ratio_at_every_level(name):
     """The gap is beta times the difference of the two ratios times k3, weighted like the loss."""
-    settings = {"loss_type": name, "importance_sampling_level": "sequence", **SHAPES[name][0], **KLS[2]}
+    settings = settings_of(name, "sequence", kl=KLS[2])
     theirs, ours = run_loss(WINDOW, settings), run_ours(WINDOW, Options(loss_config(settings)))
     mask = WINDOW.mask.double()
     log_ratio = (WINDOW.policy - WINDOW.old) * mask
@@ -340,7 +343,7 @@ def test_difference_the_corrected_kl_takes_the_token_ratio_at_every_level(name):
 
 
 def test_difference_the_entropy_threshold_is_that_of_the_window_and_not_of_each_micro_batch():
-    case = Case({"loss_type": "dapo", "importance_sampling_level": "token", **CLIPS[1], **KLS[0]}, quantile=0.5)
+    case = Case(settings_of("dapo", shape=CLIPS[1], kl=KLS[0]), quantile=0.5)
     ours = run_ours(WINDOW, options_of(case))
     by_micro_batch = trl_of(WINDOW, case, quantile_of_window=False)
     assert not torch.equal(ours.gradient.bool(), by_micro_batch.gradient.bool())
@@ -353,7 +356,7 @@ def test_difference_the_entropy_threshold_is_that_of_the_window_and_not_of_each_
 
 def test_difference_the_entropy_bonus_is_the_mean_of_the_window_and_not_of_micro_batch_means():
     case = Case(
-        {"loss_type": "dapo", "importance_sampling_level": "token", **CLIPS[1], **KLS[0]},
+        settings_of("dapo", shape=CLIPS[1], kl=KLS[0]),
         entropy_coef=0.1,
         quantile=0.3,
     )
@@ -392,8 +395,7 @@ def test_difference_the_default_ratio_of_a_sequence_is_the_mean_where_trl_takes_
 def test_difference_logarithms_are_bounded_by_twenty():
     """A gap of 25 nats: k3 and the correction stay finite in fp32; where a weight is capped nothing changes."""
     far = replace(WINDOW, ref=WINDOW.policy + 25, sampler=WINDOW.old - 25)
-    settings = {"loss_type": "dapo", "importance_sampling_level": "token", **CLIPS[0], "beta": 1.0}
-    case = Case({**settings, "use_bias_correction_kl": False}, {"mode": "token_truncate", "clip_max": 2.0})
+    case = Case({**settings_of("dapo"), "beta": 1.0}, {"mode": "token_truncate", "clip_max": 2.0})
     theirs, ours = trl_of(far, case), run_ours(far, options_of(case))
     assert theirs.loss - ours.loss == pytest.approx((math.exp(25) - 25) - (math.exp(20) - 20), rel=1e-12)
     wide = Options(
@@ -413,21 +415,12 @@ def test_difference_an_unscored_sample_is_excluded_where_trl_counts_its_tokens(n
     assert theirs["num_items_in_batch"] == 12  # two tokens each, the unscored sample's too
     window = replace(WITHOUT_TOOLS, advantages=ours.advantages_S)
     excluded = replace(window, tool_mask=window.tool_mask * ours.rewards_S.isfinite().long().unsqueeze(1))
-    settings = {"loss_type": name, "importance_sampling_level": "token", **SHAPES[name][0], **KLS[0]}
+    settings = settings_of(name, kl=KLS[0])
     counted = run_loss(window, settings, batch=6)
     without = run_ours(excluded, Options(loss_config(settings)), batch=6)
     everything, trained = sum(window.trained), sum(excluded.trained)
     factor = {"dr_grpo": 1.0, **dict.fromkeys(COUNTS_FILTERED, 6 / 5)}.get(name, everything / trained)
     torch.testing.assert_close(without.gradient, counted.gradient * factor, **EXACT)
-
-
-def test_difference_equal_rewards_in_fp32_teach_exactly_nothing_where_trl_trains_on_rounding():
-    rewards = torch.full((6, 1), 0.3, dtype=torch.float32)
-    rewards[::2] += 3e-8  # the neighbouring number
-    assert rewards.unique().numel() == 2
-    theirs = run_advantages(rewards, torch.ones(1), {}, group_size=6)["advantages"]
-    assert 1e-4 < theirs.abs().max() < 5e-4
-    assert compute_advantages(rewards, torch.zeros(6, dtype=torch.long)).advantages_S.tolist() == [0.0] * 6
 
 
 def test_the_adaptive_entropy_coefficient_is_that_of_trl():
@@ -462,17 +455,12 @@ def test_advantages_of_ragged_missing_and_equal_rewards(seed):
     rewards[torch.rand(12, 2, generator=generator, dtype=torch.float64) < 0.2] = torch.nan
     rewards[:3] = 0.5  # TRL gives exactly 0 here too
     weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    for scale, aggregation in (
-        ("group", "sum_then_normalize"),
-        ("batch", "sum_then_normalize"),
-        ("none", "sum_then_normalize"),
-        ("group", "normalize_then_sum"),
-    ):
-        settings = {"scale_rewards": scale, "multi_objective_aggregation": aggregation}
+    index = torch.arange(12) // 3
+    for scale in ("group", "batch", "none", "gdpo"):
+        settings = (
+            {"multi_objective_aggregation": "normalize_then_sum"} if scale == "gdpo" else {"scale_rewards": scale}
+        )
         theirs = run_advantages(rewards, weights, settings, group_size=3)["advantages"]
-        kind = "gdpo" if aggregation == "normalize_then_sum" else scale
-        ours = compute_advantages(rewards, torch.arange(12) // 3, weights_K=weights, scale=kind)
-        informs_S = ours.informative_P[torch.arange(12) // 3]
-        if kind != "gdpo":
-            informs_S = torch.ones_like(informs_S)
-        torch.testing.assert_close(ours.advantages_S[informs_S], theirs[informs_S], **EXACT)
+        ours = compute_advantages(rewards, index, weights_K=weights, scale=scale)
+        compared = ours.informative_P[index] if scale == "gdpo" else slice(None)
+        torch.testing.assert_close(ours.advantages_S[compared], theirs[compared], **EXACT)
