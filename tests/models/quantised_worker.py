@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+from policies import IDS, moved
 
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments, QuantArguments
@@ -14,7 +15,6 @@ from swift.models.quantisation import is_quantised, rounds_activations
 from swift.models.reference import load_reference
 
 MODEL, SCRATCH = sys.argv[1], Path(sys.argv[2])
-IDS = torch.arange(40).reshape(2, 20) + 60
 CASES = {
     "nf4": {"quant_bits": 4},
     "fp4": {
@@ -45,7 +45,7 @@ def weights_for_engines(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(name: str, more: dict) -> None:
-    args = ModelArguments(model=MODEL, tuner_type="lora", lora_dropout=0.0, quant_method="bnb", **more)
+    args = ModelArguments(model=MODEL, quant_method="bnb", **more)
     plain = load_for_inference(ModelArguments(model=MODEL))
     torch.manual_seed(0)
     policy = load_policy(args)
@@ -87,10 +87,8 @@ def check_quantised_files() -> None:
     folder = SCRATCH / "packed"
     plain = load_for_inference(QuantArguments(model=MODEL, quant_method="bnb", quant_bits=4))
     plain.save_pretrained(folder)
-    policy = load_policy(ModelArguments(model=str(folder), tuner_type="lora", lora_dropout=0.0)).eval()
-    with torch.no_grad():
-        for one in policy.parameters():
-            one.add_(0.05 * torch.randn_like(one)) if one.requires_grad else None
+    policy = load_policy(ModelArguments(model=str(folder))).eval()
+    moved(policy)
     engine = load_for_inference(ModelArguments(model=MODEL))
     engine.load_state_dict(weights_for_engines(policy), strict=False)
     assert gap(logprobs(engine), logprobs(policy)) < 1e-5, "engines sample from the policy"

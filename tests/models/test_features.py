@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from policies import moved
 from torch import tensor
 from torch.nn.functional import normalize
 
@@ -101,10 +102,7 @@ def test_features_stay_while_the_policy_moves(qwen2, tuner):
     prepare_scoring(policy)  # replaces its forward, as a run does before the copy is made
     network = load_features(args, policy)
     before = network.of_sequences(SEQUENCES)
-    torch.manual_seed(3)
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    moved(policy, 0.1)
     assert torch.equal(network.of_sequences(SEQUENCES), before)
     assert not before.requires_grad
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from policies import full, lora, moved
 
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
@@ -7,52 +8,41 @@ from swift.models.policy import load_for_inference, load_policy
 from swift.models.reference import FrozenReference, load_reference
 
 
-def settings(model: str, tuner: str, **more) -> ModelArguments:
-    return ModelArguments(model=model, tuner_type=tuner, **{"lora_dropout": 0.0, **more})
-
-
-def disturb(policy) -> None:
-    torch.manual_seed(3)
-    for parameter in policy.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(torch.randn_like(parameter) * 0.1)
-
-
 @pytest.mark.parametrize("tuner", ["lora", "full"])
 def test_the_reference_stays_at_the_start_while_the_policy_moves(any_model, tuner, logits):
-    args = settings(any_model, tuner)
+    args = ModelArguments(model=any_model, tuner_type=tuner)
     policy = load_policy(args)
     reference = load_reference(args, policy)
     start = logits(load_for_inference(args))
-    disturb(policy)
+    moved(policy, 0.1)
     with reference.active() as module:
         assert torch.equal(logits(module), start)
     assert (logits(policy) - start).abs().max() > 1e-2
 
 
 def test_a_lora_run_from_an_adapter_is_compared_with_that_adapter(any_model, make_adapter, logits):
-    args = settings(any_model, "lora", adapters=[make_adapter(any_model)])
+    args = lora(any_model, adapters=[make_adapter(any_model)])
     policy = load_policy(args)
     start = logits(policy.eval())
     reference = load_reference(args, policy)
-    disturb(policy)
-    moved = logits(policy)
+    moved(policy, 0.1)
+    after = logits(policy)
     with reference.active() as module:
         assert torch.equal(logits(module), start)
-    assert torch.equal(logits(policy), moved)
-    assert (moved - start).abs().max() > 1e-2
+    assert torch.equal(logits(policy), after)
+    assert (after - start).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("from_adapter", [False, True])
 def test_a_graph_recorded_before_the_reference_pass_is_not_disturbed(qwen2, make_adapter, from_adapter):
-    args = settings(qwen2, "lora", adapters=[make_adapter(qwen2)] if from_adapter else [])
+    args = lora(qwen2, adapters=[make_adapter(qwen2)] if from_adapter else [])
     ids = torch.arange(16)[None]
 
     def gradients(with_reference: bool):
         torch.manual_seed(0)
         policy = load_policy(args)
         reference = load_reference(args, policy)
-        disturb(policy)
+        moved(policy, 0.1)
         loss = policy(input_ids=ids).logits.square().mean()
         if with_reference:
             with reference.active() as module:
@@ -64,7 +54,7 @@ def test_a_graph_recorded_before_the_reference_pass_is_not_disturbed(qwen2, make
 
 
 def test_the_reference_pass_records_no_gradient_and_restores_training_mode(qwen2):
-    args = settings(qwen2, "lora")
+    args = lora(qwen2)
     policy = load_policy(args)
     trainable = [name for name, p in policy.named_parameters() if p.requires_grad]
     with load_reference(args, policy).active() as module:
@@ -75,41 +65,41 @@ def test_the_reference_pass_records_no_gradient_and_restores_training_mode(qwen2
 
 
 def test_the_start_adapter_returns_after_an_error_inside_the_block(qwen2, make_adapter, logits):
-    args = settings(qwen2, "lora", adapters=[make_adapter(qwen2)])
+    args = lora(qwen2, adapters=[make_adapter(qwen2)])
     policy = load_policy(args).eval()
     reference = load_reference(args, policy)
-    disturb(policy)
-    moved = logits(policy)
+    moved(policy, 0.1)
+    after = logits(policy)
     with pytest.raises(ZeroDivisionError), reference.active():
         raise ZeroDivisionError
-    assert torch.equal(logits(policy), moved)
+    assert torch.equal(logits(policy), after)
 
 
 @pytest.mark.parametrize("tuner", ["lora", "full"])
 def test_ref_model_loads_another_model(tiny_folders, tuner, logits):
     other = str(tiny_folders["llama"])
-    args = settings(str(tiny_folders["qwen2"]), tuner, ref_model=other)
+    args = ModelArguments(model=str(tiny_folders["qwen2"]), tuner_type=tuner, ref_model=other)
     reference = load_reference(args, load_policy(args))
     with reference.active() as module:
-        assert torch.equal(logits(module), logits(load_for_inference(settings(other, "full"))))
+        assert torch.equal(logits(module), logits(load_for_inference(full(other))))
         assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_ref_model_may_be_a_lora_checkpoint(qwen2, make_adapter, logits):
     adapter = make_adapter(qwen2)
-    args = settings(qwen2, "full", ref_model=adapter)
+    args = full(qwen2, ref_model=adapter)
     with load_reference(args, load_policy(args)).active() as module:
         assert torch.equal(logits(module), logits(load_for_inference(ModelArguments(adapters=[adapter]))))
 
 
 def test_a_missing_ref_model_names_its_own_flag(qwen2, tmp_path):
-    args = settings(qwen2, "full", ref_model=str(tmp_path))
+    args = full(qwen2, ref_model=str(tmp_path))
     with pytest.raises(ConfigError, match="--ref_model: "):
         load_reference(args, load_policy(args))
 
 
 def test_blending_moves_a_full_reference_towards_the_policy(qwen2):
-    args = settings(qwen2, "full")
+    args = full(qwen2)
     policy = load_policy(args)
     reference = load_reference(args, policy)
     before = reference.module.model.norm.weight.clone()

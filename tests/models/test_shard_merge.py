@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from policies import IDS, moved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -17,26 +18,20 @@ from swift.models.policy import load_policy
 from swift.models.shard_merge import MergedModel
 from swift.models.source import locate
 
-IDS = torch.arange(40).reshape(2, 20) + 60  # [B, T]
-
 
 def adapted(model: str, folder: Path, head=None, **more) -> tuple[str, torch.Tensor]:
     """Folder and logits of an adapter with random weights."""
-    args = ModelArguments(model=model, **{"tuner_type": "lora", "lora_dropout": 0.0, **more})
-    policy = load_policy(args, reward_head=head).eval()
-    torch.manual_seed(1)
+    policy = moved(load_policy(ModelArguments(model=model, **more), reward_head=head).eval())
+    policy.config.pad_token_id = policy.config.vocab_size - 1
+    policy.save_pretrained(folder)
     with torch.no_grad():
-        for one in policy.parameters():
-            if one.requires_grad:
-                one.add_(0.05 * torch.randn_like(one))
-        policy.config.pad_token_id = 256
-        policy.save_pretrained(folder)
-        return str(folder), policy(input_ids=IDS).logits
+        return str(folder), policy(input_ids=IDS % policy.config.vocab_size).logits
 
 
 def logits_of(kind, folder: Path) -> torch.Tensor:
+    model = kind.from_pretrained(folder).eval()
     with torch.no_grad():
-        return kind.from_pretrained(folder).eval()(input_ids=IDS).logits
+        return model(input_ids=IDS % model.config.vocab_size).logits
 
 
 @pytest.mark.parametrize("tuner", [{"modules_to_save": ["embed_tokens"]}, {"target_modules": ["embed_tokens"]}])
@@ -98,22 +93,14 @@ def test_tensors_keep_the_types_of_the_files_and_what_no_adapter_changes_keeps_i
 @pytest.mark.parametrize("kind", ["mixtral", "gpt2", "gpt_neox"])
 def test_architectures_whose_files_have_other_names_than_their_modules(small_model, tmp_path, kind):
     small_model(kind).save_pretrained(tmp_path / "base")
-    ids = IDS % 64
     targets = {"mixtral": ["q_proj", "lm_head"], "gpt2": ["c_attn"], "gpt_neox": ["query_key_value"]}[kind]
-    args = ModelArguments(model=str(tmp_path / "base"), tuner_type="lora", target_modules=targets)
-    policy = load_policy(args).eval()
-    with torch.no_grad():
-        for one in policy.parameters():
-            if one.requires_grad:
-                one.add_(0.05 * torch.randn_like(one))
-        policy.save_pretrained(tmp_path / "adapter")
-        wanted = policy(input_ids=ids).logits
-        merged = MergedModel(locate(given := ModelArguments(adapters=[str(tmp_path / "adapter")])), given)
-        (tmp_path / "out").mkdir()
-        merged.write(tmp_path / "out")
-        merged.config.save_pretrained(tmp_path / "out")
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-        assert torch.allclose(model(input_ids=ids).logits, wanted, atol=1e-5)
+    adapter, wanted = adapted(str(tmp_path / "base"), tmp_path / "adapter", target_modules=targets)
+    given = ModelArguments(adapters=[adapter])
+    merged = MergedModel(locate(given), given)
+    (tmp_path / "out").mkdir()
+    merged.write(tmp_path / "out")
+    merged.config.save_pretrained(tmp_path / "out")
+    assert torch.allclose(logits_of(AutoModelForCausalLM, tmp_path / "out"), wanted, atol=1e-5)
 
 
 def test_a_quantised_base_and_an_unfit_adapter_are_refused(qwen2, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from policies import IDS, moved
 
 from swift.errors import ConfigError
 from swift.models.adapter_merge import merged_tensors
@@ -34,23 +35,15 @@ TUNERS = {
 }
 
 
-def settings(model: str, **more) -> ModelArguments:
-    return ModelArguments(model=model, **{"tuner_type": "lora", "lora_dropout": 0.0, **more})
-
-
 def trained(args: ModelArguments, steps: int = 0) -> torch.nn.Module:
     """A policy after `steps` steps of AdamW on fixed tokens; moved at random without any."""
     torch.manual_seed(0)
     policy = load_policy(args).eval()
-    parameters = [one for one in policy.parameters() if one.requires_grad]
     if not steps:
-        with torch.no_grad():
-            for one in parameters:
-                one.add_(0.05 * torch.randn_like(one))
-    optimizer = torch.optim.AdamW(parameters, 1e-2)
-    ids = torch.arange(40).reshape(2, 20) + 60
+        return moved(policy)
+    optimizer = torch.optim.AdamW([one for one in policy.parameters() if one.requires_grad], 1e-2)
     for _ in range(steps):
-        policy(input_ids=ids, labels=ids).loss.backward()
+        policy(input_ids=IDS, labels=IDS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return policy
@@ -78,7 +71,7 @@ def gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("tuner", TUNERS)
 def test_a_tuner_from_start_to_merged_model(tuner, qwen2, tmp_path, logits):
-    args = settings(qwen2, **TUNERS[tuner])
+    args = ModelArguments(model=qwen2, **TUNERS[tuner])
     base = load_for_inference(ModelArguments(model=qwen2))
     before = logits(base)
     torch.manual_seed(0)
@@ -103,7 +96,7 @@ def test_a_tuner_from_start_to_merged_model(tuner, qwen2, tmp_path, logits):
 
 @pytest.mark.parametrize("tuner", [name for name, more in TUNERS.items() if "tuner_type" not in more])
 def test_lora_is_sent_alone(tuner, qwen2, logits):
-    policy = trained(settings(qwen2, **TUNERS[tuner]))
+    policy = trained(ModelArguments(model=qwen2, **TUNERS[tuner]))
     config, tensors = read_adapter(policy)
     engine = load_for_inference(ModelArguments(model=qwen2))
     weights = dict(engine.named_parameters(remove_duplicate=False))
@@ -115,7 +108,7 @@ def test_lora_is_sent_alone(tuner, qwen2, logits):
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_a_start_in_the_base_is_saved_as_a_difference_and_read_bit_for_bit(start, qwen2, tmp_path, logits):
-    args = settings(qwen2, init_weights=start, lora_rank=4)
+    args = ModelArguments(model=qwen2, init_weights=start, lora_rank=4)
     policy = trained(args)
     adapter = saved(policy, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 8
@@ -131,8 +124,8 @@ def test_a_start_in_the_base_is_saved_as_a_difference_and_read_bit_for_bit(start
 
 
 def test_a_fresh_pissa_policy_is_its_own_reference(qwen2, logits):
-    policy = load_policy(settings(qwen2, init_weights="pissa"))
-    reference = load_reference(settings(qwen2, init_weights="pissa"), policy)
+    policy = load_policy(ModelArguments(model=qwen2, init_weights="pissa"))
+    reference = load_reference(ModelArguments(model=qwen2, init_weights="pissa"), policy)
     start = logits(policy.eval())
     for one in policy.parameters():
         one.data.add_(0.01 if one.requires_grad else 0.0)
@@ -155,13 +148,13 @@ def test_a_fresh_pissa_policy_is_its_own_reference(qwen2, logits):
     ],
 )  # fmt: skip
 def test_frozen_parameters_get_no_gradient(flags, trained_names, qwen2):
-    policy = load_policy(settings(qwen2, tuner_type="full", **flags))
+    policy = load_policy(ModelArguments(model=qwen2, tuner_type="full", **flags))
     found = {name for name, one in policy.named_parameters() if one.requires_grad}
     assert found == (trained_names or {name for name, _ in policy.named_parameters() if name.endswith("norm.weight")})
 
 
 def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
-    policy = load_policy(settings(qwen2, tuner_type="full", freeze_parameters_ratio=0.5))
+    policy = load_policy(ModelArguments(model=qwen2, tuner_type="full", freeze_parameters_ratio=0.5))
     gradients = [one.requires_grad for one in policy.parameters()]
     assert gradients == sorted(gradients), "the frozen ones come first"
     sizes = [one.numel() for one in policy.parameters() if not one.requires_grad]
@@ -190,21 +183,21 @@ def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
 def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(flags, message, qwen2):
     for refuses in (load_policy, check_targets):
         with pytest.raises(ConfigError, match=message):
-            refuses(settings(qwen2, **flags))
+            refuses(ModelArguments(model=qwen2, **flags))
 
 
 def test_an_adapter_is_trained_further_by_its_own_tuner(qwen2, tmp_path):
-    adapter = saved(trained(settings(qwen2, tuner_type="ia3")), tmp_path / "adapter")
-    load_policy(settings(qwen2, tuner_type="ia3", adapters=[adapter]))
+    adapter = saved(trained(ModelArguments(model=qwen2, tuner_type="ia3")), tmp_path / "adapter")
+    load_policy(ModelArguments(model=qwen2, tuner_type="ia3", adapters=[adapter]))
     with pytest.raises(ConfigError, match="an adapter of type ia3, not lora; use --tuner_type ia3"):
-        load_policy(settings(qwen2, adapters=[adapter]))
+        load_policy(ModelArguments(model=qwen2, adapters=[adapter]))
 
 
 @pytest.mark.parametrize(
     "targets", [{"target_modules": ["q_proj", "mlp.down_proj"]}, {"target_regex": r".*\.(q|down)_proj"}]
 )
 def test_ia3_scales_the_input_of_feedforward_layers_however_they_are_named(targets, qwen2):
-    policy = load_policy(settings(qwen2, tuner_type="ia3", **targets))
+    policy = load_policy(ModelArguments(model=qwen2, tuner_type="ia3", **targets))
     found = {name: one.is_feedforward for name, one in policy.named_modules() if hasattr(one, "is_feedforward")}
     assert found and all(feedforward == ("down_proj" in name) for name, feedforward in found.items())
 
@@ -214,7 +207,7 @@ def test_a_start_in_the_base_has_no_more_directions_than_a_weight(start, qwen2):
     with pytest.raises(
         ConfigError, match=f"--lora_rank: 64: --init_weights {start} finds 32 directions in model.layers"
     ):
-        load_policy(settings(qwen2, init_weights=start, lora_rank=64))
+        load_policy(ModelArguments(model=qwen2, init_weights=start, lora_rank=64))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +222,8 @@ def test_a_start_in_the_base_has_no_more_directions_than_a_weight(start, qwen2):
     ],
 )
 def test_settings_that_the_adapter_to_start_from_does_not_have_are_refused(flags, message, qwen2, tmp_path):
-    policy = load_policy(settings(qwen2, lora_rank=4, target_modules=["q_proj", "k_proj"]))
-    args = settings(qwen2, adapters=[saved(policy, tmp_path / "adapter")], **flags)
+    policy = load_policy(ModelArguments(model=qwen2, lora_rank=4, target_modules=["q_proj", "k_proj"]))
+    args = ModelArguments(model=qwen2, adapters=[saved(policy, tmp_path / "adapter")], **flags)
     if message is None:
         load_policy(args)
         return
@@ -240,7 +233,7 @@ def test_settings_that_the_adapter_to_start_from_does_not_have_are_refused(flags
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_an_adapter_on_one_of_two_tied_weights_is_merged_into_that_one(target, qwen2, tmp_path, logits):
-    policy = trained(settings(qwen2, target_modules=[target]))
+    policy = trained(ModelArguments(model=qwen2, target_modules=[target]))
     adapter = saved(policy, tmp_path / "adapter")
     assert gap(logits(load_for_inference(ModelArguments(adapters=[adapter]))), logits(policy)) < 1e-5
     merged = merge_adapter(ModelArguments(adapters=[adapter]), tmp_path / "merged")
