@@ -85,7 +85,9 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     try:
         policy = get_peft_model(model, config)
     except ValueError as error:
-        raise ConfigError(_refusal(model, args, error)) from error
+        raise ConfigError(
+            f"--tuner_type: {args.tuner_type}: {first_line(error)}; linear modules: {', '.join(linear_names(model))}"
+        ) from error
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if args.changes_base:
@@ -150,6 +152,7 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
     modules = dict(model.named_modules())
     patterns = {  # as PEFT reads them
         "target_modules": [(one, rf"(.*\.)?{re.escape(one)}") for one in args.target_modules],
+        "target_regex": [(args.target_regex, args.target_regex)] if args.target_regex else [],
         "modules_to_save": [(one, f".*{re.escape(one)}") for one in args.modules_to_save],
         "rank_pattern": [(one, rf"(.*\.)?({one})") for one in args.rank_pattern],
         "alpha_pattern": [(one, rf"(.*\.)?({one})") for one in args.alpha_pattern],
@@ -161,7 +164,7 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
                 least = 1 if flag == "modules_to_save" else 2  # dimensions of a weight: adapters change matrices
                 weighty = {name for name, weight in model.named_parameters() if weight.ndim >= least}
                 names = {name.removesuffix(".weight").rpartition(".")[2] for name in weighty}
-                valid = ["all-linear"] * (flag == "target_modules") + sorted(names)
+                valid = ["all-linear"] * flag.startswith("target") + sorted(names)
                 raise ConfigError(f"--{flag}: {one}: fits no module of the model; valid: {', '.join(valid)}")
             if flag == "modules_to_save" and any(map(is_quantised, found)):
                 raise ConfigError(
@@ -178,15 +181,6 @@ def _check_ranks(policy: nn.Module, args: TunerArguments) -> None:
                     f"--lora_rank: {layer.r[adapter]}: --init_weights {args.init_weights} finds {len(first.weight)} "
                     f"directions in {name.removeprefix('base_model.model.')}; use at most these"
                 )
-
-
-def _refusal(model: Any, args: TunerArguments, error: ValueError) -> str:
-    if "arget modules" not in str(error) and "target_modules" not in str(error):
-        return f"--tuner_type: {args.tuner_type}: {first_line(error)}; change its settings"
-    name, value = ("target_modules", " ".join(args.target_modules))
-    if args.target_regex:
-        name, value = "target_regex", args.target_regex
-    return f"--{name}: {value}: {first_line(error)}; valid: all-linear, {', '.join(linear_names(model))}"
 
 
 def check_head(policy: Any, args: TunerArguments) -> None:

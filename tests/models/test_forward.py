@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policies import SEQUENCES, assert_equal_gradients, gradients_of
 
 from swift.models.attention.choice import choose_attention, packing_obstacle
 from swift.models.attention.interface import enable_packed_attention, is_packed
 from swift.models.attention.spans import Variant
 from swift.models.forward import TokenSequence, completion_logits, pack, pad
-
-SEQUENCES = [
-    TokenSequence([5, 6, 7, 8], [10, 11, 12]),
-    TokenSequence([5, 6, 7, 8], [13]),
-    TokenSequence([5, 6, 7, 8], [10, 14, 15, 16, 17, 18]),
-    TokenSequence([9], [20, 21]),
-    TokenSequence([30, 31], [32]),
-]
 
 
 def load(folder, packed, **options):
@@ -26,13 +19,6 @@ def load(folder, packed, **options):
     if packed:
         enable_packed_attention(model)
     return model
-
-
-def gradients(model, logits):
-    """Gradients of a loss that looks at every logit."""
-    weights = torch.linspace(-1, 1, logits.numel()).reshape(logits.shape)
-    (logits.log_softmax(-1) * weights).sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def test_a_stream_holds_each_prompt_once_and_no_last_token():
@@ -54,9 +40,7 @@ def test_packed_logits_and_gradients_equal_padded_ones(nano_folder, share_prompt
     mine = completion_logits(packed, pack(SEQUENCES, share_prompts=share_prompts))
     oracle = completion_logits(padded.train(), pad(SEQUENCES))
     assert (mine - oracle).abs().max() < 1e-5
-    expected = gradients(padded, oracle)
-    for name, gradient in gradients(packed, mine).items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-7, name
+    assert_equal_gradients(gradients_of(packed, mine.log_softmax(-1)), gradients_of(padded, oracle.log_softmax(-1)))
 
 
 def test_lora_policies_are_packed_too(nano_folder):
@@ -113,14 +97,11 @@ def test_windows_soft_caps_and_sinks_are_packed_too(small_model, arch, settings,
     model.eval()
     model.set_attn_implementation("eager")  # sdpa has no soft caps
     oracle = torch.cat([completion_logits(model, pad([sequence])) for sequence in LONG])
-    expected = {name: gradient.clone() for name, gradient in gradients(model, oracle).items() if gradient is not None}
-    model.zero_grad()
+    expected = gradients_of(model, oracle.log_softmax(-1))
     assert choose_attention(model) is None
     mine = completion_logits(model, pack(LONG, share_prompts=share_prompts))
     assert (mine - oracle).abs().max() < 1e-5
-    found = gradients(model, mine)
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-6, name
+    assert_equal_gradients(gradients_of(model, mine.log_softmax(-1)), expected, least=1e-6)
 
 
 def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
@@ -129,13 +110,11 @@ def test_rows_may_be_computed_in_parts(small_model, monkeypatch):
     model = small_model("gemma2", sliding_window=4)
     assert choose_attention(model) is None
     whole = completion_logits(model, pack(LONG))
-    expected = {name: gradient.clone() for name, gradient in gradients(model, whole).items()}
-    model.zero_grad()
+    expected = gradients_of(model, whole.log_softmax(-1))
     monkeypatch.setattr(rows, "SCORES", 1)
     parts = completion_logits(model, pack(LONG))
     assert (parts - whole).abs().max() < 1e-6
-    for name, gradient in gradients(model, parts).items():
-        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm() + 1e-6, name
+    assert_equal_gradients(gradients_of(model, parts.log_softmax(-1)), expected, least=1e-6)
 
 
 def test_a_soft_cap_is_never_left_out(small_model, monkeypatch):

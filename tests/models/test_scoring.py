@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from policies import SEQUENCES, assert_equal_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -17,12 +18,6 @@ from swift.models.scoring import prepare_scoring, score_tokens, scores_itself
 from swift.rl import linear_logprobs
 from swift.rl.logprobs import selected_logprobs
 
-SEQUENCES = [
-    TokenSequence([5, 6, 7, 8], [10, 11, 12]),
-    TokenSequence([5, 6, 7, 8], [13]),
-    TokenSequence([5, 6, 7, 8], [10, 14, 15, 16, 17, 18]),
-    TokenSequence([9], [20, 21]),
-]
 TARGETS = torch.tensor([token for one in SEQUENCES for token in one.completion_ids])
 
 
@@ -52,10 +47,7 @@ def assert_scores_are_those_of_logits(model, prepare=True):
     mine = itself(model)
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    found = gradients(model, mine)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        assert (gradient - expected[name]).norm() <= 2e-5 * expected[name].norm() + 1e-7, name
+    assert_equal_gradients(gradients(model, mine), expected, 2e-5)
 
 
 @pytest.mark.parametrize("packed", [True, False])
