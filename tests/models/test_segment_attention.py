@@ -71,25 +71,15 @@ def with_gradients(output, given):
     return [output, *torch.autograd.grad(output, given, weights)]
 
 
+@pytest.mark.parametrize("kernel", ["rows", "flash"])
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_segment_sees_its_prompt_and_itself(groups, heads):
+def test_each_segment_sees_its_prompt_and_itself(groups, heads, kernel, fake_flash):
     chosen, num_tokens = layout(*groups)
     given = states(num_tokens, heads)
-    found = with_gradients(chosen.attend(*given, 0.3, kernel="rows"), given)
+    found = with_gradients(chosen.attend(*given, 0.3, kernel=kernel), given)
     expected = with_gradients(dense(chosen, *given, 0.3), given)
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
-def test_flash_attention_sees_the_same(groups, heads, fake_flash):
-    chosen, num_tokens = layout(*groups)
-    given = states(num_tokens, heads)
-    found = with_gradients(chosen.attend(*given, 0.3, kernel="flash"), given)
-    expected = with_gradients(dense(chosen, *given, 0.3), given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 

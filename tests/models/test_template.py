@@ -27,10 +27,10 @@ FORGETFUL = (
 )
 
 
-def template_of(jinja: str) -> Template:
+def template_of(jinja: str, **kwargs) -> Template:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = jinja
-    return Template(tokenizer)
+    return Template(tokenizer, kwargs=kwargs)
 
 
 def masked_text(template: Template, messages) -> str:
@@ -225,24 +225,18 @@ THINKING = (
 )
 
 
-def thinking(**kwargs):
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = THINKING
-    return Template(tokenizer, kwargs=kwargs)
-
-
 def test_variables_of_the_flag_reach_every_rendering(qwen2, tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text(THINKING)
     off = load_chat(ModelArguments(model=qwen2, template=str(file), chat_template_kwargs={"enable_thinking": False}))
     assert off.render([USER], add_generation_prompt=True).endswith("assistant\n<think></think>")
-    assert thinking().render([USER], add_generation_prompt=True).endswith("assistant\n")
+    assert template_of(THINKING).render([USER], add_generation_prompt=True).endswith("assistant\n")
     assert off.decode(off.encode_prompt([USER]), skip_special_tokens=False).endswith("<think></think>")
     assert masked_text(off, [USER, ANSWER]) == "5<|im_end|>"
 
 
 def test_a_rendering_may_have_variables_of_its_own_and_never_those_of_swift():
-    text = thinking(enable_thinking=False).render(
+    text = template_of(THINKING, enable_thinking=False).render(
         [USER], kwargs={"enable_thinking": True, "add_generation_prompt": False, "messages": []},
         add_generation_prompt=True,
     )  # fmt: skip
@@ -251,11 +245,11 @@ def test_a_rendering_may_have_variables_of_its_own_and_never_those_of_swift():
 
 def test_a_variable_that_swift_sets_is_refused_and_one_that_nothing_reads_is_noted_with_the_nearest(caplog):
     with pytest.raises(ConfigError, match="--chat_template_kwargs: messages: is set by swift itself"):
-        thinking(messages=[])
-    thinking(enable_thinkng=False)
+        template_of(THINKING, messages=[])
+    template_of(THINKING, enable_thinkng=False)
     assert "enable_thinkng: the chat template does not read it, so it changes nothing; nearest: enable_thinking" in (
         caplog.text
     )
     caplog.clear()
-    thinking(enable_thinking=False)
+    template_of(THINKING, enable_thinking=False)
     assert not caplog.text

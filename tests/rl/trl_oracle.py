@@ -64,31 +64,24 @@ def make_config(settings: dict, *, batch: int = 2, accumulation: int = 3, **more
 
 def loss_stub(config: GRPOConfig, *, weighted: bool = False, num_processes: int = 1) -> SimpleNamespace:
     """What `_compute_loss` reads of its trainer, as `GRPOTrainer.__init__` sets it."""
-    return SimpleNamespace(
-        args=config,
-        accelerator=Accelerator(num_processes),
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
-        off_policy_mask_threshold=config.off_policy_mask_threshold,
-        importance_sampling_level=config.importance_sampling_level,
-        loss_type=config.loss_type,
-        beta=config.beta,
-        epsilon_low=config.epsilon,
-        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-        use_vllm=weighted,
-        vllm_importance_sampling_correction=weighted,
-        max_completion_length=config.max_completion_length,
-        current_gradient_accumulation_steps=config.gradient_accumulation_steps,
-        top_entropy_quantile=config.top_entropy_quantile,
-        entropy_coef=config.entropy_coef,
-        use_adaptive_entropy=config.use_adaptive_entropy,
-        _entropy_bonus_enabled=config.entropy_coef != 0.0 or config.use_adaptive_entropy,
-        _last_world_entropy=float("inf"),
-        _entropy_window_stats=None,
-        _metrics={"train": defaultdict(list)},
-        get_gamma_weights=GRPOTrainer.get_gamma_weights,
-        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
-    )
+    own = {
+        "args": config,
+        "accelerator": Accelerator(num_processes),
+        "model": SimpleNamespace(training=True),
+        "aux_loss_enabled": False,
+        "epsilon_low": config.epsilon,
+        "epsilon_high": config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        "use_vllm": weighted,
+        "vllm_importance_sampling_correction": weighted,
+        "current_gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "_entropy_bonus_enabled": config.entropy_coef != 0.0 or config.use_adaptive_entropy,
+        "_last_world_entropy": float("inf"),
+        "_entropy_window_stats": None,
+        "_metrics": {"train": defaultdict(list)},
+        "get_gamma_weights": GRPOTrainer.get_gamma_weights,
+        "get_off_policy_mask": GRPOTrainer.get_off_policy_mask,
+    }
+    return SimpleNamespace(**{**vars(config), **own})  # the others are those of the configuration
 
 
 def run_loss(
@@ -184,45 +177,30 @@ def generation_stub(config: GRPOConfig, rewards: Tensor, weights: Tensor, group_
     count, functions = rewards.shape
     names = [f"function{index}" for index in range(functions)]
     ids = [[1, 2]] * count
-    return SimpleNamespace(
-        args=config,
-        accelerator=Accelerator(),
-        model=_NoModel(),
-        environment_factories=None,
-        environments=None,
-        tools=None,
-        pad_to_multiple_of=None,
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        mask_truncated_completions=config.mask_truncated_completions,
-        num_iterations=config.num_iterations,
-        beta=config.beta,
-        use_vllm=False,
-        vllm_importance_sampling_correction=config.vllm_importance_sampling_correction,
-        vllm_importance_sampling_mode=config.vllm_importance_sampling_mode,
-        vllm_importance_sampling_clip_max=config.vllm_importance_sampling_clip_max,
-        vllm_importance_sampling_clip_min=config.vllm_importance_sampling_clip_min,
-        num_generations=group_size,
-        num_generations_eval=group_size,
-        scale_rewards=config.scale_rewards,
-        multi_objective_aggregation=config.multi_objective_aggregation,
-        reward_weights=weights,
-        reward_funcs=names,
-        reward_func_names=names,
-        log_multimodal=False,
-        _is_vlm=False,
-        _generate=lambda prompts: (ids, ids, None, ["text"] * count, None, {}, None, []),
-        _calculate_rewards=lambda *_: rewards.clone(),
-        _metrics={"train": defaultdict(list)},
-        _logs={
-            "prompt": [],
-            "completion": [],
-            "advantages": [],
-            "rewards": defaultdict(list),
-            "extra": defaultdict(list),
-        },
-        _pending_extra_logs={},
-        _pending_metrics={},
-    )
+    own = {
+        "args": config,
+        "accelerator": Accelerator(),
+        "model": _NoModel(),
+        "environment_factories": None,
+        "environments": None,
+        "tools": None,
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "use_vllm": False,
+        "num_generations": group_size,
+        "num_generations_eval": group_size,
+        "reward_weights": weights,
+        "reward_funcs": names,
+        "reward_func_names": names,
+        "log_multimodal": False,
+        "_is_vlm": False,
+        "_generate": lambda prompts: (ids, ids, None, ["text"] * count, None, {}, None, []),
+        "_calculate_rewards": lambda *_: rewards.clone(),
+        "_metrics": {"train": defaultdict(list)},
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        "_pending_extra_logs": {},
+        "_pending_metrics": {},
+    }
+    return SimpleNamespace(**{**vars(config), **own})
 
 
 def run_advantages(rewards: Tensor, weights: Tensor, settings: dict, *, group_size: int = 4) -> dict[str, Tensor]:
