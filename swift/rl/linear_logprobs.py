@@ -231,7 +231,11 @@ class _LinearLogprobs(torch.autograd.Function):
             derivative = settings.logit_map.tanh_derivative(logits)
             logits.sub_(highest_N.unsqueeze(1))
             grad = _logit_gradient(head, columns, logits, total_N, entropy_N, logprob_grad_N, entropy_grad_N)
-            grad = _of_product(head, grad, derivative)
+            if derivative is not None:
+                grad.mul_(derivative)
+            if settings.logit_map.slope != 1.0:
+                grad.mul_(settings.logit_map.slope)
+            grad = grad.to(hidden_NH.dtype)
             if hidden_grad is not None:
                 _add_product(hidden_grad, grad, weight_VH[columns])
             if weight_grad is not None:
@@ -327,15 +331,6 @@ def _logit_gradient(
         grad = shifted.exp_().mul_(factor)
     places, inside = head.places(columns)
     return grad.scatter_add_(1, places, upstream.where(inside.unsqueeze(1), 0.0))
-
-
-def _of_product(head: _Head, grad: Tensor, derivative: Tensor | None) -> Tensor:
-    """The gradient of a block's product from that of its mapped logits, in the type of the inputs."""
-    if derivative is not None:
-        grad.mul_(derivative)
-    if head.settings.logit_map.slope != 1.0:
-        grad.mul_(head.settings.logit_map.slope)
-    return grad.to(head.hidden_NH.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
