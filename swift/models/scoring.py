@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import first_line
-from swift.models.attention.choice import shallow
+from swift.models.attention.choice import trial
 from swift.models.attention.interface import is_packed, transformers_model
-from swift.models.forward import TokenBatch, TokenSequence, arrange, completion_logits
+from swift.models.forward import TokenBatch, arrange, completion_logits
 from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
 from swift.rl.logprobs import selected_logprobs
 
@@ -214,29 +214,16 @@ def _logit_maps(config: Any) -> list[LogitMap]:
     return [LogitMap(factor, softcap) for factor in dict.fromkeys([*factors, 1.0])]
 
 
-@torch.no_grad()
 def _gap(model: nn.Module) -> str | None:
     """Compare the log-probs and entropies of a few tokens with those of the logits."""
-    device = next(model.parameters()).device
-    size = min(97, transformers_model(model).config.get_text_config().vocab_size)
-    ids = [(11 * i + 5) % size for i in range(24)]
-    sequences = [
-        TokenSequence(ids[:4], ids[8:13]),
-        TokenSequence(ids[:4], ids[13:20]),
-        TokenSequence(ids[4:7], ids[20:]),
-    ]
-    tokens = arrange(model, sequences, device=device)
-    was_training = model.training
-    model.eval()
     try:
-        with shallow(model):
+        with trial(model) as (sequences, device):
+            tokens = arrange(model, sequences, device=device)
             logits = completion_logits(model, tokens)
             theirs = selected_logprobs(logits, tokens.target_ids, temperature=0.8)
             mine = score_tokens(model, tokens, temperature=0.8, entropy="value")
     except (AttributeError, TypeError, ValueError) as error:
         return f"its decoder cannot be called alone: {first_line(error)}"
-    finally:
-        model.train(was_training)
     # two roundings of the largest logit, where the model caps and scales in its own type
     tolerance = max(2 * torch.finfo(next(model.parameters()).dtype).eps * float(logits.abs().max()), 1e-4)
     gaps = [(one - other).abs().mean() for one, other in zip(mine, theirs, strict=True) if one is not None]

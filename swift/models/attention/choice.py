@@ -72,7 +72,7 @@ def packing_obstacle(model: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def shallow(model: nn.Module) -> Iterator[None]:
+def _shallow(model: nn.Module) -> Iterator[None]:
     """Leave `model` as many of its first layers as hold one of each kind.
 
     A trial of those says the same, and is over soon where the weights of a large model are still on the host.
@@ -101,9 +101,9 @@ def _traits(layer: nn.Module) -> list[Any]:
     ]
 
 
-def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
-    """Enable packing and compare the logits of a few sequences with those of before."""
-    device = next(model.parameters()).device
+@contextlib.contextmanager
+def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]]:
+    """`model` without gradients and dropout, on its first layers; gives sequences to try it with, and its device."""
     size = min(97, transformers_model(model).config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(32)]
     sequences = [
@@ -114,7 +114,16 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), shallow(model):
+        with torch.no_grad(), _shallow(model):
+            yield sequences, next(model.parameters()).device
+    finally:
+        model.train(was_training)
+
+
+def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
+    """Enable packing and compare the logits of a few sequences with those of before."""
+    try:
+        with trial(model) as (sequences, device):
             own_NV = torch.cat([completion_logits(model, pad([one], device=device)) for one in sequences]).float()
             enable_packed_attention(model, kernel)
             tokens = pack(sequences, device=device)
@@ -126,8 +135,6 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
         return str(error)
     except Exception as error:  # whatever a model does with what it does not expect; its own attention goes on
         return f"packing fails ({type(error).__name__}: {first_line(error)[:120]})"
-    finally:
-        model.train(was_training)
     if len(asked) < num_layers:
         return "not all of its layers ask transformers' attention interface"
     if sum(variant.window is not None for variant in asked) < num_windows:
