@@ -12,7 +12,7 @@ from swift.rl.correction import (
     sampler_correction,
     sampler_mismatch,
 )
-from swift.rl.entropy import AdaptiveEntropy, entropy_bonus, top_entropy_threshold
+from swift.rl.entropy import entropy_bonus, top_entropy_threshold
 from swift.rl.segments import Segments
 
 ETA_T = torch.tensor([0.2, -0.3, 1.0, 0.5, -1.2], dtype=torch.float64)
@@ -79,24 +79,6 @@ def test_a_sequence_that_drifted_is_masked_when_its_advantage_is_negative(delta,
 def test_the_share_of_tokens_with_the_highest_entropy(quantile, kept):
     entropies = torch.tensor([0.1, 0.9, 0.4, 0.7, 0.2])
     assert (entropies >= top_entropy_threshold(entropies, quantile)).long().tolist() == kept
-
-
-def test_the_entropy_threshold_is_not_moved_by_the_rounding_of_the_quantile():
-    entropies = torch.arange(11.0)
-    for tenths in range(1, 11):
-        assert top_entropy_threshold(entropies, tenths / 10) == 10 - tenths
-    assert top_entropy_threshold(torch.ones(4), 0.5) == 1.0
-
-
-def test_the_adaptive_coefficient_reacts_to_the_last_step_only():
-    controller = AdaptiveEntropy()
-    applied, stored = [], []
-    for entropy in (0.3, 0.1, 0.15, 0.25, 0.1):
-        applied.append(round(controller.applied, 6))
-        controller = controller.updated(entropy)
-        stored.append(round(controller.coefficient, 6))
-    assert applied == [0, 0, 0.005, 0.01, 0]
-    assert stored == [0, 0.005, 0.01, 0.005, 0.01]
 
 
 def test_the_entropy_bonus_is_a_mean_over_the_global_batch_for_every_cut():
