@@ -7,7 +7,6 @@ depends on the files, the arguments and `data_seed` only, so every process loads
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -212,9 +211,13 @@ def too_many_bad(bad: Sequence[BadRow], num_rows: int, spec: DatasetSpec, args: 
 
 
 def plan_datasets(
-    specs: Sequence[DatasetSpec], tables: Sequence[Table], args: DataArguments, purpose: Purpose, report: DataReport
+    specs: Sequence[DatasetSpec],
+    tables: Sequence[Table],
+    renames: Mapping[str, str],
+    purpose: Purpose,
+    report: DataReport,
 ) -> list[ColumnPlan]:
-    """How the rows of each dataset are read; the mappings go into `report`."""
+    """How the rows of each dataset are read; the mappings go into `report`. renames: `--columns`."""
 
     def check(pair: tuple[DatasetSpec, Table]) -> None:
         spec, table = pair
@@ -225,29 +228,22 @@ def plan_datasets(
         spec, table = pair
         first = next((record.values for record in table.records if isinstance(record, RawRow)), {})
         chats = [name for name, value in first.items() if is_chat(value)]
-        return PLANS[purpose](table.columns, args.columns, flag=spec.flag, name=spec.name, chats=chats)
+        return PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats)
 
     pairs = list(zip(specs, tables, strict=True))
     each(pairs, check)
-    _check_names(tables, args, report)
+    _check_names(tables, renames, report)
     plans = each(pairs, plan)
     report.mappings = {spec.name: plan.line for spec, plan in zip(specs, plans, strict=True)}
     return plans
 
 
-def _check_names(tables: Sequence[Table], args: DataArguments, report: DataReport) -> None:
+def _check_names(tables: Sequence[Table], renames: Mapping[str, str], report: DataReport) -> None:
     """`--columns` names columns that are there."""
     seen = [name for table in tables for name in [*table.columns, *table.empty_columns]]
     if report.split == "val":  # evaluation data may already use the new names
-        seen += [old for old, new in args.columns.items() if new in seen]
-    check_renames(args.columns, list(dict.fromkeys(seen)))
-
-
-def without_renames(args: Any) -> Any:
-    """The settings for rows that a transform has made, from columns that were renamed before."""
-    own = copy.copy(args)
-    own.columns = {}
-    return own
+        seen += [old for old, new in renames.items() if new in seen]
+    check_renames(renames, list(dict.fromkeys(seen)))
 
 
 def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
@@ -267,12 +263,12 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
     tables = each(specs, lambda spec: _open_table(spec, split, data_seed(args)))
+    renames = args.columns
     if name := getattr(args, "dataset_transform", None):
-        _check_names(tables, args, report)
-        changed = [list(transformed(table.records, name, args.columns)) for table in tables]
-        tables = [Table(rows, *filled_columns(rows)) for rows in changed]
-        args = without_renames(args)
-    plans = plan_datasets(specs, tables, args, purpose, report)
+        _check_names(tables, renames, report)
+        changed = [list(transformed(table.records, name, renames)) for table in tables]
+        tables, renames = [Table(rows, *filled_columns(rows)) for rows in changed], {}
+    plans = plan_datasets(specs, tables, renames, purpose, report)
     report.notes += [
         f"val data: {spec.name} uses the data seed, as training does: give it another, as in {spec.name}?seed=1000000"
         for spec in specs

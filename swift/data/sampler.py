@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class PromptStream:
+class RowOrder:
     """Row indexes without end; every row exactly once per epoch.
 
     Args:
@@ -37,7 +37,7 @@ class PromptStream:
         """Both from 0; the cursor is the place of the next row in the order of the epoch."""
         self._order = self._permutation(0)
 
-    def next(self) -> int:
+    def draw(self) -> int:
         """The next row's index; the first of a new epoch when the current one is used up."""
         if self.cursor == self.size:
             self._enter(self.epoch + 1, 0)

@@ -15,7 +15,7 @@ from swift.data.loading import Example, data_seed
 from swift.data.prompts import PromptDataset, Tokenizer, load_prompts
 from swift.data.records import BadRow
 from swift.data.report import SHOWN, DataReport
-from swift.data.sampler import PromptStream, check_same
+from swift.data.sampler import RowOrder
 from swift.data.stream import ExampleStream
 from swift.errors import RefusedChat
 from swift.types import Prompt
@@ -26,18 +26,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class IndexedPrompts:
-    """The prompts of a dataset in memory, without end.
+class IndexedPrompts(RowOrder):
+    """The prompts of a dataset in memory, without end; `size` per epoch.
 
     Args:
-        dataset: at least one prompt.
+        dataset: at least one prompt, else a ConfigError.
         seed: of the epochs' permutations.
         shuffle: False keeps the order of the dataset.
-        stages: of a curriculum; see `PromptStream`.
+        stages: of a curriculum; see `RowOrder`.
         strict: a row that the chat template refuses is an error; else it is passed over and counted.
-
-    Raises:
-        ConfigError: the dataset is empty.
     """
 
     def __init__(
@@ -49,15 +46,13 @@ class IndexedPrompts:
         *,
         strict: bool = False,
     ) -> None:
+        super().__init__(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
         self.dataset, self.report, self._strict = dataset, dataset.report, strict
-        self.size: int | None = len(dataset)
-        """Prompts per epoch."""
-        self._stream = PromptStream(len(dataset), seed=seed, shuffle=shuffle, stages=stages)
 
     def next(self) -> Prompt:
         """The next prompt. Raises RefusedChat: `strict`, or there is none in as many rows as an epoch has."""
-        for left in reversed(range(len(self.dataset))):
-            index = self._stream.next()
+        for left in reversed(range(self.size)):
+            index = self.draw()
             try:
                 prompt: Prompt = self.dataset[index]
             except RefusedChat as error:
@@ -68,18 +63,8 @@ class IndexedPrompts:
                 return prompt
         raise AssertionError("there are rows")
 
-    def skip_to_epoch_end(self) -> None:
-        """Gives up the rest of an epoch that has begun."""
-        self._stream.skip_to_epoch_end()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position and the dataset's fingerprint."""
-        return {**self._stream.state_dict(), "fingerprint": self.dataset.fingerprint}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a position; ConfigError when rows, order or settings are not those of the saved run."""
-        check_same(state, {"size": self.size, "fingerprint": self.dataset.fingerprint})
-        self._stream.load_state_dict(state)
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "fingerprint": self.dataset.fingerprint}
 
 
 class StreamingPrompts(ExampleStream[Prompt]):

@@ -25,7 +25,6 @@ from swift.data.loading import (
     plan_datasets,
     too_many_bad,
     understood,
-    without_renames,
 )
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, Record, filled_columns
@@ -72,8 +71,8 @@ class ExampleStream(Generic[Item]):
         peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
         check_undamaged(itertools.chain.from_iterable(peeked))
         tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
-        own = without_renames(args) if self._transform else args
-        self._plans = plan_datasets(self._specs, tables, own, purpose, self.report)
+        renames = {} if self._transform else args.columns
+        self._plans = plan_datasets(self._specs, tables, renames, purpose, self.report)
         for index, rows in enumerate(peeked):
             bad = [one for row in rows if isinstance(one := self._understood(row, index), BadRow)]
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))

@@ -15,7 +15,7 @@ from swift.data.curriculum import as_number, stages
 from swift.data.interleave import interleave
 from swift.data.loading import load_rows
 from swift.data.prompts import Tokenizer
-from swift.data.sampler import PromptStream
+from swift.data.sampler import RowOrder
 from swift.data.source import open_prompts
 from swift.errors import ConfigError
 
@@ -67,17 +67,17 @@ def test_bins_keep_the_order_and_never_part_equal_numbers(numbers, bins, descend
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(0, 99), st.booleans(), st.integers(0, 50))
 def test_a_curriculum_visits_every_row_once_per_epoch_and_resumes(numbers, seed, shuffle, taken):
     size, order = len(numbers), stages(numbers)
-    stream = PromptStream(size, seed=seed, shuffle=shuffle, stages=order)
-    rows = [stream.next() for _ in range(2 * size)]
+    stream = RowOrder(size, seed=seed, shuffle=shuffle, stages=order)
+    rows = [stream.draw() for _ in range(2 * size)]
     for epoch in (rows[:size], rows[size:]):
         assert sorted(epoch) == list(range(size))
         assert [numbers[row] for row in epoch] == sorted(numbers)
-    again = PromptStream(size, seed=seed, shuffle=shuffle, stages=order)
+    again = RowOrder(size, seed=seed, shuffle=shuffle, stages=order)
     for _ in range(taken):
-        again.next()
-    resumed = PromptStream(size, seed=seed, shuffle=shuffle, stages=order)
+        again.draw()
+    resumed = RowOrder(size, seed=seed, shuffle=shuffle, stages=order)
     resumed.load_state_dict(json.loads(json.dumps(again.state_dict())))
-    assert [resumed.next() for _ in range(size)] == [again.next() for _ in range(size)]
+    assert [resumed.draw() for _ in range(size)] == [again.draw() for _ in range(size)]
 
 
 def test_easy_rows_come_first_in_every_epoch_and_are_mixed_inside_a_stage(levels):

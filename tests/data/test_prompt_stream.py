@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift.data.sampler import PromptStream
+from swift.data.sampler import RowOrder
 from swift.data.stream import shuffled
 from swift.errors import ConfigError
 
@@ -13,20 +13,20 @@ seeds = st.integers(-(2**70), 2**70)
 
 @given(st.integers(1, 40), seeds, st.integers(0, 100))
 def test_skipping_goes_to_the_next_epoch_once_and_only_from_within_one(size, seed, taken):
-    stream = PromptStream(size, seed=seed, shuffle=True)
+    stream = RowOrder(size, seed=seed, shuffle=True)
     for _ in range(taken):
-        stream.next()
+        stream.draw()
     begun = stream.epoch
     stream.skip_to_epoch_end()
     stream.skip_to_epoch_end()
-    stream.next()
+    stream.draw()
     assert (stream.epoch, stream.cursor) == (begun + bool(taken), 1)
 
 
 def test_seeds_and_epochs_give_different_orders():
     def rows(seed):
-        stream = PromptStream(50, seed=seed, shuffle=True)
-        return [stream.next() for _ in range(100)]
+        stream = RowOrder(50, seed=seed, shuffle=True)
+        return [stream.draw() for _ in range(100)]
 
     assert rows(1) == rows(1)
     assert rows(1) != rows(2)
@@ -34,13 +34,13 @@ def test_seeds_and_epochs_give_different_orders():
 
 
 def test_the_order_is_that_of_earlier_versions():
-    stream = PromptStream(8, seed=42, shuffle=True)
-    assert [stream.next() for _ in range(8)] == [3, 4, 2, 7, 6, 1, 5, 0]
+    stream = RowOrder(8, seed=42, shuffle=True)
+    assert [stream.draw() for _ in range(8)] == [3, 4, 2, 7, 6, 1, 5, 0]
 
 
 def test_no_rows_is_an_error():
     with pytest.raises(ConfigError, match="0 rows"):
-        PromptStream(0, seed=1, shuffle=True)
+        RowOrder(0, seed=1, shuffle=True)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_no_rows_is_an_error():
     ],
 )
 def test_a_position_in_other_data_is_refused(other, says):
-    state = PromptStream(8, seed=1, shuffle=True).state_dict()
+    state = RowOrder(8, seed=1, shuffle=True).state_dict()
     with pytest.raises(ConfigError, match=says):
-        PromptStream(**{"size": 8, "seed": 1, "shuffle": True, **other}).load_state_dict(state)
+        RowOrder(**{"size": 8, "seed": 1, "shuffle": True, **other}).load_state_dict(state)
 
 
 @settings(max_examples=50)
