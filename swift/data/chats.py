@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from swift.data.columns import CHATS, ColumnPlan, text_of
 from swift.data.messages import Message, chat_of, read_messages
 from swift.data.records import RowError
-from swift.errors import ConfigError
 
 PARTNERS = {
     "query": "response",
@@ -41,11 +39,8 @@ class ChatPlan(ColumnPlan):
     def _only_answer(self) -> str:
         if answer := self.only_one(ANSWERS, "each could be the response", "response"):
             return answer
-        other = next((name for name in self.names if name != self.prompt), "text")
-        raise ConfigError(
-            f"{self.where}: columns {', '.join(self.names)}: none is a response ({', '.join(ANSWERS)}), and there are "
-            f"no messages; name it: --columns '{json.dumps({other: 'response'})}'"
-        )
+        what = f"none is a response ({', '.join(ANSWERS)}), and there are no messages"
+        raise self.lacking(what, self.first_beside([self.prompt]), "response")
 
     def more_parts(self) -> list[str]:
         """Where the answer comes from."""

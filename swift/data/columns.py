@@ -11,7 +11,7 @@ A kind of rows is a subclass of `ColumnPlan` in a file of its own, such as `chat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from swift.data.messages import Message, encodable, prompt_of, read_history, read_messages, read_tools, with_system
@@ -110,8 +110,12 @@ class ColumnPlan:
         values: the row under the names of its file. system: the text of `--system`, used where the row has none.
         """
         row = self.renamed(values)
-        messages = self.finish(self.with_system_of(row, self._prompt_messages(row), system), row)
-        return messages, self.rest_of(row)
+        messages, made = self.parts(row, system)
+        return messages, {**self.rest_of(row), **made}
+
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """For subclasses: the messages of a row, and columns that are made of others."""
+        return self.finish(self.with_system_of(row, self._prompt_messages(row), system), row), {}
 
     def renamed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """A row under the names that `--columns` gives."""
@@ -173,11 +177,17 @@ class ColumnPlan:
         if not self.names:
             raise ConfigError(f"{self.where}: no columns: the rows are empty; check the file")
         likely = [column for word in PROMPTS for column in nearest(word, self.names, 1)] or self.names
-        fix = {self.chats[0]: "messages"} if self.chats else {likely[0]: "query"}
-        raise ConfigError(
-            f"{self.where}: columns {', '.join(self.names)}: none is a prompt ({', '.join((*CHATS, *PROMPTS))}); "
-            f"name it: --columns '{json.dumps(fix)}'"
-        )
+        fix = (self.chats[0], "messages") if self.chats else (likely[0], "query")
+        raise self.lacking(f"none is a prompt ({', '.join((*CHATS, *PROMPTS))})", *fix)
+
+    def lacking(self, what: str, likely: str, name: str) -> ConfigError:
+        """An error about a column that is not here, and the `--columns` line that calls a likely one so."""
+        fix = json.dumps({likely: name})
+        return ConfigError(f"{self.where}: columns {', '.join(self.names)}: {what}; name it: --columns '{fix}'")
+
+    def first_beside(self, others: Collection[str]) -> str:
+        """The first column that is none of these, which may be the one that is sought."""
+        return next((name for name in self.names if name not in others), "text")
 
     def only_one(self, accepted: Sequence[str], doubt: str, target: str) -> str | None:
         """The only one of the `accepted` columns that is here, or that `--columns` chose; None without any.

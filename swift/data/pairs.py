@@ -16,7 +16,7 @@ from swift.data.chats import ANSWERS, ChatPlan
 from swift.data.columns import CHATS, PROMPTS, ColumnPlan, text_of
 from swift.data.messages import Message, is_chat, prompt_of, read_messages
 from swift.data.records import RowError
-from swift.errors import ConfigError, parse_json
+from swift.errors import parse_json
 
 CHOSEN = ("chosen", "chosen_response", *ANSWERS)
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
@@ -37,11 +37,8 @@ class PairPlan(ColumnPlan):
     def _choose_prompt(self) -> str:
         rejected = self.only_one(REJECTED, "each could be the rejected answer", "rejected")
         if rejected is None:
-            other = next((name for name in self.names if name not in (*CHATS, *PROMPTS, *CHOSEN)), "text")
-            raise ConfigError(
-                f"{self.where}: columns {', '.join(self.names)}: none is a rejected answer ({', '.join(REJECTED)}); "
-                f"name it: --columns '{json.dumps({other: 'rejected'})}'"
-            )
+            other = self.first_beside((*CHATS, *PROMPTS, *CHOSEN))
+            raise self.lacking(f"none is a rejected answer ({', '.join(REJECTED)})", other, "rejected")
         self.rejected = rejected
         if "chosen" in self.names and not {*CHATS, *PROMPTS} & {*self.names}:
             return "chosen"
@@ -55,25 +52,20 @@ class PairPlan(ColumnPlan):
         else:
             self.chosen = None  # the final turn of the chat
         if self.chosen is None and self.prompt not in CHATS:
-            other = next((name for name in self.names if name not in (self.prompt, self.rejected)), "text")
-            raise ConfigError(
-                f"{self.where}: columns {', '.join(self.names)}: none is the chosen answer ({', '.join(CHOSEN)}); "
-                f"name it: --columns '{json.dumps({other: 'chosen'})}'"
-            )
+            other = self.first_beside((self.prompt, self.rejected))
+            raise self.lacking(f"none is the chosen answer ({', '.join(CHOSEN)})", other, "chosen")
         self.used += [name for name in (self.chosen, self.rejected) if name and name not in self.used]
 
     def more_parts(self) -> list[str]:
         """Where the answers come from."""
         return [f"chosen <- {self.chosen or f'final turn of {self.prompt}'}", f"rejected <- {self.rejected}"]
 
-    def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's prompt, and its other columns with `chosen` and `rejected`; see `ColumnPlan.read`."""
-        row = self.renamed(values)
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """The prompt, and the columns `chosen` and `rejected`."""
         prompt, chosen, rejected = self._turns(row)
         prompt = _checked(self.with_system_of(row, prompt, system) if prompt else [])
-        if row.get(MARGIN) is not None:
-            row[MARGIN] = _number(row[MARGIN])
-        return prompt, {**self.rest_of(row), "chosen": chosen, "rejected": rejected}
+        margin = {} if row.get(MARGIN) is None else {MARGIN: _number(row[MARGIN])}
+        return prompt, {"chosen": chosen, "rejected": rejected, **margin}
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[Turns, Turns, list[Turns]]:
         """The prompt, the better answer and the worse ones."""
@@ -111,16 +103,15 @@ class LabelPlan(ChatPlan):
         answer = f"completion <- {self.answer or f'final turn of {self.prompt}'}"
         return [answer, f"{LABEL} <- {LABEL}"]
 
-    def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's prompt, and its other columns with `completion` and `label`; see `ColumnPlan.read`."""
-        row = self.renamed(values)
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """The prompt, and the columns `completion` and `label`."""
         label = row.get(LABEL)
         if label not in (0, 1):
             raise RowError(f"no {LABEL}" if label is None else f"{LABEL} must be true or false, not {label!r}")
         messages = self.with_system_of(row, self._prompt_messages(row), system)
         whole = self.finish(messages, row)
         prompt = messages if self.answer else whole[:-1]
-        return _checked(prompt), {**self.rest_of(row), "completion": whole[len(prompt) :], LABEL: bool(label)}
+        return _checked(prompt), {"completion": whole[len(prompt) :], LABEL: bool(label)}
 
 
 def pairs_or_labels(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:

@@ -9,7 +9,6 @@ from swift.data.chats import ChatPlan
 from swift.data.columns import ColumnPlan, text_of
 from swift.data.messages import Message
 from swift.data.records import RowError
-from swift.errors import ConfigError
 
 STEPS, LABELS = "completions", "labels"
 
@@ -22,20 +21,16 @@ class StepPlan(ColumnPlan):
     def choose(self) -> None:
         """The columns of the steps, which have no other names."""
         if missing := [name for name in (STEPS, LABELS) if name not in self.names]:
-            raise ConfigError(
-                f"{self.where}: columns {', '.join(self.names)}: no {' and no '.join(missing)}; "
-                f"""name it: --columns '{{"...": "{missing[0]}"}}'"""
-            )
+            raise self.lacking(f"no {' and no '.join(missing)}", "...", missing[0])
         self.used += [STEPS, LABELS]
 
     def more_parts(self) -> list[str]:
         """Where the steps come from."""
         return [f"steps <- {STEPS}", f"{LABELS} <- {LABELS}"]
 
-    def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's prompt, and its other columns with the steps and their labels; see `ColumnPlan.read`."""
-        row = self.renamed(values)
-        messages = self.finish(self.with_system_of(row, self._prompt_messages(row), system), row)
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """The prompt, and the columns of the steps and their labels."""
+        messages, _ = super().parts(row, system)
         steps, labels = row.get(STEPS), row.get(LABELS)
         if not isinstance(steps, list) or not isinstance(labels, list) or not steps:
             raise RowError(f"{STEPS} and {LABELS} must be lists, one item for each step")
@@ -44,7 +39,7 @@ class StepPlan(ColumnPlan):
         if wrong := [label for label in labels if label not in (0, 1)]:
             raise RowError(f"{LABELS} must be true or false, not {wrong[0]!r}")
         texts = [text_of(step, STEPS) for step in steps]
-        return messages, {**self.rest_of(row), STEPS: texts, LABELS: [bool(label) for label in labels]}
+        return messages, {STEPS: texts, LABELS: [bool(label) for label in labels]}
 
 
 def steps_or_chats(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:

@@ -6,7 +6,6 @@ them. A document is one assistant turn that answers nothing, so encoders know it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from swift.data.chats import ChatPlan
 from swift.data.columns import CHATS, PROMPTS, ColumnPlan, text_of
 from swift.data.messages import Message, read_messages
 from swift.data.records import RowError
-from swift.errors import ConfigError, nearest
+from swift.errors import nearest
 
 TEXT = "text"
 
@@ -33,15 +32,15 @@ class TextPlan(ColumnPlan):
         """The line to print, such as `text <- messages; other columns: source`."""
         return super().line.replace("prompt <-", "text <-", 1)
 
-    def read(self, values: Mapping[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
-        """One row's document and its other columns."""
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """The document."""
         if system:
             raise RowError("plain text has no system prompt; leave --system out")
-        messages, columns = super().read(values, None)
+        messages, _ = super().parts(row, None)
         if others := [turn["role"] for turn in messages if turn["role"] != "assistant" or turn.get("tool_calls")]:
             raise RowError(f"{self.prompt} has a {others[0]} turn; plain text has assistant turns only: use swift sft")
         text = text_of("\n".join(turn["content"] for turn in messages), self.prompt)
-        return [{"role": "assistant", "content": text}], columns
+        return [{"role": "assistant", "content": text}], {}
 
     def holds_chat(self, values: Mapping[str, Any]) -> bool:
         """A document is none."""
@@ -55,11 +54,7 @@ class TextPlan(ColumnPlan):
         if found := [name for name in (TEXT, *CHATS) if name in self.names]:
             return found[0]
         likely = [*nearest(TEXT, self.names, 1), *(name for name in self.names if name in ("content", "document"))]
-        fix = json.dumps({(likely or self.names or ["content"])[0]: TEXT})
-        raise ConfigError(
-            f"{self.where}: columns {', '.join(self.names) or 'none'}: none is {TEXT}, and there are no messages; "
-            f"name it: --columns '{fix}'"
-        )
+        raise self.lacking(f"none is {TEXT}, and there are no messages", (likely or self.names or ["content"])[0], TEXT)
 
     def _prompt_messages(self, row: Mapping[str, Any]) -> list[Message]:
         value = row.get(self.prompt)
