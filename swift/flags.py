@@ -33,6 +33,8 @@ Kind = Literal["bool", "int", "float", "str", "dict"]
 _NEED = re.compile(r"(\w*)([=<]?)(.*)")
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """Names of bounds, as pydantic calls them, and as messages do."""
+REQUIRED = "required"
+"""`unset` of a setting that must be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +43,11 @@ class Details:
 
     aliases: other names. values: other words for values, in lower case -> the value. above, at_least, below, at_most:
     bounds of a number, or of each number of a list. group: heading in the help; None means the class's `GROUP`.
-    everyday: whether the short help shows it. unset: what a default of None means, in words. needs: without what the
-    setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict: then it is refused, which
-    otherwise is noted. joins: values given under
-    different aliases are concatenated instead of contradicting each other. registry: name of the registry in
-    `swift.plugin.registry` whose entries are choices (too); their attribute `summary`, if any, is part of the help.
+    everyday: whether the short help shows it. unset: what a default of None means, in words, or `REQUIRED`. needs:
+    without what the setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict: then it
+    is refused, which otherwise is noted. joins: values given under different aliases are concatenated instead of
+    contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are choices (too);
+    their attribute `summary`, if any, is part of the help.
     """
 
     aliases: Sequence[str] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from swift.data.arguments import StreamArguments
-from swift.flags import flag
+from swift.flags import REQUIRED, flag, flags_of
 from swift.models.arguments import TunerArguments
 from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 
@@ -39,6 +39,13 @@ class CommonArguments:
 
     json: bool = flag(False, everyday=False)
     """Whether output is machine-readable."""
+
+    def problems(self) -> Iterator[str]:
+        cls: Any = type(self)
+        for one in flags_of(cls).values():
+            if one.details.unset == REQUIRED and getattr(self, one.name) is None:
+                fix = f"valid: {one.valid}" if one.valid else f"give: {one.summary}"
+                yield f"--{one.name}: missing: required; {fix}"
 
 
 def model_missing(args: Any) -> Iterator[str]:

@@ -13,7 +13,7 @@ from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
 from swift.data.arguments import DataArguments
-from swift.flags import flag
+from swift.flags import REQUIRED, flag
 from swift.models.arguments import CheckpointArguments, QuantArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import EngineArguments, GenerationArguments
@@ -180,12 +180,8 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
 class DoctorArguments(CommonArguments):
     """`swift doctor`: the health alerts of a run."""
 
-    run: str | None = flag(group="Run", unset="required")
+    run: str | None = flag(group="Run", unset=REQUIRED)
     """Folder of the run."""
-
-    def problems(self) -> Iterator[str]:
-        if self.run is None:
-            yield "--run: missing: required; give the folder of a run"
 
 
 @dataclass(kw_only=True)
@@ -206,7 +202,7 @@ class ConfigSchemaArguments(CommonArguments):
 class ImportConfigArguments(CommonArguments):
     """`swift import-config`: a configuration of another project as one of ours."""
 
-    file: str | None = flag(group="Run", unset="required")
+    file: str | None = flag(group="Run", unset=REQUIRED)
     """Configuration of Axolotl (YAML) or TRL (YAML or JSON), or shell script of ms-swift."""
 
     method: str | None = flag(group="Run", unset="told by the file")
@@ -214,10 +210,6 @@ class ImportConfigArguments(CommonArguments):
 
     output: str | None = flag(group="Run", unset="<file>-swift.yaml in the working folder")
     """File for our configuration; must not exist."""
-
-    def problems(self) -> Iterator[str]:
-        if self.file is None:
-            yield "--file: missing: required; give the configuration to import"
 
 
 MODES: dict[str, type] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swift.arguments.common import TrainerModeArguments
 from swift.arguments.rlhf import MethodArguments
-from swift.flags import flag
+from swift.flags import REQUIRED, flag
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -88,7 +88,7 @@ class ProcessRewardArguments(PreferenceArguments):
 class DistillationArguments(PreferenceArguments):
     """`swift rlhf --rlhf_type gkd`: generalized knowledge distillation (arXiv:2306.13649)."""
 
-    teacher_model: str | None = flag(group="Model", unset="required")
+    teacher_model: str | None = flag(group="Model", unset=REQUIRED)
     """Folder or hub id of the teacher, which has the model's vocabulary."""
 
     lmbda: float = flag(0.5, at_least=0, at_most=1, group="Objective")
@@ -105,10 +105,6 @@ class DistillationArguments(PreferenceArguments):
 
     max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Sampling")
     """Maximum number of sampled tokens."""
-
-    def problems(self) -> Iterator[str]:
-        if self.teacher_model is None:
-            yield "--teacher_model: missing: required; give a folder or hub id"
 
 
 PREFERENCES: dict[str, type] = {

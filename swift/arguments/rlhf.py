@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from swift.arguments.bridges import bridge_problems
 from swift.arguments.common import CommonArguments, backend_problems, model_missing, training_data_missing
 from swift.data.arguments import PromptArguments
-from swift.flags import flag, flags_of
+from swift.flags import REQUIRED, flag
 from swift.models.arguments import ModelArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rl.arguments import ObjectiveArguments
@@ -39,7 +39,7 @@ class MethodArguments:
 
     rlhf_type: Literal[
         "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft"
-    ] | None = flag(unset="required")  # fmt: skip
+    ] | None = flag(unset=REQUIRED)  # fmt: skip
     """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
 
@@ -77,9 +77,6 @@ class RLHFArguments(
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
     def problems(self) -> Iterator[str]:
-        if self.rlhf_type is None:
-            valid = ", ".join(map(str, flags_of(MethodArguments)["rlhf_type"].choices))
-            yield f"--rlhf_type: missing: required; valid: {valid}"
         yield from model_missing(self)
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)

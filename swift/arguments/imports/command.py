@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,26 +112,28 @@ def import_file(path: str, method: str | None = None) -> Imported:
     join_problems(file.problems)
     config = {given.spelling: given.raw for given in file.given}
     if "base_model" in config:
-        return _filled(
-            "Axolotl", axolotl.mode_of(config), dict(axolotl.flattened(config)), axolotl.RULES, axolotl.defaults
-        )
+        return _filled("Axolotl", axolotl.mode_of(config), dict(axolotl.flattened(config)))
     if config.get("model") and "model_name_or_path" not in config:
         mode = known_mode(str(config.get("rlhf_type") or method or "sft"), f"{path}: rlhf_type")
-        imported = _filled("ms-swift", mode, config, ms_swift.RULES)
-        for name, value in file.environment.items():
-            imported.draft.export(name, name, value)
-        return imported
-    mode = known_mode(method, "--method") if method else _told_by_keys(path, config)
-    return _filled("TRL", mode, config, trl.RULES, trl.defaults)
+        return _filled("ms-swift", mode, config, file.environment)
+    return _filled("TRL", known_mode(method, "--method") if method else _told_by_keys(path, config), config)
 
 
-def _filled(
-    project: str, mode: str, config: Mapping[str, Raw], rules: Mapping[str, Rule], defaults: Any = None
-) -> Imported:
+PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]] = {
+    "Axolotl": (axolotl.RULES, axolotl.defaults),
+    "TRL": (trl.RULES, trl.defaults),
+    "ms-swift": (ms_swift.RULES, lambda mode, given: {}),
+}
+"""Project -> what becomes of its keys, and what it uses where a configuration is silent."""
+
+
+def _filled(project: str, mode: str, config: Mapping[str, Raw], environment: Mapping[str, str] = {}) -> Imported:
+    rules, defaults = PROJECTS[project]
     draft = Draft(mode)
     draft.translate(config.items(), rules)
-    if defaults is not None:
-        draft.add(defaults(mode, draft.settings), project)
+    draft.add(defaults(mode, draft.settings), project)
+    for name, value in environment.items():
+        draft.export(name, name, value)
     return Imported(project, draft)
 
 
@@ -145,11 +147,8 @@ def _import_script(path: str) -> Imported:
     config = {one.spelling: _words(one.raw) for one in script.given}
     if script.project == "trl":
         config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
-        imported = _filled("TRL", script.mode, config, trl.RULES, trl.defaults)
-    else:
-        imported = _filled("ms-swift", script.mode, config, ms_swift.RULES)
-    for name, value in script.environment.items():
-        imported.draft.export(name, name, value)
+    project = {"trl": "TRL", "swift": "ms-swift"}[script.project]
+    imported = _filled(project, script.mode, config, script.environment)
     for name, why in script.lost:
         imported.draft.lose(name, why)
     return imported
