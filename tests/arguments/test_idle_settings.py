@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-
-from swift.arguments import parse
-
-BASE = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
+from command_lines import rlhf
 
 
 def notes(*words):
-    return [note for note in parse("rlhf", [*BASE, *words], {}).notes if "no effect" in note]
+    return [note for note in rlhf(*words).notes if "no effect" in note]
 
 
 @pytest.mark.parametrize(

@@ -4,27 +4,15 @@ import json
 import math
 
 import pytest
+from command_lines import RLHF, problems, rlhf
 
 from swift.arguments import parse
-from swift.errors import ConfigError
 from swift.plugin import envs
 from swift.rollout.arguments import most_tokens
-
-RLHF = ["--rlhf_type", "grpo", "--model", "org/tiny", "--dataset", "d.jsonl", "--reward_funcs", "accuracy"]
-
-
-def rlhf(*words, environ=None):
-    return parse("rlhf", [*RLHF, *words], {"CUDA_VISIBLE_DEVICES": "", **(environ or {})})
 
 
 def value(name, *words, **kwargs):
     return getattr(rlhf(*words, **kwargs).args, name)
-
-
-def problems(mode, *words):
-    with pytest.raises(ConfigError) as error:
-        parse(mode, list(words), {})
-    return error.value.problems
 
 
 @pytest.fixture

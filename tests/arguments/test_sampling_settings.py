@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from command_lines import RLHF, problems, refused, rlhf
 
 from swift.arguments import parse
-from swift.errors import ConfigError
 from swift.rollout.arguments import EXTRA_FIELDS, regex_problem
-
-BASE = ["--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
-
-
-def rlhf(*words):
-    return parse("rlhf", [*BASE, *words], {})
-
-
-def problems(*words, mode="rlhf"):
-    with pytest.raises(ConfigError) as raised:
-        parse(mode, [*BASE, *words], {}) if mode == "rlhf" else parse(mode, ["--model", "m", *words], {})
-    return raised.value.problems
-
 
 # --- generation_kwargs --------------------------------------------------------------------------------------
 
@@ -51,7 +38,7 @@ def test_fields_of_an_engine_are_taken_for_that_engine_only():
     words = ["--generation_kwargs", '{"bad_words": ["x"]}']
     assert rlhf("--use_vllm", "true", *words).args.sampling_params().extra == {"bad_words": ["x"]}
     assert rlhf("--vllm_server_host", "h", *words).args.sampling_params().extra == {"bad_words": ["x"]}
-    assert problems(*words)[0].startswith("--generation_kwargs: bad_words: the engine transformers has no such setting")
+    assert refused(*words)[0].startswith("--generation_kwargs: bad_words: the engine transformers has no such setting")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +60,7 @@ def test_fields_of_an_engine_are_taken_for_that_engine_only():
     ],
 )
 def test_a_wrong_entry_is_named(words, said):
-    assert problems("--generation_kwargs", words)[0].startswith(f"--generation_kwargs: {said}")
+    assert refused("--generation_kwargs", words)[0].startswith(f"--generation_kwargs: {said}")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +72,9 @@ def test_a_wrong_entry_is_named(words, said):
     ],
 )
 def test_two_names_of_one_setting_must_agree(entries, said):
-    (line,) = problems("--generation_kwargs", entries)
+    (line,) = refused("--generation_kwargs", entries)
     assert line == f"--generation_kwargs: {said}: the same setting with different values; give one of them"
-    (line,) = problems("--generation_kwargs", entries, mode="infer")
+    (line,) = problems("infer", "--model", "m", "--generation_kwargs", entries)
     assert said in line
 
 
@@ -126,7 +113,7 @@ def test_expressions_that_an_automaton_can_walk_pass(regex):
     ],
 )
 def test_what_no_automaton_has_is_refused_by_name(regex, said):
-    (line,) = problems("--vllm_guided_decoding_regex", regex)
+    (line,) = refused("--vllm_guided_decoding_regex", regex)
     assert line.startswith(f"--vllm_guided_decoding_regex: {regex}: {said}")
 
 
@@ -140,7 +127,7 @@ def test_trls_spelling_is_the_same_setting():
 )
 def test_biased_sampling_is_noted_and_refused_for_sequence_ratios(words):
     assert any(note.startswith(words[0]) and "biases the gradient" in note for note in rlhf(*words).notes)
-    (line,) = problems(*words, "--rollout_importance_sampling_mode", "sequence_mask")
+    (line,) = refused(*words, "--rollout_importance_sampling_mode", "sequence_mask")
     assert line.startswith("--rollout_importance_sampling_mode: sequence_mask")
     assert words[0] in line
 
@@ -154,9 +141,9 @@ COMPARED = [
 
 @pytest.mark.parametrize("words", COMPARED, ids=lambda words: words[0])
 def test_truncated_sampling_is_compared_only_where_the_engine_knows_the_kept_mass(words):
-    (line,) = problems("--use_vllm", "true", "--top_k", "20", *words)
+    (line,) = refused("--use_vllm", "true", "--top_k", "20", *words)
     assert line.startswith(words[-2]) and "with --top_k 20" in line
-    (line,) = problems("--repetition_penalty", "1.1", *words)
+    (line,) = refused("--repetition_penalty", "1.1", *words)
     assert line.startswith(words[-2]) and "with --repetition_penalty 1.1" in line
     assert rlhf("--top_k", "20", *words).args.changed_logprobs() == []
 
@@ -178,7 +165,9 @@ def test_neutral_entries_are_not_called_biased():
 
 
 def test_data_settings_are_checked_together():
-    found = problems("--interleave_prob", "0.5", "0.4", "--curriculum_column", "level", "--streaming", "true")
+    found = problems(
+        "rlhf", *RLHF, "--interleave_prob", "0.5", "0.4", "--curriculum_column", "level", "--streaming", "true"
+    )
     assert {line.partition(":")[0] for line in found} == {"--max_steps", "--interleave_prob", "--curriculum_column"}
 
 
@@ -201,7 +190,7 @@ def test_settings_that_need_another_one_say_so():
     ],
 )
 def test_a_rollout_function_is_refused_where_it_cannot_work(words, said):
-    lines = [line for line in problems("--rollout_func", "f.py:g", *words) if line.startswith("--rollout_func: f.py:g")]
+    lines = [line for line in refused("--rollout_func", "f.py:g", *words) if line.startswith("--rollout_func: f.py:g")]
     assert said in lines[0]
 
 
@@ -212,5 +201,5 @@ def test_a_rollout_function_goes_with_weights_that_every_rank_holds_whole():
 @pytest.mark.parametrize("mode", ["sft", "infer", "rollout", "rlhf"])
 def test_the_chat_templates_variables_are_a_setting_of_every_mode_that_renders(mode):
     words = ["--model", "m", "--chat_template_kwargs", '{"enable_thinking": false}']
-    words += {"sft": ["--dataset", "d"], "rlhf": BASE[:2] + BASE[4:]}.get(mode, [])
+    words += {"sft": ["--dataset", "d"], "rlhf": RLHF[:2] + RLHF[4:]}.get(mode, [])
     assert parse(mode, words, {}).args.chat_template_kwargs == {"enable_thinking": False}

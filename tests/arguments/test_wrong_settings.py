@@ -1,26 +1,7 @@
 """Wrong flags and configs: what each must say. All problems come together, one line each."""
 
 import pytest
-
-from swift.arguments import parse
-from swift.errors import ConfigError
-
-GOOD = {
-    "rlhf": "--rlhf_type grpo --model m --dataset d.jsonl --reward_funcs accuracy",
-    "sft": "--model m --dataset d.jsonl",
-    "infer": "--model m",
-    "export": "--adapters a --merge_lora true",
-    "reward-test": "--reward_funcs accuracy --dataset d.jsonl",
-    "rollout": "--model m",
-}
-
-
-def problems(mode, argv):
-    with pytest.raises(ConfigError) as error:
-        parse(mode, argv, {"CUDA_VISIBLE_DEVICES": ""})
-    assert error.value.exit_code == 2
-    return error.value.problems
-
+from command_lines import RLHF, problems, refused
 
 GYM = "--rollout_source nemo_gym --reward_funcs environment"
 SERVED = f"{GYM} --nemo_gym_multi_turn true --vllm_server_base_url http://127.0.0.1:1"
@@ -230,7 +211,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("words", "fragments"), FLAGS, ids=[words for words, _ in FLAGS])
 def test_a_wrong_flag_earns_one_line(words, fragments):
-    lines = problems("rlhf", [*GOOD["rlhf"].split(), *words.split()])
+    lines = refused(*words.split())
     assert len(lines) == 1
     for fragment in fragments:
         assert fragment in lines[0]
@@ -266,7 +247,7 @@ MODES = [
 
 @pytest.mark.parametrize(("mode", "words", "fragment"), MODES)
 def test_each_mode_says_what_it_misses(mode, words, fragment):
-    lines = problems(mode, words.split())
+    lines = problems(mode, *words.split())
     assert len(lines) == 1
     assert fragment in lines[0]
 
@@ -297,7 +278,7 @@ CONFIGS = [
 def test_a_wrong_config_names_file_and_line(text, fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text)
-    lines = problems("rlhf", ["run.yaml"])
+    lines = problems("rlhf", "run.yaml")
     assert len(lines) == 1
     assert fragment in lines[0]
 
@@ -307,23 +288,21 @@ def test_a_wrong_config_names_file_and_line(text, fragment, tmp_path, monkeypatc
     [
         (["run.json"], "run.json:3: not JSON: "),
         (["missing.yaml"], "missing.yaml: config file: cannot be read (No such file or directory)"),
-        (["config.toml", *GOOD["rlhf"].split()], "config.toml: neither a flag nor a config file"),
+        (["config.toml", *RLHF], "config.toml: neither a flag nor a config file"),
         (["a.yaml", "--config", "b.yaml"], "a second config file beside a.yaml"),
-        (["grpo", *GOOD["rlhf"].split()], "grpo: neither a flag nor a config file"),
+        (["grpo", *RLHF], "grpo: neither a flag nor a config file"),
     ],
 )
 def test_a_config_that_cannot_be_read(argv, fragment, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(BASE)
     (tmp_path / "run.json").write_text('{\n "beta": 1,\n}')
-    lines = problems("rlhf", argv)
+    lines = problems("rlhf", *argv)
     assert len(lines) == 1
     assert fragment in lines[0]
 
 
 def test_all_problems_are_listed_together_and_none_twice():
-    lines = problems(
-        "rlhf", ["--rlhf_type", "grop", "--top_p", "2", "--num_generation", "4", "--model", "m", "--dataset", "d"]
-    )
-    subjects = sorted(line.split(":")[0] for line in lines)
+    words = "--rlhf_type grop --top_p 2 --num_generation 4 --model m --dataset d"
+    subjects = sorted(line.split(":")[0] for line in problems("rlhf", *words.split()))
     assert subjects == ["--num_generation", "--reward_funcs", "--rlhf_type", "--top_p"]
