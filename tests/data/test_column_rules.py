@@ -143,11 +143,6 @@ def test_a_partner_is_preferred_and_others_are_ambiguous():
     assert """--columns '{"label": "response"}'""" in refusal(["query", "label"], purpose="chat")
 
 
-def test_conversational_prompt_and_completion():
-    chosen = plan(["prompt", "completion"], purpose="chat")
-    assert chosen.read({"prompt": CHAT[:1], "completion": CHAT[1:]}, None)[0] == CHAT
-
-
 def test_supervised_messages_keep_the_answer_and_need_one():
     chosen = plan(["messages"], purpose="chat")
     assert chosen.read({"messages": CHAT}, None)[0] == CHAT
@@ -218,14 +213,6 @@ def test_bad_prompts(value, reason):
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-
-
-def test_conversations_of_sharegpt_are_chats():
-    chosen = plan(["conversations", "system"], purpose="chat")
-    assert chosen.line == "prompt <- conversations; system <- system; other columns: none"
-    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    assert chosen.read({"conversations": turns}, None) == (CHAT, {})
-    assert plan(["conversations"]).read({"conversations": turns}, None) == (USER, {})
 
 
 @pytest.mark.parametrize(

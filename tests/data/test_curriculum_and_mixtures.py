@@ -9,8 +9,9 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments, PromptArguments
+from swift.data.arguments import DataArguments
 from swift.data.curriculum import as_number, stages
 from swift.data.interleave import interleave
 from swift.data.loading import load_rows
@@ -20,18 +21,9 @@ from swift.data.source import open_prompts
 from swift.errors import ConfigError
 
 
-def args(*datasets, cls=PromptArguments, **changes):
-    return cls(dataset=[str(one) for one in datasets], data_seed=7, **changes)
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def source(*datasets, **changes):
     tokenizer = Tokenizer(lambda messages: [len(messages[-1]["content"])])
-    return open_prompts(args(*datasets, **changes), tokenizer)
+    return open_prompts(settings(*datasets, **changes), tokenizer)
 
 
 def draw(prompts, count, column="level"):
@@ -191,14 +183,14 @@ def test_all_exhausted_repeats_the_short_dataset(two):
 
 
 def test_supervised_rows_are_mixed_too_and_the_same_on_every_process(two):
-    wanted = args(*two, cls=DataArguments, interleave_prob=[0.8, 0.2], columns={"level": "response"})
+    wanted = settings(*two, interleave_prob=[0.8, 0.2], columns={"level": "response"})
     first, second = (list(load_rows(wanted, "train")) for _ in range(2))
     assert first == second
     assert len(first) not in (0, 50)
 
 
 def test_evaluation_rows_are_never_mixed(two):
-    wanted = args(*two, val_dataset=[str(one) for one in two], interleave_prob=[0.5, 0.5])
+    wanted = settings(*two, val_dataset=[str(one) for one in two], interleave_prob=[0.5, 0.5])
     assert len(load_rows(wanted, "val", purpose="prompt")) == 50
 
 
@@ -241,4 +233,4 @@ def test_a_streamed_mixture_of_another_kind_is_refused_at_resume(two):
     ],
 )
 def test_wrong_shares_are_refused(two, shares, said):
-    assert list(args(*two, cls=DataArguments, interleave_prob=shares).problems()) == [f"--interleave_prob: {said}"]
+    assert list(DataArguments.problems(settings(*two, interleave_prob=shares))) == [f"--interleave_prob: {said}"]

@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments
 from swift.data.loading import load_rows
 
 TURNS = [
@@ -24,15 +24,14 @@ FORMATS = {
     "query, response, history": ({"query": "d", "response": "e", "history": [["a\nb", "c"]]}, TURNS),
     "instruction, input, output": ({"instruction": "a", "input": "b", "output": "e"}, TURNS[:1]),
     "prompt, completion": ({"prompt": TURNS, "completion": "e"}, TURNS),
+    "prompt, completion as turns": ({"prompt": TURNS, "completion": [ANSWER]}, TURNS),
 }  # fmt: skip
 ONLY_PROMPT = ("response", "output", "completion")
 """Columns that are no part of a prompt."""
 
 
 def read(tmp_path, row, purpose):
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps(row) + "\n")
-    (example,) = load_rows(DataArguments(dataset=[str(data)]), "train", purpose=purpose).examples
+    (example,) = load_rows(settings(jsonl(tmp_path / "rows.jsonl", [row])), "train", purpose=purpose).examples
     return example
 
 

@@ -5,23 +5,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
+from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments, PromptArguments
+from swift.data.arguments import DataArguments
 from swift.data.loading import Example, load_rows, split_examples, write_examples
 from swift.data.system import resolve_system
 from swift.errors import ConfigError
 from swift.rewards.functions.gym import ReasoningGym
 
 
-def args(*datasets, **changes):
-    values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
-    return PromptArguments(**{**values, **changes})
-
-
 def prompts(*datasets, split="train", **changes):
-    return load_rows(args(*datasets, **changes), split, purpose="prompt")
+    return load_rows(settings(*datasets, **changes), split, purpose="prompt")
 
 
 def numbers(rows):
@@ -31,11 +28,6 @@ def numbers(rows):
 @pytest.fixture
 def ten(tmp_path):
     return jsonl(tmp_path / "ten.jsonl", [{"query": str(n), "solution": n} for n in range(10)])
-
-
-def jsonl(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def test_all_rows_in_the_order_of_the_file(ten):
@@ -159,15 +151,8 @@ def test_evaluation_data_may_use_the_new_names_already(ten, tmp_path):
 
 
 def test_columns_must_be_a_map_of_names(ten):
-    (line,) = DataArguments.problems(args(ten, columns={"a": 1}))
+    (line,) = DataArguments.problems(settings(ten, columns={"a": 1}))
     assert line.startswith('--columns: {"a": 1}: a must be renamed to a name')
-
-
-def test_supervised_rows_end_with_the_answer(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", [{"question": "1+1", "answer": "2", "level": 3}])
-    (row,) = load_rows(args(path, system="Add."), "train")
-    assert [m["role"] for m in row["messages"]] == ["system", "user", "assistant"]
-    assert row["level"] == 3
 
 
 @pytest.mark.parametrize("format", ["json", "csv", "parquet", "folder"])
@@ -210,7 +195,7 @@ def test_a_split_gives_at_least_one_row_to_each_side(ten, tmp_path):
         prompts(f"{one}#5", split_dataset_ratio=0.5)
 
 
-@settings(max_examples=50)
+@limits(max_examples=50)
 @given(st.lists(st.integers(0, 8), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
 def test_copies_of_a_row_stay_on_one_side(contents, ratio, seed):
     examples = [Example([{"role": "user", "content": str(n)}], {}, f"f:{i}") for i, n in enumerate(contents)]

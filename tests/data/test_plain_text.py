@@ -1,20 +1,16 @@
 """Rows of plain text, as `swift pt` and `swift sft` read them."""
 
-import json
-
 import pytest
+from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments
 from swift.data.loading import load_rows
 from swift.errors import ConfigError
 
 
 @pytest.fixture
 def rows(tmp_path):
-    def load(*values, purpose="text", **settings):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(value) + "\n" for value in values))
-        return load_rows(DataArguments(dataset=[str(path)], **settings), "train", purpose=purpose)
+    def load(*values, purpose="text", **changes):
+        return load_rows(settings(jsonl(tmp_path / "rows.jsonl", values), **changes), "train", purpose=purpose)
 
     return load
 
@@ -47,7 +43,7 @@ def test_text_beside_a_prompt_is_a_column_like_others(rows):
 
 
 @pytest.mark.parametrize(
-    ("row", "settings", "problem"),
+    ("row", "changes", "problem"),
     [
         ({"content": "a"}, {}, r"none is text, .*--columns '{\"content\": \"text\"}'"),
         ({"text": "a"}, {"system": "s"}, "plain text has no system prompt; leave --system out"),
@@ -58,6 +54,6 @@ def test_text_beside_a_prompt_is_a_column_like_others(rows):
         ({"text": "a"}, {"split": "train"}, "--split: train: no --dataset is one of a hub"),
     ],
 )
-def test_what_is_no_document_earns_one_line(rows, row, settings, problem):
+def test_what_is_no_document_earns_one_line(rows, row, changes, problem):
     with pytest.raises(ConfigError, match=problem):
-        rows(row, **settings)
+        rows(row, **changes)

@@ -3,18 +3,14 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
+from row_files import jsonl, settings
 
-from swift.data.arguments import PromptArguments
 from swift.data.prompts import Tokenizer, load_prompts
 from swift.data.source import IndexedPrompts, StreamingPrompts, open_prompts
 from swift.errors import ConfigError, RefusedChat
-
-
-def args(*datasets, **changes):
-    values = {"dataset": [str(d) for d in datasets], "data_seed": 42, "dataset_shuffle": True, "dataset_num_proc": 1}
-    return PromptArguments(**{**values, **changes})
 
 
 def tokenize(messages):
@@ -23,17 +19,12 @@ def tokenize(messages):
 
 
 def load(*datasets, limit=None, strategy="left", split="train", **changes):
-    return load_prompts(args(*datasets, **changes), Tokenizer(tokenize, limit, strategy), split)
+    return load_prompts(settings(*datasets, **changes), Tokenizer(tokenize, limit, strategy), split)
 
 
 def stream(*datasets, limit=None, strategy="left", **changes):
     changes = {"streaming": True, "shuffle_buffer_size": 7, **changes}
-    return StreamingPrompts(args(*datasets, **changes), Tokenizer(tokenize, limit, strategy))
-
-
-def jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return StreamingPrompts(settings(*datasets, **changes), Tokenizer(tokenize, limit, strategy))
 
 
 @pytest.fixture
@@ -87,7 +78,7 @@ def test_tokenising_is_lazy_happens_once_and_ids_are_the_callers_own(ten):
         seen.append(messages)
         return [1]
 
-    dataset = load_prompts(args(ten), Tokenizer(counting, 5))
+    dataset = load_prompts(settings(ten), Tokenizer(counting, 5))
     assert seen == []
     dataset[4].token_ids.append(5)
     assert dataset[4].token_ids == [1]
@@ -106,7 +97,7 @@ def test_a_refusal_of_the_template_names_the_row(ten):
     def refuse(messages):
         raise ConfigError("--template: roles must alternate")
 
-    dataset = load_prompts(args(ten), Tokenizer(refuse))
+    dataset = load_prompts(settings(ten), Tokenizer(refuse))
     with pytest.raises(ConfigError, match=r"ten\.jsonl:4: --template: roles must alternate"):
         dataset[3]
 
@@ -150,7 +141,7 @@ def test_rows_that_the_template_refuses_are_passed_over_unless_strict(ten, strea
         return tokenize(messages)
 
     def source(**more):
-        return open_prompts(args(ten, streaming=streaming, shuffle_buffer_size=3, **more), Tokenizer(refusing))
+        return open_prompts(settings(ten, streaming=streaming, shuffle_buffer_size=3, **more), Tokenizer(refusing))
 
     lenient = source(max_skipped_fraction=0.5)
     seen = [lenient.next().columns["solution"] for _ in range(16)]
@@ -172,7 +163,7 @@ def test_a_source_without_a_row_that_the_template_takes_ends(ten):
         raise RefusedChat("no")
 
     with pytest.raises(RefusedChat):
-        open_prompts(args(ten), Tokenizer(refusing)).next()
+        open_prompts(settings(ten), Tokenizer(refusing)).next()
 
 
 def test_a_stream_and_a_dataset_give_equal_prompts(ten):
@@ -185,7 +176,7 @@ def test_without_shuffling_a_stream_keeps_the_order_and_n_takes_the_first(ten):
     assert [prompt.columns["solution"] for prompt in prompts] == [0, 1, 2, 0]
 
 
-@settings(max_examples=40, deadline=None)
+@limits(max_examples=40, deadline=None)
 @given(
     taken=st.integers(0, 45),
     buffer=st.integers(1, 25),
@@ -227,7 +218,7 @@ def test_a_resumed_stream_does_not_tokenise_what_it_passes(ten):
     take(source, 7)
     count = []
     counting = Tokenizer(lambda messages: count.append(1) or [1], None, "left")
-    resumed = StreamingPrompts(args(ten, streaming=True, shuffle_buffer_size=7), counting)
+    resumed = StreamingPrompts(settings(ten, streaming=True, shuffle_buffer_size=7), counting)
     resumed.load_state_dict(source.state_dict())
     assert count == []
 
@@ -282,7 +273,7 @@ def test_streamed_procedural_rows():
 
 def test_open_prompts_chooses_the_source(ten):
     def opened(**changes):
-        return open_prompts(args(ten, **changes), Tokenizer(tokenize))
+        return open_prompts(settings(ten, **changes), Tokenizer(tokenize))
 
     assert isinstance(opened(), IndexedPrompts)
     assert isinstance(opened(streaming=True), StreamingPrompts)

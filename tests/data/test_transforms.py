@@ -1,15 +1,16 @@
 """Transforms of `--dataset_transform`: what becomes of a row, and which rows are refused."""
 
-import json
 from typing import get_args, get_type_hints
 
 import pytest
+from row_files import jsonl, settings
 
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
-from swift.data.arguments import DataArguments
 from swift.data.loading import load_rows
+from swift.data.prompts import Tokenizer
 from swift.data.records import BadRow, RawRow
+from swift.data.source import StreamingPrompts
 from swift.data.transforms import DOCUMENTS, PROMPTS, transformed
 from swift.errors import ConfigError
 from swift.trainers.ebft.turns import remaining_turns
@@ -116,10 +117,8 @@ def test_a_thought_that_the_prompt_has_opened_is_one():
     assert found.values["ground_truth"] == "<think>\nt\n</think>\n\na"
 
 
-def load(tmp_path, rows, name, **settings):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = DataArguments(dataset=[str(path)], **settings)
+def load(tmp_path, rows, name, **changes):
+    args = settings(jsonl(tmp_path / "rows.jsonl", rows), **changes)
     args.dataset_transform = name
     return load_rows(args, "train", purpose="prompt")
 
@@ -141,25 +140,8 @@ def test_a_transform_that_fits_no_row_and_a_wrong_name_of_a_column_stop_the_run(
 
 
 def test_a_stream_is_transformed_as_it_is_read(tmp_path):
-    from swift.data.arguments import PromptArguments
-    from swift.data.source import StreamingPrompts
-
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"input": f"q{i}", "output": f"a{i}"}) + "\n" for i in range(3)))
-
-    class Tokenizer:
-        strategy = "left"
-
-        def ids(self, example):
-            return [1]
-
-        def too_long(self, *ids):
-            return False
-
-        def cut(self, ids):
-            return ids
-
-    args = PromptArguments(dataset=[str(path)], streaming=True, dataset_shuffle=False)
+    path = jsonl(tmp_path / "rows.jsonl", [{"input": f"q{i}", "output": f"a{i}"} for i in range(3)])
+    args = settings(path, streaming=True, dataset_shuffle=False)
     args.dataset_transform = "opencode"
-    prompts = StreamingPrompts(args, Tokenizer())
+    prompts = StreamingPrompts(args, Tokenizer(lambda messages: [1]))
     assert [prompts.next().columns for _ in range(3)] == [{"ground_truth": f"a{i}"} for i in range(3)]
