@@ -27,26 +27,22 @@ INTERVAL = 3
 """Optimizer steps between two weight syncs where neither the bridge nor the user says how many."""
 
 
-def lay_bridge(args: Any, reader: Reader) -> dict[str, str]:
-    """Set what the bridge stands for; a setting that says otherwise is a problem. Returns name -> rule."""
-    bridge = getattr(args, "weight_bridge", None)
+def lay_bridge(reader: Reader) -> None:
+    """Set what the bridge stands for; a setting that says otherwise is a problem."""
+    bridge = getattr(reader.args, "weight_bridge", None)
     if bridge is None:
-        return {}
-    wanted = BRIDGES[bridge]
+        return
+    usual = {} if "vllm_sync_interval" in reader.origins else {"vllm_sync_interval": INTERVAL}
+    wanted = {**usual, **BRIDGES[bridge]}
     for name, value in wanted.items():
-        seen = getattr(args, name)
+        seen = getattr(reader.args, name)
         if name in reader.origins and seen != value:
             reader.problems.append(
                 f"--{name}: {typed(seen)}: --weight_bridge {bridge} is --{name} {typed(value)}; leave one of them out"
             )
-        setattr(args, name, value)
-    sets = list(wanted)
-    if "vllm_sync_interval" not in {*wanted, *reader.origins}:
-        args.vllm_sync_interval = INTERVAL
-        sets.append("vllm_sync_interval")
-    shown = " ".join(f"--{name} {typed(getattr(args, name))}" for name in sets)
+        reader.derive(name, value, f"with weight_bridge {bridge}")
+    shown = " ".join(f"--{name} {typed(value)}" for name, value in wanted.items())
     reader.notes.append(f"--weight_bridge: {bridge}: stands for {shown}")
-    return dict.fromkeys(sets, f"with weight_bridge {bridge}")
 
 
 def bridge_problems(args: Any) -> Iterator[str]:

@@ -179,63 +179,67 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def derive(args: Any, machine: Machine) -> dict[str, str]:
-    """Fills the settings that are None and have a rule; returns name -> text of the rule that acted."""
-    acted = {}
+def complete(reader: Reader, machine: Machine) -> None:
+    """Fills values that follow from others. Adds notes and problems to those of the reader."""
+    _evaluation(reader)
+    _batch_size(reader, machine)
+    _plugins(reader)
+    _gym_reward(reader)
+    _reward_models(reader)
+    lay_bridge(reader)
+    _rollout_source(reader)
+    _implied_engine(reader)
+    _from_kwargs(reader)
+    args = reader.args
     for rule in RULES:
         if getattr(args, rule.name, rule) is None and rule.when(args, machine):
             value = rule.value(args, machine)
             if value is not None:
-                setattr(args, rule.name, value)
-                acted[rule.name] = rule.text(args)
-    return acted
+                reader.derive(rule.name, value, rule.text(args))
 
 
-def complete(args: Any, reader: Reader, machine: Machine) -> dict[str, str]:
-    """Fills derived values; returns name -> rule. Adds notes and problems to those of the reader."""
-    rules = [_evaluation(args, reader), _batch_size(args, reader, machine), _plugins(args, reader)]
-    rules += [_gym_reward(args, reader), _reward_models(args), lay_bridge(args, reader), _rollout_source(args, reader)]
-    rules += [_implied_engine(args, reader), _from_kwargs(args, reader), derive(args, machine)]
-    return {name: text for one in rules for name, text in one.items()}
-
-
-def _batch_size(args: Any, reader: Reader, machine: Machine) -> dict[str, str]:
+def _batch_size(reader: Reader, machine: Machine) -> None:
     """The smallest `per_device_train_batch_size` that makes the global batch a multiple of the group size."""
+    args = reader.args
     if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
-        return {}
+        return
     others = args.gradient_accumulation_steps * machine.processes
-    args.per_device_train_batch_size = args.num_generations // math.gcd(args.num_generations, others)
-    return {"per_device_train_batch_size": "smallest that makes the global batch a multiple of num_generations"}
+    size = args.num_generations // math.gcd(args.num_generations, others)
+    reader.derive(
+        "per_device_train_batch_size", size, "smallest that makes the global batch a multiple of num_generations"
+    )
 
 
-def _plugins(args: Any, reader: Reader) -> dict[str, str]:
+def _plugins(reader: Reader) -> None:
     """Plugins of the shipped examples are found from every folder."""
-    given = getattr(args, "external_plugins", [])
+    given = getattr(reader.args, "external_plugins", [])
     found = [find_plugin(path) for path in given]
-    if found == given:
-        return {}
-    reader.notes += [
-        f"--external_plugins: {path}: not in this folder; the shipped {file} is used"
-        for path, file in zip(given, found, strict=True)
-        if path != file
-    ]
-    args.external_plugins = found
-    return {"external_plugins": "found among the shipped examples"}
+    if found != given:
+        reader.notes += [
+            f"--external_plugins: {path}: not in this folder; the shipped {file} is used"
+            for path, file in zip(given, found, strict=True)
+            if path != file
+        ]
+        reader.derive("external_plugins", found, "found among the shipped examples")
 
 
-def _reward_models(args: Any) -> dict[str, str]:
+def _reward_models(reader: Reader) -> None:
     """Folders and hub ids among `reward_funcs`, as TRL takes them, are reward models; their weights go along."""
-    names = [*getattr(args, "reward_funcs", []), *getattr(args, "reward_model", [])]
-    functions = [name for name in names[: len(getattr(args, "reward_funcs", []))] if not _is_model(name)]
-    models = [name for name in names if name not in functions]
-    if models == getattr(args, "reward_model", models):
-        return {}
-    text = "folders and hub ids among reward_funcs are reward models"
-    if len(args.reward_weights) == len(names):
-        order = sorted(range(len(names)), key=lambda index: names[index] in models)
-        args.reward_weights = [args.reward_weights[index] for index in order]
-    args.reward_funcs, args.reward_model = functions, models
-    return dict.fromkeys(("reward_funcs", "reward_model", "reward_weights"), text)
+    args = reader.args
+    given: list[str] = getattr(args, "reward_funcs", [])
+    models = [name for name in given if _is_model(name)]
+    if not models:
+        return
+    functions, names = [name for name in given if name not in models], [*given, *args.reward_model]
+    weights = args.reward_weights
+    if len(weights) == len(names):
+        weights = [
+            weights[index] for index in sorted(range(len(names)), key=lambda index: names[index] not in functions)
+        ]
+    rule = "folders and hub ids among reward_funcs are reward models"
+    reader.derive("reward_funcs", functions, rule)
+    reader.derive("reward_model", [*models, *args.reward_model], rule)
+    reader.derive("reward_weights", weights, rule)
 
 
 def _is_model(name: str) -> bool:
@@ -252,36 +256,36 @@ def find_plugin(path: str) -> str:
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Loads plugins, so that help and schema have their settings."""
+    """Loads plugins, so that their settings are known."""
     if paths:
         from swift.plugin import load_external_plugins
 
         load_external_plugins([find_plugin(path) for path in paths])
 
 
-def _evaluation(args: Any, reader: Reader) -> dict[str, str]:
+def _evaluation(reader: Reader) -> None:
     """Evaluation rows are split off where `--eval_steps` is given without any, and else there is no evaluation."""
+    args = reader.args
     if getattr(args, "eval_strategy", "no") == "no" or args.val_dataset or args.split_dataset_ratio:
-        return {}
+        return
     streams = getattr(args, "streaming", False)
     if "eval_steps" in reader.origins and "split_dataset_ratio" not in reader.origins and not streams:
-        args.split_dataset_ratio = EVALUATED_SHARE
+        reader.derive("split_dataset_ratio", EVALUATED_SHARE, f"{EVALUATED_SHARE} with eval_steps and no val_dataset")
         reader.notes.append(
             f"--split_dataset_ratio: {EVALUATED_SHARE}: because --eval_steps is given without --val_dataset; "
             "--eval_strategy no turns evaluation off"
         )
-        return {"split_dataset_ratio": f"{EVALUATED_SHARE} with eval_steps and no val_dataset"}
-    args.eval_strategy = "no"
+        return
+    reader.derive("eval_strategy", "no", "no: there is no evaluation data")
     if reader.origins.keys() & {"eval_strategy", "eval_steps"}:
         reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
-    return {"eval_strategy": "no: there is no evaluation data"}
 
 
-def _implied_engine(args: Any, reader: Reader) -> dict[str, str]:
+def _implied_engine(reader: Reader) -> None:
     """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
+    args = reader.args
     if not hasattr(args, "num_generations"):
-        return {}
-    rules = {}
+        return
     asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
     if args.infer_backend == "vllm":
         asked = ["infer_backend"]
@@ -290,36 +294,33 @@ def _implied_engine(args: Any, reader: Reader) -> dict[str, str]:
     if asked and "use_vllm" in reader.origins and not args.use_vllm:
         reader.problems.append(f"--use_vllm: false: contradicts --{asked[0]}; drop --{asked[0]}, or --use_vllm true")
     elif asked and not args.use_vllm:
-        args.use_vllm = True
-        rules["use_vllm"] = f"true because --{asked[0]} is given"
+        reader.derive("use_vllm", True, f"true because --{asked[0]} is given")
     if args.infer_backend == "lmdeploy" and not args.use_lmdeploy:
-        args.use_lmdeploy = True
-        rules["use_lmdeploy"] = "true because --infer_backend lmdeploy is given"
+        reader.derive("use_lmdeploy", True, "true because --infer_backend lmdeploy is given")
     if args.vllm_mode is None and (args.vllm_server_host or args.vllm_server_base_url):
-        args.vllm_mode = "server"
-        rules["vllm_mode"] = "server because its address is given"
-    return rules
+        reader.derive("vllm_mode", "server", "server because its address is given")
 
 
-def _gym_reward(args: Any, reader: Reader) -> dict[str, str]:
+def _gym_reward(reader: Reader) -> None:
     """The reward of `--gym_env` is the last column where `reward_funcs` has none of its names."""
+    args = reader.args
     if getattr(args, "gym_env", None) is None or set(ENVIRONMENT_REWARDS) & set(args.reward_funcs):
-        return {}
+        return
     others, weights = [*args.reward_funcs, *args.reward_model], args.reward_weights
     if others and len(weights) == len(others):
         reader.notes.append("--gym_env: its reward is not used: --reward_weights has no weight for it, the last one")
-        return {}
+        return
     if len(weights) == len(others) + 1:  # reward models come after all functions
         args.reward_weights = [*weights[: len(args.reward_funcs)], weights[-1], *weights[len(args.reward_funcs) : -1]]
-    args.reward_funcs = [*args.reward_funcs, "environment"]
-    return {"reward_funcs": "environment is added with gym_env"}
+    reader.derive("reward_funcs", [*args.reward_funcs, "environment"], "environment is added with gym_env")
 
 
-def _rollout_source(args: Any, reader: Reader) -> dict[str, str]:
+def _rollout_source(reader: Reader) -> None:
     """Environments score their samples; those of Atropos sample with a server, at temperature 1 if they say nothing."""
+    args = reader.args
     source = getattr(args, "rollout_source", "engine")
     if source == "engine":
-        return {}
+        return
     wanted: dict[str, Any] = {}
     if not args.reward_model:
         wanted["reward_funcs"] = ["environment"]
@@ -327,15 +328,13 @@ def _rollout_source(args: Any, reader: Reader) -> dict[str, str]:
         wanted["temperature"] = 1.0
     if args.atropos_env and not (args.vllm_server_host or args.vllm_server_base_url):
         wanted["vllm_mode"] = "server"
-    new = {name: value for name, value in wanted.items() if name not in reader.origins}
-    for name, value in new.items():
-        setattr(args, name, value)
-    return dict.fromkeys(new, f"with rollout_source {source}")
+    for name in wanted.keys() - reader.origins.keys():
+        reader.derive(name, wanted[name], f"with rollout_source {source}")
 
 
-def _from_kwargs(args: Any, reader: Reader) -> dict[str, str]:
-    """Entries of `--generation_kwargs` that have a flag become its value; name -> rule."""
-    rules: dict[str, str] = {}
+def _from_kwargs(reader: Reader) -> None:
+    """Entries of `--generation_kwargs` that have a flag become its value."""
+    args = reader.args
     for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
         raw = [str(item) for item in value] if isinstance(value, list) else str(value)
         try:
@@ -345,9 +344,7 @@ def _from_kwargs(args: Any, reader: Reader) -> dict[str, str]:
             continue
         if name in reader.origins and getattr(args, name) != converted:
             reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
-        setattr(args, name, converted)
-        rules[name] = "from --generation_kwargs"
-    return rules
+        reader.derive(name, converted, "from --generation_kwargs")
 
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:

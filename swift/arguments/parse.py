@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swift.arguments import known
-from swift.arguments.derived import Machine, complete, find_plugin
+from swift.arguments.derived import Machine, complete, load_plugins
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES, command_of, mode_of
 from swift.arguments.plugins import plugin_paths, settings_class, unread
@@ -102,19 +102,19 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     for layer in layers:
         reader.take(layer)
     reader.miss_secrets()
-    sources = reader.lay_preset()
+    reader.lay_preset()
 
-    args = reader.cls(**reader.values)
-    rules = {**sources, **complete(args, reader, Machine.look(variables))}
+    args = reader.args = reader.cls(**reader.values)
+    complete(reader, Machine.look(variables))
     unread = tuple(f"--{name}:" for name in reader.broken)  # reported already
     reader.problems += [reader.with_origin(one) for one in _ask(args, "problems") if not one.startswith(unread)]
-    reader.problems += _out_of_place(args, reader)
+    reader.problems += _out_of_place(reader)
     join_problems(reader.problems)
     return Resolved(
         mode=mode,
         args=args,
-        provenance=_provenance(reader, rules),
-        notes=[*reader.notes, *_ask(args, "notes"), *_without_effect(args, reader)],
+        provenance=_provenance(reader),
+        notes=[*reader.notes, *_ask(args, "notes"), *_without_effect(reader)],
         environment=environment,
         config=line.config,
     )
@@ -122,7 +122,10 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
 
 @dataclass
 class Reader:
-    """Takes the layers from the lowest to the highest; what it keeps is the values of the highest."""
+    """Takes the layers from the lowest to the highest; what it keeps is the values of the highest.
+
+    args: the settings that these values make. rules: name -> why a value is what it is.
+    """
 
     mode: str
     cls: type
@@ -132,6 +135,13 @@ class Reader:
     broken: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    rules: dict[str, str] = field(default_factory=dict)
+    args: Any = None
+
+    def derive(self, name: str, value: Any, rule: str) -> None:
+        """Gives a setting a value that follows from others, or from the machine."""
+        setattr(self.args, name, value)
+        self.rules[name] = rule
 
     @property
     def flags(self) -> dict[str, Flag]:
@@ -143,10 +153,8 @@ class Reader:
         spellings = spellings_of(self.cls)
         if not any(self._may_be_of_a_plugin(given, spellings) for layer in layers for given in layer):
             return
-        from swift.plugin import load_external_plugins
-
         try:
-            load_external_plugins([find_plugin(path) for path in plugin_paths(layers, spellings)])
+            load_plugins(plugin_paths(layers, spellings))
             self.cls = settings_class(self.mode)
         except ConfigError as error:
             self.problems += error.problems
@@ -196,21 +204,19 @@ class Reader:
                 fix = ", or set ".join(["write it", *(one for one, names in VARIABLES.items() if name in names)])
                 self.problems.append(f"{given.subject}: {self.shown(given)}: {MASK} stands for a secret; {fix}")
 
-    def lay_preset(self) -> dict[str, str]:
-        """Values of the preset under those taken so far; returns setting -> the paper that has the value."""
+    def lay_preset(self) -> None:
+        """Puts the values of the preset under those taken so far; their rule is the paper."""
         method = self.values.get("rlhf_type")
-        implied = method in OF_PRESETS and "preset" in self.flags and "preset" not in self.values
-        if implied:
-            self.values["preset"] = method
+        if method in OF_PRESETS and "preset" in self.flags and "preset" not in self.values:
+            self.values["preset"], self.rules["preset"] = method, f"that of rlhf_type {method}"
         name = self.values.get("preset", "none")
         if name not in presets:
-            return {}
+            return
         values = values_under(name, {**dict.fromkeys(self.broken), **self.values})
         for setting, item in values.items():
             self.values[setting] = item.value
             self.origins[setting] = Given(setting, item.shown, "preset", f"preset {name}", f"preset {name}: {setting}")
-        sources = {setting: presets[name].source(setting) for setting in values}
-        return {**sources, "preset": f"that of rlhf_type {method}"} if implied else sources
+            self.rules[setting] = presets[name].source(setting)
 
     def with_origin(self, problem: str) -> str:
         """A problem, with a remark where its value is one that the user did not write but chose with a preset."""
@@ -300,36 +306,34 @@ def _ask(args: Any, question: str) -> Iterator[str]:
             yield from getattr(cls, question)(args)
 
 
-def _without_effect(args: Any, reader: Reader) -> Iterator[str]:
+def _without_effect(reader: Reader) -> Iterator[str]:
     """Settings that the user wrote for this run and that change nothing; values of a preset fit each other."""
-    ignored = unread(args)
+    ignored = unread(reader.args)
     for name, given in reader.origins.items():
         flag = reader.flags[name]
-        if given.source in ("preset", "env") or getattr(args, name) == flag.default:
+        if given.source in ("preset", "env") or getattr(reader.args, name) == flag.default:
             continue
-        if not flag.has_effect(args):
+        if not flag.has_effect(reader.args):
             yield f"{given.subject}: {reader.shown(given)}: no effect without {flag.needs_text}"
         elif name in ignored:
             yield f"{given.subject}: {reader.shown(given)}: no effect with {ignored[name]}, which does not read it"
 
 
-def _out_of_place(args: Any, reader: Reader) -> Iterator[str]:
+def _out_of_place(reader: Reader) -> Iterator[str]:
     """Settings that the user wrote and that the mode refuses, because another one decides what they would."""
-    replaced: Mapping[str, str] = getattr(args, "REPLACED", {})
+    replaced: Mapping[str, str] = getattr(reader.args, "REPLACED", {})
     for name, given in reader.origins.items():
         flag, where = reader.flags[name], f"{given.subject}: {reader.shown(given)}"
-        if flag.details.strict and not flag.has_effect(args):
+        if flag.details.strict and not flag.has_effect(reader.args):
             yield f"{where}: no effect without {flag.needs_text}; leave it out"
         elif name in replaced and reader.values.get(name) != flag.default:
             yield f"{where}: not an option of swift {command_of(reader.mode)}; {replaced[name]}"
 
 
-def _provenance(reader: Reader, rules: Mapping[str, str]) -> dict[str, dict[str, str | None]]:
-    return {
-        name: {
-            "source": reader.origins[name].source if name in reader.origins else "default",
-            "given_as": reader.origins[name].given_as if name in reader.origins else None,
-            "rule": rules.get(name),
-        }
-        for name in reader.flags
-    }
+def _provenance(reader: Reader) -> dict[str, dict[str, str | None]]:
+    found = {}
+    for name in reader.flags:
+        given = reader.origins.get(name)
+        source, given_as = (given.source, given.given_as) if given else ("default", None)
+        found[name] = {"source": source, "given_as": given_as, "rule": reader.rules.get(name)}
+    return found
