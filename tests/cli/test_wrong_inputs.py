@@ -193,11 +193,11 @@ REWARDS = {
     ),
     "class that cannot be built": (
         lambda d: d.rlhf(*d.entry("class built(ORM):\n    def __init__(self, alpha_beta):\n        pass\n", "built")),
-        "alpha_beta",
+        "reward function built | 'alpha_beta'",
     ),
     "wrong number of rewards": (
         lambda d: d.rlhf(*d.reward("return [1.0] * (len(completions) + 1)", "longer")),
-        "--reward_funcs: longer",
+        "--reward_funcs: longer: | plugin_longer.py:3: returned 3 values for 2 completions",
         5,
     ),
     "rewards that are texts": (

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from refusals import problems_of
 
 from swift.data.loading import PLANS
 from swift.data.records import RowError
-from swift.errors import ConfigError
 
 
 def plan(columns, renames=None, purpose="prompt", chats=()):
@@ -14,9 +14,7 @@ def plan(columns, renames=None, purpose="prompt", chats=()):
 
 
 def refusal(columns, renames=None, purpose="prompt", chats=()):
-    with pytest.raises(ConfigError) as caught:
-        plan(columns, renames, purpose, chats)
-    return "\n".join(caught.value.problems)
+    return "\n".join(problems_of(plan, columns, renames, purpose, chats))
 
 
 USER = [{"role": "user", "content": "q"}]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
+from refusals import problems_of
 from row_files import jsonl, settings
 
 from swift.data.arguments import DataArguments
@@ -90,27 +91,23 @@ def test_too_many_bad_rows_stop(tmp_path, num_bad, share, stops):
     if not stops:
         assert len(prompts(path, max_skipped_fraction=share)) == 10 - num_bad
         return
-    with pytest.raises(ConfigError) as caught:
-        prompts(path, max_skipped_fraction=share)
-    assert f"{path}: {num_bad} of 10 rows bad" in caught.value.problems[0]
-    assert caught.value.problems[1] == f"{path}:1: query is empty"
+    problems = problems_of(prompts, path, max_skipped_fraction=share)
+    assert f"{path}: {num_bad} of 10 rows bad" in problems[0]
+    assert problems[1] == f"{path}:1: query is empty"
 
 
 def test_strict_lists_the_first_few_and_stops(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", [{"query": "1"}] + [{"query": ""}] * 8)
-    with pytest.raises(ConfigError) as caught:
-        prompts(path, strict=True)
-    assert caught.value.problems[0] == f"{path}:2: query is empty"
-    assert len(caught.value.problems) == 6
-    assert "8 bad rows: the first 5 are listed" in caught.value.problems[-1]
+    problems = problems_of(prompts, path, strict=True)
+    assert problems[0] == f"{path}:2: query is empty"
+    assert len(problems) == 6
+    assert "8 bad rows: the first 5 are listed" in problems[-1]
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_does_not_parse_is_never_skipped_over(tmp_path, strict):
     path = jsonl(tmp_path / "a.jsonl", ['{"query": "q"}'] * 16 + ['{"query": '])
-    with pytest.raises(ConfigError) as caught:
-        prompts(path, strict=strict)
-    (problem,) = caught.value.problems
+    (problem,) = problems_of(prompts, path, strict=strict)
     assert problem.startswith(f"{path}:17: broken JSON")
 
 
@@ -126,9 +123,8 @@ def test_a_dataset_without_a_usable_row_is_an_error(tmp_path):
 def test_problems_of_all_datasets_are_listed_together(tmp_path):
     a = jsonl(tmp_path / "a.jsonl", [{"prompt": "x", "query": "y"}])
     b = jsonl(tmp_path / "b.jsonl", [{"text": "x"}])
-    with pytest.raises(ConfigError) as caught:
-        prompts(a, b)
-    assert [str(path) in problem for path, problem in zip([a, b], caught.value.problems, strict=True)] == [True, True]
+    problems = problems_of(prompts, a, b)
+    assert [str(path) in problem for path, problem in zip([a, b], problems, strict=True)] == [True, True]
 
 
 def test_a_column_of_nulls_is_no_candidate(tmp_path):
@@ -274,9 +270,8 @@ def test_procedural_evaluation_with_the_training_seed_is_noted():
     ],
 )
 def test_wrong_procedural_settings(spec, says):
-    with pytest.raises(ConfigError) as caught:
-        prompts(f"reasoning_gym:{spec}")
-    assert says in str(caught.value)
+    (line,) = problems_of(prompts, f"reasoning_gym:{spec}")
+    assert says in line
 
 
 # ---- --system

@@ -7,10 +7,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from refusals import problems_of
 
-from swift.errors import ConfigError, RefusedChat
+from swift.errors import RefusedChat
 from swift.models.tiny import build_tiny
-from swift.rewards.arguments import RewardArguments
 from swift.rewards.models import RewardModels, batches, find_reward_models, open_reward_models
 from swift.types import Episode
 
@@ -175,28 +175,16 @@ def test_two_folders_of_one_name_keep_two_columns(folder, tmp_path):
     assert [item.name for item in find_reward_models(model_args(folder, other))] == ["judge", "judge-2"]
 
 
-def refused(args):
-    with pytest.raises(ConfigError) as caught:
-        find_reward_models(args)
-    return caught.value.problems
-
-
 def test_a_causal_model_has_no_score_head(tmp_path):
-    (line,) = refused(model_args(build_tiny(tmp_path / "causal", size="nano")))
+    (line,) = problems_of(find_reward_models, model_args(build_tiny(tmp_path / "causal", size="nano")))
     assert "Qwen2ForCausalLM has no score head" in line
 
 
 def test_more_than_one_label_is_refused(folder, tmp_path):
     three = edited_copy(folder, tmp_path / "three", id2label={"0": "a", "1": "b", "2": "c"})
-    assert "3 labels" in refused(model_args(three))[0]
+    assert "3 labels" in problems_of(find_reward_models, model_args(three))[0]
     default = edited_copy(folder, tmp_path / "default", id2label=None)
-    assert "2 labels" in refused(model_args(default))[0]
-
-
-def test_missing_folders_and_wrong_counts_are_refused(folder, tmp_path):
-    assert "no such folder" in refused(model_args(tmp_path / "nothing"))[0]
-    (line,) = RewardArguments(reward_model=["x"], reward_model_revision=["a", "b"]).problems()
-    assert "one per --reward_model" in line
+    assert "2 labels" in problems_of(find_reward_models, model_args(default))[0]
 
 
 def test_an_adapter_brings_its_own_head(tmp_path, group):

@@ -1,9 +1,8 @@
 """`swift rlhf` as tests of settings type it: a good command line, and words after it."""
 
-import pytest
+from refusals import problems_of
 
 from swift.arguments import parse
-from swift.errors import ConfigError
 
 RLHF = ["--rlhf_type", "grpo", "--model", "org/tiny", "--dataset", "d.jsonl", "--reward_funcs", "accuracy"]
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -17,10 +16,7 @@ def rlhf(*words, environ=None):
 
 def problems(mode, *words):
     """What a wrong command line is told."""
-    with pytest.raises(ConfigError) as error:
-        parse(mode, list(words), CPU)
-    assert error.value.exit_code == 2
-    return error.value.problems
+    return problems_of(parse, mode, list(words), CPU)
 
 
 def refused(*words):
