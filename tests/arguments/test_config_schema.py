@@ -110,11 +110,6 @@ def test_any_settings_are_read_or_refused(mode, tmp_path):
             parse(mode, [str(path)], {})
 
 
-def test_evaluation_of_supervised_training_needs_no_dataset_of_its_own():
-    settings = parse("sft", ["--model", "m", "--dataset", "d", "--eval_steps", "5"], {}).args
-    assert settings.split_dataset_ratio == 0.01
-
-
 def test_the_schema_covers_every_spelling_and_is_json():
     properties = json.loads(json.dumps(json_schema("rlhf")))["properties"]
     names = {name.replace("-", "_") for name in properties}

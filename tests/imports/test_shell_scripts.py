@@ -54,12 +54,13 @@ SCRIPTS = {
     "a loop, a secret, two commands": (
         """if [ ! -d out ]; then mkdir out; fi
         for lr in 1e-4 1e-5; do
-          WANDB_API_KEY=hunter2 swift pt --model nano --dataset text.jsonl --learning_rate $lr; done
+          WANDB_API_KEY=hunter2 MAX_PIXELS=9 swift pt --model nano --dataset text.jsonl --learning_rate $lr \\
+            --max_length $(expr 4 / 2) --bf16 true; done
         swift infer --model x
         """,
         "pt",
-        {"dataset": ["text.jsonl"]},
-        {"learning_rate", "WANDB_API_KEY", "swift infer"},
+        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "ENV": {"MAX_PIXELS": "9"}},
+        {"learning_rate", "max_length", "WANDB_API_KEY", "swift infer"},
     ),
     "quoted operators": (
         """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\
