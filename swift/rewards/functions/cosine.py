@@ -36,30 +36,22 @@ class CosineParameters:
 
 
 @orms.register("cosine", parameters=CosineParameters)
-class CosineReward(ORM):
+@dataclass(kw_only=True, eq=False)
+class CosineReward(CosineParameters, ORM):
     """R = hi - (hi - lo)(1 - cos(pi t / T)) / 2 with t = min(n, T): hi at no tokens, lo at T and beyond.
 
-    The parameters are the settings above; T None means `max_completion_length`.
+    The parameters are the settings above; T is `cosine_max_len`, where that is None `max_completion_length`.
 
     Raises:
         ConfigError: when T is not positive.
     """
 
-    counts_ground_truths = True
+    counts_ground_truths: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        cosine_min_len_value_wrong: float = -0.5,
-        cosine_max_len_value_wrong: float = 0.0,
-        cosine_min_len_value_correct: float = 1.0,
-        cosine_max_len_value_correct: float = 0.5,
-        cosine_max_len: int | None = None,
-        max_completion_length: int = 512,
-    ) -> None:
-        super().__init__()
-        self.wrong = (cosine_min_len_value_wrong, cosine_max_len_value_wrong)
-        self.right = (cosine_min_len_value_correct, cosine_max_len_value_correct)
-        self.max_len = max_completion_length if cosine_max_len is None else cosine_max_len
+    max_completion_length: int = 512
+
+    def __post_init__(self) -> None:
+        self.max_len = self.max_completion_length if self.cosine_max_len is None else self.cosine_max_len
         if self.max_len <= 0:
             raise ConfigError(f"--cosine_max_len: {self.max_len}: must be above 0")
         self.accuracy = MathAccuracy()
@@ -78,6 +70,9 @@ class CosineReward(ORM):
         return [self._value(n, bool(ok)) for n, ok in zip(counts, right, strict=True)]
 
     def _value(self, num_tokens: int, right: bool) -> float:
-        hi, lo = self.right if right else self.wrong
+        if right:
+            hi, lo = self.cosine_min_len_value_correct, self.cosine_max_len_value_correct
+        else:
+            hi, lo = self.cosine_min_len_value_wrong, self.cosine_max_len_value_wrong
         t = min(num_tokens, self.max_len)
         return hi - (hi - lo) * (1.0 - math.cos(math.pi * t / self.max_len)) / 2.0

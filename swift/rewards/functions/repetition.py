@@ -33,21 +33,17 @@ def words(text: str) -> list[str]:
 
 
 @orms.register("repetition", parameters=RepetitionParameters)
-class RepetitionPenalty(ORM):
+@dataclass(kw_only=True, eq=False)
+class RepetitionPenalty(RepetitionParameters, ORM):
     """p (1 - distinct N-grams / N-grams), p = `repetition_max_penalty`; 0 for a text of fewer than N words."""
-
-    def __init__(self, repetition_n_grams: int = 3, repetition_max_penalty: float = -1.0) -> None:
-        super().__init__()
-        self.n_grams = repetition_n_grams
-        self.max_penalty = repetition_max_penalty
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         """One reward per completion."""
         return [self._score(words(text)) for text in completions]
 
     def _score(self, tokens: list[str]) -> float:
-        count = len(tokens) - self.n_grams + 1
+        count = len(tokens) - self.repetition_n_grams + 1
         if count < 1:
             return 0.0
-        distinct = len({tuple(tokens[start : start + self.n_grams]) for start in range(count)})
-        return self.max_penalty * (1.0 - distinct / count)
+        distinct = len({tuple(tokens[start : start + self.repetition_n_grams]) for start in range(count)})
+        return self.repetition_max_penalty * (1.0 - distinct / count)

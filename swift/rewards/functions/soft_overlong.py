@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from swift.errors import ConfigError
+from swift.errors import join_problems
 from swift.flags import flag
 from swift.plugin.registry import ORM, orms
 from swift.rewards.functions.text import lengths
@@ -41,7 +41,8 @@ def ramp_problems(longest: int, cache: int | None) -> Iterator[str]:
 
 
 @orms.register("soft_overlong", parameters=SoftOverlongParameters)
-class SoftOverlong(ORM):
+@dataclass(kw_only=True, eq=False)
+class SoftOverlong(SoftOverlongParameters, ORM):
     """max(-1, min(0, (M - C - n) / C)).
 
     M is `soft_max_length`, or `max_completion_length` where that is None; C is `soft_cache_length`; n is the length.
@@ -50,18 +51,13 @@ class SoftOverlong(ORM):
         ConfigError: when C is missing or not between 0 and M; the message holds both values.
     """
 
-    def __init__(
-        self,
-        soft_max_length: int | None = None,
-        soft_cache_length: int | None = None,
-        max_completion_length: int = 512,
-    ) -> None:
-        super().__init__()
-        longest = max_completion_length if soft_max_length is None else soft_max_length
-        if problems := list(ramp_problems(longest, soft_cache_length)):
-            raise ConfigError(*problems)
-        assert soft_cache_length is not None
-        self.max_length, self.cache_length = longest, soft_cache_length
+    max_completion_length: int = 512
+
+    def __post_init__(self) -> None:
+        longest = self.max_completion_length if self.soft_max_length is None else self.soft_max_length
+        join_problems(list(ramp_problems(longest, self.soft_cache_length)))
+        assert self.soft_cache_length is not None
+        self.max_length, self.cache_length = longest, self.soft_cache_length
 
     def __call__(
         self, completions: list[str], response_token_ids: list[Any] | None = None, **kwargs: Any
