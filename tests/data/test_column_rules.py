@@ -13,10 +13,6 @@ def plan(columns, renames=None, purpose="prompt", chats=()):
     return PLANS[purpose](columns, renames or {}, flag="--dataset", name="d.jsonl", chats=chats)
 
 
-def refusal(columns, renames=None, purpose="prompt", chats=()):
-    return "\n".join(problems_of(plan, columns, renames, purpose, chats))
-
-
 USER = [{"role": "user", "content": "q"}]
 CHAT = [*USER, {"role": "assistant", "content": "a"}]
 
@@ -51,10 +47,30 @@ def test_instruction_takes_input_along():
     assert chosen.read({**row, "input": ""}, None)[0][0]["content"] == "Add."
 
 
-def test_two_candidates_are_an_error_that_shows_the_fix_for_each():
-    said = refusal(["question", "prompt", "answer"])
-    assert "prompt and question: each could be the prompt" in said
-    assert """--columns '{"prompt": "query"}' for prompt or --columns '{"question": "query"}' for question""" in said
+REFUSED = {
+    "prompt and question: each could be the prompt": (["question", "prompt", "answer"], {}, "prompt"),
+    """--columns '{"prompt": "query"}' for prompt or --columns '{"question": "query"}' for question""": (
+        ["question", "prompt"], {}, "prompt"
+    ),
+    """'{"query": "query"}' for query or --columns '{"prompt": "prompt"}' for prompt""": (
+        ["query", "prompt"], {}, "prompt"
+    ),
+    "answer and solution of d.jsonl would both be called 'solution'": (
+        ["query", "answer", "solution"], {"answer": "solution"}, "prompt"
+    ),
+    "columns promt, answer: none is a prompt": (["promt", "answer"], {}, "prompt"),
+    """--columns '{"promt": "query"}'""": (["promt", "answer"], {}, "prompt"),
+    """--columns '{"prompt_id": "row_prompt_id"}'""": (["query", "prompt_id"], {}, "prompt"),
+    "answer and solution: each could be the response": (["query", "answer", "solution"], {}, "chat"),
+    """--columns '{"label": "response"}'""": (["query", "label"], {}, "chat"),
+    """--columns '{"...": "labels"}'""": (["prompt", "completions"], {}, "steps"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_columns_that_do_not_fit_are_an_error_that_shows_the_fix(said):
+    (line,) = problems_of(plan, *REFUSED[said])
+    assert said in line
 
 
 @pytest.mark.parametrize(
@@ -72,8 +88,6 @@ def test_columns_decides_between_candidates(renames, prompt, others):
 
 
 def test_the_fix_is_valid_even_when_query_is_taken():
-    said = refusal(["query", "prompt"])
-    assert """'{"query": "query"}' for query or --columns '{"prompt": "prompt"}' for prompt""" in said
     assert plan(["query", "prompt"], {"prompt": "prompt"}).prompt == "prompt"
 
 
@@ -93,25 +107,14 @@ def test_a_null_never_hides_a_renamed_value():
     assert chosen.read({"query": "q", "answer": "4", "solution": None}, None)[1] == {"solution": "4"}
 
 
-def test_names_that_clash_are_an_error():
-    said = refusal(["query", "answer", "solution"], {"answer": "solution"})
-    assert "answer and solution of d.jsonl would both be called 'solution'" in said
-
-
-def test_no_prompt_column_lists_what_there_is_with_a_fix():
-    said = refusal(["promt", "answer"])
-    assert "columns promt, answer: none is a prompt" in said
-    assert """--columns '{"promt": "query"}'""" in said
-
-
 @pytest.mark.parametrize("purpose", ["prompt", "chat"])
 def test_a_chat_under_another_name_is_advised_as_messages(purpose):
-    assert """--columns '{"items": "messages"}'""" in refusal(["id", "items"], purpose=purpose, chats=["items"])
+    (line,) = problems_of(plan, ["id", "items"], purpose=purpose, chats=["items"])
+    assert """--columns '{"items": "messages"}'""" in line
     assert plan(["id", "items"], {"items": "messages"}, purpose).prompt == "messages"
 
 
 def test_names_of_reward_keywords_are_reserved():
-    assert """--columns '{"prompt_id": "row_prompt_id"}'""" in refusal(["query", "prompt_id"])
     assert plan(["query", "prompt_id"], {"prompt_id": "id"}).others == ("id",)
     assert plan(["query", "response", "prompt_id"], purpose="chat").others == ("prompt_id",)
 
@@ -135,10 +138,7 @@ def test_supervised_pairs(prompt, answer):
 
 def test_a_partner_is_preferred_and_others_are_ambiguous():
     assert plan(["problem", "answer", "solution"], purpose="chat").answer == "solution"
-    said = refusal(["query", "answer", "solution"], purpose="chat")
-    assert "answer and solution: each could be the response" in said
     assert plan(["query", "answer", "solution"], {"answer": "response"}, "chat").answer == "response"
-    assert """--columns '{"label": "response"}'""" in refusal(["query", "label"], purpose="chat")
 
 
 def test_supervised_messages_keep_the_answer_and_need_one():

@@ -114,9 +114,13 @@ def position(source):
     return tuple(source.state_dict()[name] for name in ("epoch", "cursor"))
 
 
+def opened(path, streaming, **changes):
+    return stream(path, **changes) if streaming else IndexedPrompts(load(path, **changes), 3, True)
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_source_gives_every_prompt_once_per_epoch(ten, streaming):
-    source = stream(ten) if streaming else IndexedPrompts(load(ten), seed=1, shuffle=True)
+    source = opened(ten, streaming)
     assert source.size == (None if streaming else 10)
     orders = []
     for epoch in range(3):
@@ -127,10 +131,10 @@ def test_a_source_gives_every_prompt_once_per_epoch(ten, streaming):
 
 
 def test_an_indexed_source_refuses_a_position_in_other_rows(ten, tmp_path):
-    state = IndexedPrompts(load(ten), 1, True).state_dict()
+    state = opened(ten, False).state_dict()
     other = jsonl(tmp_path / "o.jsonl", [{"query": str(n)} for n in range(10)])
     with pytest.raises(ConfigError, match="content of --dataset"):
-        IndexedPrompts(load(other), 1, True).load_state_dict(state)
+        opened(other, False).load_state_dict(state)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -189,9 +193,7 @@ def test_a_resumed_source_gives_the_same_next_prompts(tmp_path_factory, taken, b
     path = jsonl(tmp_path_factory.mktemp("resume") / "a.jsonl", rows)
 
     def fresh():
-        if streaming:
-            return stream(path, limit=3, strategy=strategy, shuffle_buffer_size=buffer)
-        return IndexedPrompts(load(path, limit=3, strategy=strategy), 3, True)
+        return opened(path, streaming, limit=3, strategy=strategy, shuffle_buffer_size=buffer)
 
     source = fresh()
     take(source, taken)
@@ -202,8 +204,9 @@ def test_a_resumed_source_gives_the_same_next_prompts(tmp_path_factory, taken, b
     assert take(resumed, 40) == take(source, 40)
 
 
-def test_skipping_in_a_stream_starts_the_next_epoch_once(ten):
-    source = stream(ten)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_skipping_starts_the_next_epoch_once_and_only_from_within_one(ten, streaming):
+    source = opened(ten, streaming)
     source.skip_to_epoch_end()
     source.next()
     assert position(source) == (0, 1)
@@ -272,10 +275,5 @@ def test_streamed_procedural_rows():
 
 
 def test_open_prompts_chooses_the_source(ten):
-    def opened(**changes):
-        return open_prompts(settings(ten, **changes), Tokenizer(tokenize))
-
-    assert isinstance(opened(), IndexedPrompts)
-    assert isinstance(opened(streaming=True), StreamingPrompts)
-    with pytest.raises(ConfigError, match="a stream cannot be split"):
-        opened(streaming=True, split_dataset_ratio=0.1)
+    for streaming, kind in ((False, IndexedPrompts), (True, StreamingPrompts)):
+        assert isinstance(open_prompts(settings(ten, streaming=streaming), Tokenizer(tokenize)), kind)

@@ -11,18 +11,6 @@ from swift.errors import ConfigError
 seeds = st.integers(-(2**70), 2**70)
 
 
-@given(st.integers(1, 40), seeds, st.integers(0, 100))
-def test_skipping_goes_to_the_next_epoch_once_and_only_from_within_one(size, seed, taken):
-    stream = RowOrder(size, seed=seed, shuffle=True)
-    for _ in range(taken):
-        stream.draw()
-    begun = stream.epoch
-    stream.skip_to_epoch_end()
-    stream.skip_to_epoch_end()
-    stream.draw()
-    assert (stream.epoch, stream.cursor) == (begun + bool(taken), 1)
-
-
 def test_seeds_and_epochs_give_different_orders():
     def rows(seed):
         stream = RowOrder(50, seed=seed, shuffle=True)
