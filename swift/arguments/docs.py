@@ -16,9 +16,7 @@ from swift.flags import Flag, flags_of, help_texts
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
-PRESETS_BEGIN, PRESETS_END = "<!-- presets: generated -->\n", "<!-- end of presets -->\n"
 MIGRATION = PAGE.with_name("migration.md")
-NAMES_BEGIN, NAMES_END = "<!-- names: generated -->\n", "<!-- end of names -->\n"
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 _HEAD = """# Arguments
@@ -36,8 +34,7 @@ def markdown() -> str:
 
 def with_presets(text: str) -> str:
     """The page of the algorithms with the table of presets as it is now."""
-    head, rest = text.split(PRESETS_BEGIN)
-    return head + PRESETS_BEGIN + table() + PRESETS_END + rest.split(PRESETS_END)[1]
+    return _with_table(text, "presets", table())
 
 
 def with_names(text: str) -> str:
@@ -55,9 +52,14 @@ def with_names(text: str) -> str:
         for name in names
     ]
     rows = [f"|`{name}`|{'|'.join(row)}|" for name, row in zip(names, cells, strict=True)]
-    head, rest = text.split(NAMES_BEGIN)
-    table = "\n".join([f"|swift|{'|'.join(tables)}|", "|---|---|---|", *rows])
-    return f"{head}{NAMES_BEGIN}{table}\n{NAMES_END}{rest.split(NAMES_END)[1]}"
+    return _with_table(text, "names", "\n".join([f"|swift|{'|'.join(tables)}|", "|---|---|---|", *rows, ""]))
+
+
+def _with_table(text: str, name: str, table: str) -> str:
+    """A page with a table between its two marks."""
+    begin, end = f"<!-- {name}: generated -->\n", f"<!-- end of {name} -->\n"
+    head, rest = text.split(begin)
+    return head + begin + table + end + rest.split(end)[1]
 
 
 def _section(group: str) -> str:

@@ -86,6 +86,12 @@ def test_an_error_at_import_shows_path_line_and_last_line(plugin, statement, sai
     assert said in line
 
 
+def test_bytes_that_are_no_program_are_an_error_of_the_file(tmp_path):
+    (tmp_path / "plugin.py").write_bytes(b"x = 1\0")
+    (line,) = problems_of(load_external_plugins, [tmp_path / "plugin.py"])
+    assert line.startswith(f"--external_plugins: {tmp_path / 'plugin.py'}") and "null bytes" in line
+
+
 def test_all_broken_plugins_are_reported_together(plugin, tmp_path):
     found = problems_of(load_external_plugins, [plugin("1/0\n"), str(tmp_path / "a.txt"), str(tmp_path)])
     assert len(found) == 3
