@@ -258,18 +258,6 @@ def test_the_readme_shows_whole_commands():
     assert [words for words in shown_commands(ROOT / "README.md") if words[0] == "rlhf"]
 
 
-# --- the example plugin -------------------------------------------------------------------------------------
-
-
-def test_the_example_plugin_loads_beside_every_built_in_reward():
-    from swift.plugin import orms
-    from swift.plugin.loader import load_external_plugins
-
-    before = set(orms)
-    load_external_plugins([str(ROOT / "examples" / "train" / "grpo" / "plugin" / "plugin.py")])
-    assert {"dummy", "short_answer", "formatted_accuracy", "countdown", "diversity", "judge"} == set(orms) - before
-
-
 # --- the demo -----------------------------------------------------------------------------------------------
 
 

@@ -87,9 +87,3 @@ def test_the_judge_grades_over_http_and_does_not_apply_without_a_server(rewards,
     monkeypatch.delenv("JUDGE_URL")
     (scores,) = rewards("judge").score([group(["a"])], progress)
     assert scores.excluded == ["no_reward"]
-
-
-def test_the_system_prompt_asks_for_the_tags_that_format_rewards():
-    text = (ROOT / "examples" / "train" / "grpo" / "prompt.txt").read_text(encoding="utf-8")
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert tag in text

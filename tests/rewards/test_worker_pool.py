@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -360,52 +359,47 @@ def test_a_constructor_that_raises_a_config_error_keeps_its_exit_code(pipeline, 
         rewards.score([group(["a"], solution="1")], progress)
 
 
+TRAINER = """
+import psutil, sys, time
+sys.path[:0] = {path}
+from conftest import PROGRESS, make_args, make_group
+from swift.rewards.pipeline import RewardPipeline
+args = make_args(reward_funcs=["nasty"], external_plugins=["plugin.py"], reward_timeout=600.0)
+rewards = RewardPipeline(args, seed=1, max_completion_length=10)
+rewards.submit(make_group([{text!r}]), PROGRESS)
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Starts a process that has submitted a text to the nasty function, and then does what `then` says."""
+
+    def start(text, then):
+        loop = 'if text == "loop":\n            subprocess.Popen(["sleep", "1000"])'
+        source = "from swift.plugin import orms\n" + NASTY.replace('if text == "loop":', loop)
+        (tmp_path / "plugin.py").write_text(source)
+        command = [sys.executable, "-c", TRAINER.format(path=IMPORTS, text=text) + then]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    return start
+
+
 @pytest.mark.parametrize("stuck", ["a", "loop", "detach"])
-def test_workers_and_their_children_end_when_the_trainer_is_killed(tmp_path, stuck):
-    (tmp_path / "plugin.py").write_text(
-        "from swift.plugin import orms\n" + NASTY.replace('if text == "loop":', 'if text == "loop":\n'
-        '            subprocess.Popen(["sleep", "1000"])')
-    )  # fmt: skip
-    script = tmp_path / "trainer.py"
-    script.write_text(
-        textwrap.dedent(
-            f"""
-            import psutil, sys, time
-            sys.path[:0] = {IMPORTS!r}
-            from conftest import PROGRESS, make_args, make_group
-            from swift.rewards.pipeline import RewardPipeline
-            args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}],
-                             reward_timeout=600.0)
-            rewards = RewardPipeline(args, seed=1, max_completion_length=10)
-            rewards.score([make_group(["a"])], PROGRESS)
-            rewards.submit(make_group([{stuck!r}]), PROGRESS)
-            time.sleep(1.0)
-            print(*(one.pid for one in psutil.Process().children(recursive=True)), flush=True)
-            time.sleep(1000)
-            """
-        )
-    )
-    trainer = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in trainer.stdout.readline().split()]
+def test_workers_and_their_children_end_when_the_trainer_is_killed(trainer, stuck):
+    process = trainer(stuck, """
+rewards.score([make_group(["a"])], PROGRESS)
+time.sleep(1.0)
+print(*(one.pid for one in psutil.Process().children(recursive=True)), flush=True)
+time.sleep(1000)
+""")  # fmt: skip
+    pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) >= {"a": 3, "loop": 4, "detach": 5}[stuck]
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     assert wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_the_pool_never_keeps_the_interpreter_from_ending(tmp_path):
-    (tmp_path / "plugin.py").write_text("from swift.plugin import orms\n" + NASTY)
-    script = f"""
-import sys
-sys.path[:0] = {IMPORTS!r}
-from conftest import PROGRESS, make_args, make_group
-from swift.rewards.pipeline import RewardPipeline
-args = make_args(reward_funcs=["nasty"], external_plugins=[{str(tmp_path / "plugin.py")!r}])
-rewards = RewardPipeline(args, seed=1, max_completion_length=10)
-rewards.submit(make_group(["loop"]), PROGRESS)
-raise SystemExit(17)
-"""
+def test_the_pool_never_keeps_the_interpreter_from_ending(trainer):
     began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", script], timeout=30, check=False)
-    assert ended.returncode == 17
+    assert trainer("loop", "raise SystemExit(17)").wait(30) == 17
     assert time.monotonic() - began < 10
