@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
@@ -20,6 +20,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz",
 PROCEDURAL = "reasoning_gym:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+Hub = Literal["hf", "ms"]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ class DatasetSpec:
     target: str
     subsets: tuple[str, ...] = ()
     count: int | None = None
-    hub: Literal["hf", "ms"] | None = None
+    hub: Hub | None = None
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = "--dataset"
     split: str | None = None
@@ -74,25 +75,31 @@ def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> D
     """
     if not text.strip():
         raise ConfigError(f"{flag}: '': empty; give a file, a folder, a hub id or {PROCEDURAL}<task>")
+    try:
+        return replace(_parse(text, "hf" if use_hf else "ms"), flag=flag)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {text}: {error}") from None
+
+
+def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
+    """See `parse_spec`; here and below a ValueError says what is wrong."""
     if _path(text).exists():
-        return DatasetSpec(text, "local", str(_path(text)), flag=flag)
+        return DatasetSpec(text, "local", str(_path(text)))
     if text.startswith(PROCEDURAL):
-        return _procedural(text, flag)
+        return _procedural(text)
     prefix, mark, rest = text.partition("::")
-    hub: Literal["hf", "ms"] | None = "hf" if prefix == "hf" and mark else "ms" if prefix == "ms" and mark else None
+    hub: Hub | None = "hf" if prefix == "hf" and mark else "ms" if prefix == "ms" and mark else None
     base, mark, number = (rest if hub else text).rpartition("#")
-    count = _count(text, number, flag) if mark else None
+    count = _count(number) if mark else None
     base = base if mark else number
-    if hub is None:
-        local = _local(text, base, count, flag)
-        if local is not None:
-            return local
+    if hub is None and (local := _local(text, base, count)) is not None:
+        return local
     name, _, subset = base.partition(":")
     if hub is None and (_looks_like_path(name) or not _HUB_ID.fullmatch(name)):
-        raise ConfigError(f"{flag}: {text}: no such file or folder; {beside(_path(name))}")
+        raise ValueError(f"no such file or folder; {beside(_path(name))}")
     if not _HUB_ID.fullmatch(name):
-        raise ConfigError(f"{flag}: {text}: {name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
-    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or ("hf" if use_hf else "ms"), flag=flag)
+        raise ValueError(f"{name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
+    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or usual_hub)
 
 
 def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:
@@ -149,45 +156,42 @@ def _subsets(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split("/") if part)
 
 
-def _count(text: str, count: str, flag: str) -> int:
+def _count(count: str) -> int:
     if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
-        raise ConfigError(f"{flag}: {text}: bad row count {count!r} after '#'; write a whole number from 1, as in #500")
+        raise ValueError(f"bad row count {count!r} after '#'; write a whole number from 1, as in #500")
     return int(count)
 
 
-def _local(text: str, base: str, count: int | None, flag: str) -> DatasetSpec | None:
+def _local(text: str, base: str, count: int | None) -> DatasetSpec | None:
     """The spec when `base`, or `base` up to its last colon, exists; the subsets of a folder are its folders."""
     if _path(base).exists():
-        return DatasetSpec(text, "local", str(_path(base)), count=count, flag=flag)
+        return DatasetSpec(text, "local", str(_path(base)), count=count)
     head, colon, subset = base.rpartition(":")
     folder = _path(head)
     if not colon or not folder.exists():
         return None
     if not folder.is_dir():
-        raise ConfigError(f"{flag}: {text}: {head} is a file and has no subsets; leave out ':{subset}'")
+        raise ValueError(f"{head} is a file and has no subsets; leave out ':{subset}'")
     for part in _subsets(subset):
         if not (folder / part).exists():
-            raise ConfigError(f"{flag}: {text}: no subset {part!r} in {head}; {beside(folder / part)}")
-    return DatasetSpec(text, "local", str(folder), _subsets(subset), count, flag=flag)
+            raise ValueError(f"no subset {part!r} in {head}; {beside(folder / part)}")
+    return DatasetSpec(text, "local", str(folder), _subsets(subset), count)
 
 
-def _procedural(text: str, flag: str) -> DatasetSpec:
+def _procedural(text: str) -> DatasetSpec:
     body, _, query = text[len(PROCEDURAL) :].partition("?")
     task, mark, count = body.partition("#")
     if not task:
-        raise ConfigError(f"{flag}: {text}: no task named; write {PROCEDURAL}<task>[#n][?seed=7&key=value]")
+        raise ValueError(f"no task named; write {PROCEDURAL}<task>[#n][?seed=7&key=value]")
     options: dict[str, Any] = {}
     for pair in filter(None, query.split("&")):
         key, equals, value = pair.partition("=")
         if not equals or not key:
-            raise ConfigError(
-                f"{flag}: {text}: option {pair!r} is not key=value; write ?seed=7&key=value, #n before '?'"
-            )
+            raise ValueError(f"option {pair!r} is not key=value; write ?seed=7&key=value, #n before '?'")
         if key in options:
-            raise ConfigError(f"{flag}: {text}: option {key} is given twice; keep one")
+            raise ValueError(f"option {key} is given twice; keep one")
         options[key] = _option(unquote(value))
-    number = _count(text, count, flag) if mark else None
-    return DatasetSpec(text, "procedural", task, count=number, options=options, flag=flag)
+    return DatasetSpec(text, "procedural", task, count=_count(count) if mark else None, options=options)
 
 
 def _option(text: str) -> Any:
