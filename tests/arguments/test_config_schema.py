@@ -142,10 +142,8 @@ def test_every_default_is_a_value(mode):
 @pytest.mark.parametrize(
     ("line", "taken"),
     [
-        ("reward_funcs: accuracy", True), ("learning_rate: 1e-5", True), ("learning_rate: x", False),
-        ("eval_strategy: no", True), ("train-type: full", True), ("columns: '{\"a\": \"b\"}'", True),
-        ("ENV: {CUDA_VISIBLE_DEVICES: 0}", True), ("_provenance: {model: {}}", True), ("learning_rat: 1", False),
-        ("learning_rate: -1", False), ("scale_rewards: True", True), ("vllm_mode: none", True), ("top_k: 1e2", True),
+        ("train-type: full", True), ("ENV: {CUDA_VISIBLE_DEVICES: 0}", True), ("_provenance: {model: {}}", True),
+        ("learning_rat: 1", False), ("scale_rewards: True", True), ("vllm_mode: none", True),
     ],
 )  # fmt: skip
 def test_lines_of_config_files(line, taken):

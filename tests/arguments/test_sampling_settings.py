@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_lines import RLHF, problems, refused, rlhf
+from command_lines import RLHF, refused, rlhf
 
 from swift.arguments import parse
 from swift.rollout.arguments import EXTRA_FIELDS, regex_problem
@@ -41,43 +41,6 @@ def test_fields_of_an_engine_are_taken_for_that_engine_only():
     assert refused(*words)[0].startswith("--generation_kwargs: bad_words: the engine transformers has no such setting")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ('{"temperature": 0}', "temperature: 0: out of range; valid: above 0"),
-        ('{"top_p": "high"}', "top_p: high: not a number"),
-        (
-            '{"presense_penalty": 1}',
-            "presense_penalty: the engine transformers has no such setting; nearest: presence_",
-        ),
-        ('{"presence_penalty": 3}', "presence_penalty: 3: out of range; valid: -2 to 2"),
-        ('{"frequency_penalty": "a"}', 'frequency_penalty: "a": not a number'),
-        ('{"min_tokens": -1}', "min_tokens: -1: not a count"),
-        ('{"stop_token_ids": "x"}', 'stop_token_ids: "x": no list of token ids'),
-        ('{"n": 4}', "n: is set by swift itself; use --num_generations"),
-        ('{"guided_regex": "a"}', "guided_regex: is set by swift itself; use --vllm_guided_decoding_regex"),
-        ('{"logprobs": 5}', "logprobs: is set by swift itself"),
-    ],
-)
-def test_a_wrong_entry_is_named(words, said):
-    assert refused("--generation_kwargs", words)[0].startswith(f"--generation_kwargs: {said}")
-
-
-@pytest.mark.parametrize(
-    ("entries", "said"),
-    [
-        ('{"max_tokens": 5, "max_new_tokens": 7}', "max_tokens 5, max_new_tokens 7"),
-        ('{"stop": ["a"], "stop_words": ["b"]}', 'stop ["a"], stop_words ["b"]'),
-        ('{"min_tokens": 1, "top_k": 3, "min_new_tokens": 2}', "min_tokens 1, min_new_tokens 2"),
-    ],
-)
-def test_two_names_of_one_setting_must_agree(entries, said):
-    (line,) = refused("--generation_kwargs", entries)
-    assert line == f"--generation_kwargs: {said}: the same setting with different values; give one of them"
-    (line,) = problems("infer", "--model", "m", "--generation_kwargs", entries)
-    assert said in line
-
-
 def test_two_names_of_one_setting_with_one_value_are_fine():
     assert rlhf("--generation_kwargs", '{"max_tokens": 5, "max_new_tokens": 5}').args.max_completion_length == 5
 
@@ -99,22 +62,6 @@ def test_what_vllm_takes_is_what_the_installed_one_has():
 @pytest.mark.parametrize("regex", [r"\d+", "(a|b)*", r"[(?=]", r"\\b", r"\p{L}+", r"(?:ab)+", r"[\b]", r"\(\?=x"])
 def test_expressions_that_an_automaton_can_walk_pass(regex):
     assert regex_problem(regex) == ""
-
-
-@pytest.mark.parametrize(
-    ("regex", "said"),
-    [
-        ("(a", "not a regular expression (missing ), unterminated subpattern at position 0); correct it"),
-        ("a(?=b)", "(?= looks at text around it"),
-        ("a(?<!b)", "(?<! looks at text around it"),
-        (r"(a)\1", r"\1 refers to an earlier group"),
-        (r"(?P<x>a)(?P=x)", "(?P= refers to an earlier group"),
-        (r"\bword", r"\b looks at text around it"),
-    ],
-)
-def test_what_no_automaton_has_is_refused_by_name(regex, said):
-    (line,) = refused("--vllm_guided_decoding_regex", regex)
-    assert line.startswith(f"--vllm_guided_decoding_regex: {regex}: {said}")
 
 
 def test_trls_spelling_is_the_same_setting():
@@ -164,34 +111,11 @@ def test_neutral_entries_are_not_called_biased():
 # --- the rest -----------------------------------------------------------------------------------------------
 
 
-def test_data_settings_are_checked_together():
-    found = problems(
-        "rlhf", *RLHF, "--interleave_prob", "0.5", "0.4", "--curriculum_column", "level", "--streaming", "true"
-    )
-    assert {line.partition(":")[0] for line in found} == {"--max_steps", "--interleave_prob", "--curriculum_column"}
-
-
 def test_settings_that_need_another_one_say_so():
     notes = rlhf("--stopping_strategy", "all_exhausted", "--curriculum_bins", "3", "--log_unique_prompts", "true").notes
     assert [note.partition(":")[0] for note in notes if "no effect without" in note] == [
         "--stopping_strategy", "--curriculum_bins", "--log_unique_prompts"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--fsdp", "full_shard"), "samples on all ranks in step"),
-        (("--deepspeed", "zero3"), "samples on all ranks in step"),
-        (
-            ("--vllm_mode", "dedicated", "--async_generate", "true", "--in_flight_updates", "true"),
-            "--in_flight_updates",
-        ),
-    ],
-)
-def test_a_rollout_function_is_refused_where_it_cannot_work(words, said):
-    lines = [line for line in refused("--rollout_func", "f.py:g", *words) if line.startswith("--rollout_func: f.py:g")]
-    assert said in lines[0]
 
 
 def test_a_rollout_function_goes_with_weights_that_every_rank_holds_whole():

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from refusals import problems_of
 from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments
 from swift.data.curriculum import as_number, stages
 from swift.data.interleave import interleave
 from swift.data.loading import load_rows
@@ -217,14 +216,3 @@ def test_a_streamed_mixture_of_another_kind_is_refused_at_resume(two):
     state = source(*two, interleave_prob=[0.5, 0.5], **common).state_dict()
     with pytest.raises(ConfigError, match=r"--interleave_prob: 0.5 0.5 first_exhausted in the checkpoint"):
         source(*two, interleave_prob=[0.4, 0.6], **common).load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("shares", "said"),
-    [
-        ([0.5, 0.3, 0.2], "0.5 0.3 0.2: 3 shares for 2 entries of --dataset; give one each"),
-        ([0.5, 0.6], "0.5 0.6: adds up to 1.1; shares add up to 1"),
-    ],
-)
-def test_wrong_shares_are_refused(two, shares, said):
-    assert list(DataArguments.problems(settings(*two, interleave_prob=shares))) == [f"--interleave_prob: {said}"]

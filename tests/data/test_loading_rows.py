@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from refusals import problems_of
 from row_files import jsonl, settings
 
-from swift.data.arguments import DataArguments
 from swift.data.loading import Example, load_rows, split_examples, write_examples
 from swift.data.system import resolve_system
 from swift.errors import ConfigError
@@ -144,11 +143,6 @@ def test_evaluation_data_may_use_the_new_names_already(ten, tmp_path):
     train = jsonl(tmp_path / "t.jsonl", [{"query": "1", "answer": 1}])
     rows = prompts(train, val_dataset=[str(ten)], columns={"answer": "solution"}, split="val")
     assert set(next(iter(rows))) == {"messages", "solution"}
-
-
-def test_columns_must_be_a_map_of_names(ten):
-    (line,) = DataArguments.problems(settings(ten, columns={"a": 1}))
-    assert line.startswith('--columns: {"a": 1}: a must be renamed to a name')
 
 
 @pytest.mark.parametrize("format", ["json", "csv", "parquet", "folder"])
