@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from swift.arguments.common import CommonArguments, model_missing, training_data_missing
 from swift.arguments.ebft import FeatureArguments
@@ -27,12 +27,14 @@ class StridedArguments(
 ):
     """Strided EBFT: a mode of its own, because none of the settings of rollouts means anything here."""
 
+    GROUP: ClassVar[str] = "Data"
+
     dataset_transform: Literal["strided", "strided_text", "strided_structured", "strided_chat", "strided_reasoning"] = (
-        flag("strided", group="Data")
+        flag("strided")
     )
     """Rows as documents: a text, a prompt with its completion, or a chat; strided chooses by the columns."""
 
-    max_length: int | None = flag(at_least=2, group="Data", unset="the model's context")
+    max_length: int | None = flag(at_least=2, unset="the model's context")
     """Maximum length of a document in tokens. A text above it is several documents, a completion is cut, a chat is left
     out."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
@@ -43,7 +43,7 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantA
     vllm_engine_kwargs: dict[str, Any] = flag({}, group="Engine", everyday=False, needs="infer_backend=vllm")
     """Further arguments of vLLM's engine; not checked."""
 
-    result_path: str | None = flag(group="Run", unset="output/infer/<model>-<time>.jsonl")
+    result_path: str | None = flag(unset="output/infer/<model>-<time>.jsonl")
     """File for the answers to a dataset, one JSON object per row; must not exist."""
 
     def problems(self) -> Iterator[str]:
@@ -60,7 +60,7 @@ class ExportArguments(CommonArguments, CheckpointArguments):
     merge_lora: bool = flag(False, group="Model")
     """Whether adapters are merged into the weights, as an ordinary model folder."""
 
-    output_dir: str | None = flag(group="Run", unset="<adapter folder>-merged")
+    output_dir: str | None = flag(unset="<adapter folder>-merged")
     """Folder for the result; must be new or empty."""
 
     def problems(self) -> Iterator[str]:
@@ -82,24 +82,24 @@ class MergeLoraArguments(ExportArguments):
 class RewardTestArguments(CommonArguments, RewardArguments, DataArguments):
     """`swift reward-test`: reward functions on true, adversarial or given completions; no model."""
 
-    rows: int = flag(20, at_least=1, group="Reward")
+    GROUP: ClassVar[str] = "Reward"
+
+    rows: int = flag(20, at_least=1)
     """Number of rows to try."""
 
-    gold_column: str | None = flag(group="Reward", unset="solution, else answer")
+    gold_column: str | None = flag(unset="solution, else answer")
     """Column of the ground truth."""
 
-    completions: str | None = flag(group="Reward")
+    completions: str | None = flag()
     """File completions.jsonl whose completions are scored again."""
 
-    tokenizer: str | None = flag(group="Reward", unset="lengths are counted in words")
+    tokenizer: str | None = flag(unset="lengths are counted in words")
     """Folder of a tokenizer, to count lengths in tokens."""
 
-    min_gold: float = flag(0.0, at_least=0, at_most=1, group="Reward")
+    min_gold: float = flag(0.0, at_least=0, at_most=1)
     """Minimum share of rows whose ground truth reaches the function's best score."""
 
-    max_completion_length: int = flag(
-        512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Reward", everyday=False
-    )
+    max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"), everyday=False)
     """Length in tokens of the longest completion, for the length rewards."""
 
     def problems(self) -> Iterator[str]:
@@ -129,19 +129,19 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     vllm_max_num_seqs: int = flag(256, at_least=1, group="Engine", everyday=False)
     """Maximum number of sequences decoded at a time, for every backend."""
 
-    host: str = flag("127.0.0.1", group="Run")
+    host: str = flag("127.0.0.1")
     """Address to listen on. Other addresses than loopback need `--api_key`."""
 
-    port: int = flag(8000, at_least=0, at_most=65535, group="Run")
+    port: int = flag(8000, at_least=0, at_most=65535)
     """Port to listen on; 0 takes a free one, which the ready line names."""
 
-    api_key: str | None = flag(group="Run", unset="no authentication")
+    api_key: str | None = flag(unset="no authentication")
     """Bearer token of clients. SWIFT_API_KEY hides it from other users of the machine."""
 
-    allow_unauthenticated: bool = flag(False, group="Run", everyday=False)
+    allow_unauthenticated: bool = flag(False, everyday=False)
     """Whether a public address needs no key."""
 
-    weights_folder: str | None = flag(group="Run", everyday=False, unset="files are not read")
+    weights_folder: str | None = flag(everyday=False, unset="files are not read")
     """Folder shared with the trainer, from which weights and adapters may be read."""
 
     seed: int = flag(42, at_least=0, group="Sampling", everyday=False)
@@ -150,7 +150,7 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     external_plugins: list[str] = flag([], group="Engine", everyday=False, aliases=("custom_register_path",))
     """Python files that register inference backends."""
 
-    dry_run: bool = flag(False, group="Run")
+    dry_run: bool = flag(False)
     """Whether to check everything, print the plan and end, without loading weights."""
 
     def problems(self) -> Iterator[str]:
@@ -180,7 +180,7 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
 class DoctorArguments(CommonArguments):
     """`swift doctor`: the health alerts of a run."""
 
-    run: str | None = flag(group="Run", unset=REQUIRED)
+    run: str | None = flag(unset=REQUIRED)
     """Folder of the run."""
 
 
@@ -191,10 +191,10 @@ class ConfigSchemaArguments(CommonArguments):
     mode: Literal[
         "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
         "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft", "ebft_strided",
-    ] = flag("rlhf", group="Run")  # fmt: skip
+    ] = flag("rlhf")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
 
-    external_plugins: list[str] = flag([], group="Run", aliases=("custom_register_path",))
+    external_plugins: list[str] = flag([], aliases=("custom_register_path",))
     """Python files whose settings are described, too."""
 
 
@@ -202,13 +202,13 @@ class ConfigSchemaArguments(CommonArguments):
 class ImportConfigArguments(CommonArguments):
     """`swift import-config`: a configuration of another project as one of ours."""
 
-    file: str | None = flag(group="Run", unset=REQUIRED)
+    file: str | None = flag(unset=REQUIRED)
     """Configuration of Axolotl (YAML) or TRL (YAML or JSON), or shell script of ms-swift."""
 
-    method: str | None = flag(group="Run", unset="told by the file")
+    method: str | None = flag(unset="told by the file")
     """Method of a TRL configuration: sft, grpo, dpo, ..."""
 
-    output: str | None = flag(group="Run", unset="<file>-swift.yaml in the working folder")
+    output: str | None = flag(unset="<file>-swift.yaml in the working folder")
     """File for our configuration; must not exist."""
 
 

@@ -61,19 +61,19 @@ class RLHFArguments(
 ):
     """`swift rlhf`: online reinforcement learning."""
 
-    log_completions: bool = flag(False, group="Run")
+    log_completions: bool = flag(False)
     """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
 
-    log_unique_prompts: bool = flag(False, group="Run", needs="log_completions", everyday=False)
+    log_unique_prompts: bool = flag(False, needs="log_completions", everyday=False)
     """Whether trackers show one completion per prompt."""
 
-    metric_names: Literal["trl", "verl"] | None = flag(group="Run", everyday=False, unset="swift's own names only")
+    metric_names: Literal["trl", "verl"] | None = flag(everyday=False, unset="swift's own names only")
     """Other names under which metrics are logged, too."""
 
-    health_action: Literal["warn", "stop"] = flag("warn", group="Run", everyday=False)
+    health_action: Literal["warn", "stop"] = flag("warn", everyday=False)
     """What an alert does: warn, or save a checkpoint and end the run with code 6."""
 
-    health_rules: str | None = flag(group="Run", everyday=False, unset="the built-in limits")
+    health_rules: str | None = flag(everyday=False, unset="the built-in limits")
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
     def problems(self) -> Iterator[str]:

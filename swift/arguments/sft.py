@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
@@ -16,24 +16,22 @@ LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_
 class LanguageModelingArguments(TrainerModeArguments):
     """What `swift sft` and `swift pt` have in common."""
 
-    max_length: int | None = flag(
-        at_least=1, group="Data", unset="the model's context, with packing 2048 tokens at most"
-    )
+    GROUP: ClassVar[str] = "Data"
+
+    max_length: int | None = flag(at_least=1, unset="the model's context, with packing 2048 tokens at most")
     """Maximum length of a row in tokens. Longer chats are left out and counted."""
 
-    packing: bool = flag(False, group="Data")
+    packing: bool = flag(False)
     """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
 
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
-        "bfd", group="Data", needs="packing", everyday=False
-    )
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag("bfd", needs="packing", everyday=False)
     """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
     wherever a packed row is full."""
 
-    packing_length: int | None = flag(at_least=2, group="Data", needs="packing", everyday=False, unset="max_length")
+    packing_length: int | None = flag(at_least=2, needs="packing", everyday=False, unset="max_length")
     """Length of packed rows in tokens. With max_length too, rows over that are left out instead of cut."""
 
-    padding_free: bool = flag(False, group="Data", everyday=False)
+    padding_free: bool = flag(False, everyday=False)
     """Whether a micro-batch is one stream of tokens without padding, as with packing."""
 
     group_by_length: bool = flag(False, group="Optimization", everyday=False)
@@ -72,16 +70,16 @@ class LanguageModelingArguments(TrainerModeArguments):
 class SFTArguments(LanguageModelingArguments):
     """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
 
-    loss_scale: LossScale = flag(
-        "default", group="Objective", values={"default+ignore_empty_think": "ignore_empty_think"}
-    )
+    GROUP: ClassVar[str] = "Objective"
+
+    loss_scale: LossScale = flag("default", values={"default+ignore_empty_think": "ignore_empty_think"})
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
     token. ignore_empty_think leaves out empty thoughts. `loss` of a message has precedence."""
 
-    assistant_only_loss: bool | None = flag(group="Objective", everyday=False, unset="as loss_scale says")
+    assistant_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says")
     """Whether the loss counts the assistant's turns only. false is loss_scale all."""
 
-    completion_only_loss: bool | None = flag(group="Objective", everyday=False, unset="as loss_scale says")
+    completion_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says")
     """Whether the loss counts the last answer only. true is loss_scale last_round, false is all."""
 
     @property
@@ -106,12 +104,10 @@ class SFTArguments(LanguageModelingArguments):
 class PTArguments(LanguageModelingArguments):
     """`swift pt`: pre-training on plain text; the loss counts all tokens."""
 
-    packing: bool = flag(True, group="Data")
+    packing: bool = flag(True)
     """Whether documents are put together to rows of packing_length tokens. They do not attend to each other."""
 
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
-        "bfd_split", group="Data", needs="packing", everyday=False
-    )
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag("bfd_split", needs="packing", everyday=False)
     """Packing: bfd_split cuts documents over packing_length (best-fit decreasing). bfd leaves them out. wrapped cuts
     wherever a packed row is full."""
 
