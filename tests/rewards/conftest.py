@@ -81,8 +81,8 @@ def pipeline(tmp_path, plugin):
 
     built = []
 
-    def build(names, source="", *, seed=7, max_completion_length=100, num_workers=2, decode=None, **values):
-        files = [plugin(source)] if source else []
+    def build(names, source="", *, plugins=(), seed=7, max_completion_length=100, num_workers=2, decode=None, **values):
+        files = [*plugins, *([plugin(source)] if source else [])]
         args = make_args(reward_funcs=list(names), external_plugins=files, reward_workers=num_workers, **values)
         made = RewardPipeline(args, seed=seed, max_completion_length=max_completion_length, decode=decode)
         made.log_to(tmp_path / "workers.log")

@@ -7,26 +7,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PLUGIN = str(ROOT / "examples" / "train" / "grpo" / "plugin" / "plugin.py")
-
-
-@pytest.fixture
-def rewards(arguments):
-    from swift.rewards.pipeline import RewardPipeline
-
-    built = []
-
-    def build(*names):
-        args = arguments(reward_funcs=list(names), external_plugins=[PLUGIN])
-        built.append(RewardPipeline(args, seed=1, max_completion_length=10))
-        return built[-1]
-
-    yield build
-    for pipeline in built:
-        pipeline.close()
 
 
 COUNTDOWN = {
@@ -41,13 +23,13 @@ COUNTDOWN = {
 }
 
 
-def test_the_examples_pay_what_their_comments_say(rewards, group, progress):
+def test_the_examples_pay_what_their_comments_say(pipeline, group, progress):
     names = ["dummy", "short_answer", "formatted_accuracy", "countdown", "diversity"]
-    pipeline = rewards(*names)
+    rewards = pipeline(names, plugins=[PLUGIN], max_completion_length=10)
     columns = {"solution": None, "target": None, "nums": None}
 
     def score(name, texts, **values):
-        [scores] = pipeline.score([group(texts, **{**columns, **values})], progress)
+        [scores] = rewards.score([group(texts, **{**columns, **values})], progress)
         return [row[names.index(name)] for row in scores.values]
 
     texts = ["a b", "x" * 1025]
@@ -74,16 +56,16 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_judge_grades_over_http_and_does_not_apply_without_a_server(rewards, group, progress, monkeypatch):
+def test_the_judge_grades_over_http_and_does_not_apply_without_a_server(pipeline, group, progress, monkeypatch):
     server = HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
     try:
-        (scores,) = rewards("judge").score([group(["good one", "bad one"])], progress)
+        (scores,) = pipeline(["judge"], plugins=[PLUGIN]).score([group(["good one", "bad one"])], progress)
     finally:
         server.shutdown()
         server.server_close()
     assert scores.values == [[0.8], [None]]
     monkeypatch.delenv("JUDGE_URL")
-    (scores,) = rewards("judge").score([group(["a"])], progress)
+    (scores,) = pipeline(["judge"], plugins=[PLUGIN]).score([group(["a"])], progress)
     assert scores.excluded == ["no_reward"]
