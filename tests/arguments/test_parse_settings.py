@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import pytest
 from command_lines import RLHF, problems, rlhf
@@ -35,35 +36,39 @@ def test_booleans_have_many_spellings(words, meant):
     assert {value("overlong_filter", "--overlong_filter", word) for word in words.split()} == {meant}
 
 
-def test_a_bare_boolean_is_true_wherever_it_stands():
-    args = rlhf("--overlong_filter", "--strict").args
-    assert args.overlong_filter and args.strict
+WRITTEN = {
+    "a bare boolean is true": ("--overlong_filter --strict", {"overlong_filter": True, "strict": True}),
+    "dashes and equal signs": ("--num-generations=4", {"num_generations": 4}),
+    "underscores and spaces": ("--num_generations 4", {"num_generations": 4}),
+    "negative numbers are values": (
+        "--top_k -1 --repetition_max_penalty -.5 --reward_weights -1e-1",
+        {"top_k": -1, "repetition_max_penalty": -0.5, "reward_weights": [-0.1]},
+    ),
+    "lists are separated by spaces": ("--target_modules q_proj v_proj", {"target_modules": ["q_proj", "v_proj"]}),
+    "maps are JSON": ("""--columns '{"answer": "solution"}'""", {"columns": {"answer": "solution"}}),
+    "none unsets what may be absent": ("--deepspeed none", {"deepspeed": None}),
+    "none is a choice where it is one": ("--scale_rewards none", {"scale_rewards": "none"}),
+    "a value with dashes and equal signs": ("'--system=--be brief, a=b'", {"system": "--be brief, a=b"}),
+    "a value that begins with a dash": ("--system '- be brief'", {"system": "- be brief"}),
+    "two spellings with equal values": ("--train_type full --tuner_type full", {"tuner_type": "full"}),
+    "plugins of both spellings are joined": (
+        "--external_plugins a.py b.py --custom_register_path c.py", {"external_plugins": ["a.py", "b.py", "c.py"]}
+    ),
+    "a correction beside its mode": (
+        "--vllm_importance_sampling_correction true --vllm_importance_sampling_mode sequence_mask",
+        {"rollout_importance_sampling_mode": "sequence_mask"},
+    ),
+    "a restart interval is that of syncs": (
+        "--weight_bridge lora_only --vllm_server_host a --vllm_restart_interval 5", {"vllm_sync_interval": 5}
+    ),
+}  # fmt: skip
 
 
-def test_dashes_and_underscores_are_equal_and_so_are_spaces_and_equal_signs():
-    assert value("num_generations", "--num-generations=4") == value("num_generations", "--num_generations", "4") == 4
-
-
-def test_negative_numbers_are_values():
-    args = rlhf("--top_k", "-1", "--repetition_max_penalty", "-.5", "--reward_weights", "-1e-1").args
-    assert (args.top_k, args.repetition_max_penalty, args.reward_weights) == (-1, -0.5, [-0.1])
-
-
-def test_lists_are_separated_by_spaces_and_maps_are_json():
-    args = rlhf("--target_modules", "q_proj", "v_proj", "--columns", '{"answer": "solution"}').args
-    assert args.target_modules == ["q_proj", "v_proj"]
-    assert args.columns == {"answer": "solution"}
-
-
-def test_none_unsets_what_may_be_absent_but_stays_a_choice_where_it_is_one():
-    args = rlhf("--deepspeed", "none", "--scale_rewards", "none").args
-    assert args.deepspeed is None
-    assert args.scale_rewards == "none"
-
-
-def test_a_value_may_contain_spaces_dashes_and_equal_signs():
-    assert value("system", "--system=--be brief, a=b") == "--be brief, a=b"
-    assert value("system", "--system", "- be brief") == "- be brief"
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_is_what_is_meant(name):
+    words, meant = WRITTEN[name]
+    args = rlhf(*shlex.split(words)).args
+    assert {setting: getattr(args, setting) for setting in meant} == meant
 
 
 # Spellings
@@ -108,15 +113,6 @@ def test_one_spelling_twice_takes_the_last_value_with_one_note():
     resolved = rlhf("--beta", "0.1", "--beta", "0.2", "--beta", "0.3")
     assert resolved.args.beta == 0.3
     assert resolved.notes == ["--beta: given more than once; the last value counts: 0.3"]
-
-
-def test_two_spellings_with_equal_values_are_fine():
-    assert value("tuner_type", "--train_type", "full", "--tuner_type", "full") == "full"
-
-
-def test_plugins_of_both_spellings_are_joined():
-    words = ["--external_plugins", "a.py", "b.py", "--custom_register_path", "c.py"]
-    assert value("external_plugins", *words) == ["a.py", "b.py", "c.py"]
 
 
 # Layers
@@ -290,11 +286,6 @@ def test_the_batch_size_follows_from_the_processes_too():
     assert [value("per_device_train_batch_size", environ=environ) for environ in launches] == [4, 1, 2]
 
 
-def test_a_correction_may_be_switched_on_beside_its_mode():
-    words = ["--vllm_importance_sampling_correction", "true", "--vllm_importance_sampling_mode", "sequence_mask"]
-    assert value("rollout_importance_sampling_mode", *words) == "sequence_mask"
-
-
 def test_a_given_value_is_never_replaced_by_a_rule():
     resolved = rlhf("--learning_rate", "0.5", "--epsilon_high", "0.28")
     assert (resolved.args.learning_rate, resolved.args.epsilon_high) == (0.5, 0.28)
@@ -410,11 +401,6 @@ def test_a_weight_bridge_stands_for_settings_and_says_so(words, sets):
     assert all(told.provenance[name]["rule"] == f"with weight_bridge {bridge}" for name in sets)
     (line,) = [note for note in told.notes if note.startswith(f"--weight_bridge: {bridge}: stands for --")]
     assert "--vllm_sync_interval" in line
-
-
-def test_the_interval_of_a_weight_bridge_can_be_given_as_a_restart_interval():
-    words = ("--weight_bridge", "lora_only", "--vllm_server_host", "a", "--vllm_restart_interval", "5")
-    assert value("vllm_sync_interval", *words) == 5
 
 
 # Environments
