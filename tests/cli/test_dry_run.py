@@ -6,7 +6,7 @@ import os
 import pytest
 
 from swift.cli.main import main
-from swift.models.tiny import build_tiny_reward_model
+from swift.models.tiny import build_tiny
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_heads_that_a_tensor_parallel_group_cannot_share_are_code_2(tiny_model, 
 def test_a_reward_model_that_cannot_read_the_rows_is_refused_and_its_weights_are_not_read(
     tiny_model, folder, capsys, tmp_path_factory
 ):
-    judge = build_tiny_reward_model(tmp_path_factory.mktemp("judges") / "judge")
+    judge = build_tiny(tmp_path_factory.mktemp("judges") / "judge", reward_model=True)
     (judge / "model.safetensors").write_bytes(b"no tensors")
     words = ["rlhf", "--rlhf_type", "grpo", "--model", str(tiny_model), "--dataset", "rows.jsonl", "--dry_run", "true"]
     words += ["--system", "Be brief.", "--reward_model", str(judge)]
