@@ -78,6 +78,10 @@ def shard(module: nn.Module, accelerator: Any) -> None:
         for one in module.modules():
             if any(own.requires_grad for own in one.parameters(recurse=False)):
                 one.to(torch.float32)
+    for number, parameter in enumerate(module.parameters(), 1):
+        own = parameter._local_tensor  # type: ignore[attr-defined]
+        if own.numel() == 0:  # accelerate tells them apart by their address, which is 0
+            own.data_ptr = lambda address=-number: address
 
 
 def shard_frozen(module: nn.Module, accelerator: Any) -> None:
@@ -102,7 +106,8 @@ def _partition(module: nn.Module, accelerator: Any) -> None:
                 parameter.data = parameter.data.to(dtype)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(accelerator.device)
-    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    group = deepspeed.utils.groups._get_zero_param_intra_parallel_group()  # of the first model, with ZeRO++
+    deepspeed.zero.Init(module=module, config_dict_or_path=config, zero_param_parallel_group=group)
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:

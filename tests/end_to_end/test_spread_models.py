@@ -40,6 +40,20 @@ def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
         assert max(float((ours[key] - expected[key]).abs().max()) for key in ours) < 1e-5, name
 
 
+def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
+    """Two rows of each lora_A over three processes; the optimizer and its checkpoints must tell empty parts apart."""
+    flags = {**FLAGS, "tuner_type": "lora", "lora_rank": 2, "max_steps": 2, "save_steps": 1}
+    flags |= {"num_generations": 6, "generation_batch_size": 6}
+    one = cli.finish("one", **{**flags, "per_device_train_batch_size": 6})
+    folder = cli.finish("three", variables={"NPROC_PER_NODE": 3}, **flags, **SPREAD["fsdp"])
+    name = "checkpoint-2/adapter_model.safetensors"
+    expected, ours = load_file(one / name), load_file(folder / name)
+    assert max(float((ours[key] - expected[key]).abs().max()) for key in expected) < 1e-5
+    resumed = {"resume_from_checkpoint": folder / "checkpoint-1"}
+    cli.finish("three", variables={"NPROC_PER_NODE": 3}, **flags, **SPREAD["fsdp"], **resumed)
+    assert_same(load_file(folder / name), ours)
+
+
 @pytest.mark.long
 def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
     flags = {**FLAGS, "deepspeed": "zero2", "max_steps": 8, "save_steps": 2}

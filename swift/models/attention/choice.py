@@ -103,7 +103,10 @@ def _traits(layer: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]]:
-    """`model` without gradients and dropout, on its first layers; gives sequences to try it with, and its device."""
+    """`model` without gradients and dropout, on its first layers; gives sequences to try it with, and the device.
+
+    Of a model on the host these layers are on the accelerator meanwhile, if there is one: its kernels are tried.
+    """
     size = min(97, transformers_model(model).config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(32)]
     sequences = [
@@ -114,10 +117,27 @@ def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _shallow(model):
+        with torch.no_grad(), _shallow(model), _on_accelerator(model):
             yield sequences, next(model.parameters()).device
     finally:
         model.train(was_training)
+
+
+@contextlib.contextmanager
+def _on_accelerator(model: nn.Module) -> Iterator[None]:
+    """Lend the tensors of a model on the host to the current accelerator."""
+    lent: dict[Tensor, Tensor] = {}
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        tensors = (*model.parameters(), *model.buffers())
+        lent = {one: one.data for one in tensors if one.device.type == "cpu"}
+    try:
+        for one in lent:
+            one.data = one.data.to(device)
+        yield
+    finally:
+        for one, data in lent.items():
+            one.data = data
 
 
 def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:

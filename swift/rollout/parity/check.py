@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from swift.devices import own_device
 from swift.errors import NumericError, SwiftError
 from swift.models.forward import TokenSequence
 from swift.models.quantisation import is_quantised, rounds_activations
@@ -162,7 +163,7 @@ class ParityCheck:
         self.dtypes = dtype_name(parameter.dtype), self.capabilities.dtype
         other_base = rounds_activations(model) or (adapter_only and is_quantised(model))
         self.limits = limits_for(
-            *self.dtypes, parameter.device.type, quantised=other_base or bool(self.capabilities.quantization)
+            *self.dtypes, own_device().type, quantised=other_base or bool(self.capabilities.quantization)
         )
         self._requests = self._make_requests(prompts, sampling)
         self._ended = True

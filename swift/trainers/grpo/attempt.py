@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import NumericError, counted
 from swift.models.reference import FrozenReference
+from swift.models.sharded import is_sharding
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
@@ -26,7 +27,7 @@ from swift.trainers.grpo.build import (
     build_watchdog,
     build_weight_sync,
 )
-from swift.trainers.grpo.callbacks import EveryFewSteps, PipelineCallback
+from swift.trainers.grpo.callbacks import AtTheStart, EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
 from swift.trainers.reporting import RunReport
@@ -123,6 +124,8 @@ class Attempt:
             PipelineCallback(trainer, epoch=self._epoch),
             self.stop,
         ]
+        if is_sharding(trainer.accelerator):
+            callbacks.insert(1, AtTheStart(self._check_and_begin))
         kind, _, interval = args.parity_check.partition(":")
         if kind == "every":
             callbacks.append(EveryFewSteps(int(interval), self._check_parity_again))
@@ -190,14 +193,16 @@ class Attempt:
             self._train(checkpoint)
 
     def _train(self, checkpoint: Path | None) -> None:
-        self.watchdog.start()
-        self._check_parity()
-        self.watchdog.stop()
+        sharded = is_sharding(self.trainer.accelerator)
+        if not sharded:
+            self.watchdog.start()
+            self._check_parity()
+            self.watchdog.stop()
         self.trap.check("rlhf", self.parts.collectives, self.parts.start)
         if checkpoint is not None:
             self.trainer.load_pipeline_state(checkpoint)
-        with self.parts.collectives.together():
-            self.setup.begin()
+        if not sharded:
+            self._let_begin()
         self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if (alert := self.trainer.alert) is not None:
             raise NumericError(
@@ -207,10 +212,20 @@ class Attempt:
         if self.stop.interrupted:
             raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
 
+    def _check_and_begin(self) -> None:
+        """What comes before training for other models: until it is sharded, this one is in the memory of the host."""
+        self._check_parity()
+        self._let_begin()
+
+    def _let_begin(self) -> None:
+        with self.parts.collectives.together():
+            self.setup.begin()
+
     def _check_parity(self) -> None:
         """Compare rollout engine and trainer in all stages, on the first prompts; print the figures."""
         args = self.parts.args
-        if args.adapters or args.quant_method:  # the engine read the base alone, as it is in its files
+        resumed = self.parts.start.checkpoint is not None and is_sharding(self.trainer.accelerator)
+        if args.adapters or args.quant_method or resumed:  # the engine read the base alone, as it is in its files
             self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())

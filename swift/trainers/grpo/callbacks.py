@@ -37,6 +37,17 @@ class PipelineCallback(TrainerCallback):
         return control
 
 
+class AtTheStart(TrainerCallback):
+    """Calls `work` once the model is sharded and, after a restart, has its weights; on all ranks."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first step."""
+        self.work()
+
+
 class EveryFewSteps(TrainerCallback):
     """Calls `work` with the number of steps done after every `interval` optimizer steps, on all ranks."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from swift.devices import own_device
 from swift.errors import ConfigError
 from swift.trainers.preferences.rows import encoding
 from swift.trainers.trl.method import Method
@@ -30,14 +31,14 @@ class Distilled:
 
 
 def load_teacher(args: Any, model: Any) -> dict[str, Any]:
-    """The teacher, frozen, on the model's device.
+    """The teacher, frozen, on the device of this process.
 
     Raises:
         ConfigError: it cannot be loaded, or has another vocabulary.
     """
     from swift.models.reference import load_other
 
-    teacher: Any = load_other(args.teacher_model, args, next(model.parameters()).device, "--teacher_model")
+    teacher: Any = load_other(args.teacher_model, args, own_device(), "--teacher_model")
     teacher.requires_grad_(False)
     theirs, ours = (one.config.get_text_config().vocab_size for one in (teacher, model))
     if theirs != ours:

@@ -66,6 +66,8 @@ class ReferenceInCheckpoint(AtomicTrainer):
         The file's name is a digest of rows and reference; what else decides the log-probs is added here.
         """
         self._complete()
+        if self.is_fsdp_enabled and self.ref_model is None:  # the model itself computes, and is sharded later
+            self.model.to(self.accelerator.device)
         self._precompute_model_hash = f"{self._precompute_model_hash} {getattr(self, 'ld_alpha', None)}"
         if self.collectives.active:
             folder = Path(self.args.output_dir) / "reference_logps" / name

@@ -123,7 +123,7 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> s
 
 
 def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
-    """The model to train, on this process's device, and `Method.parts`; fresh weights depend on `--seed` only."""
+    """The model to train, where `loading_device` says, and `Method.parts`; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
     from swift.models import load_policy
