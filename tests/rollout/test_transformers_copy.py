@@ -123,7 +123,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(nano_fo
     engine = copy_engine(model)
     with pytest.raises(errors.SyncFailed, match="to which this model ties it"):
         engine.load_weights(Given(tensors), 1)
-    with pytest.raises(errors.SyncFailed, match="the update to version 1 was given up half-way; rebuild"):
+    with pytest.raises(errors.SyncFailed, match=r"the update to version 1 was given up half-way.*; rebuild"):
         engine.submit(ask())
     assert not engine.health().alive
 

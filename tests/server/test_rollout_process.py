@@ -160,14 +160,15 @@ KEEPS = """
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
-        pass
+        {kept}
     return build(spec)
 """
 
 
+@pytest.mark.parametrize("kept", ["pass", "raise RuntimeError('no cluster') from None"])
 @pytest.mark.slow
-def test_a_signal_that_a_library_keeps_ends_the_start(nano_folders, tmp_path):
-    server = Server(nano_folders["qwen2"], tmp_path, *own_backend(tmp_path, KEEPS), wait=False)
+def test_a_signal_that_a_library_keeps_ends_the_start(nano_folders, tmp_path, kept):
+    server = Server(nano_folders["qwen2"], tmp_path, *own_backend(tmp_path, KEEPS.format(kept=kept)), wait=False)
     assert server.process.wait(END_LIMIT_S) == 0
     assert "swift: stopped before it was ready" in server.text()
 

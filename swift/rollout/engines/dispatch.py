@@ -5,7 +5,7 @@ once: the one with the fewest outstanding tokens. The turns of a trajectory ("<g
 engine that has their beginning in its prefix cache, unless that one has far more to do than another.
 
 Each request comes back exactly once: a completion counts when it comes from the engine, and from the life of it, that
-holds its request in the table. Transports deliver from any thread; failures are raised in the thread that reads.
+holds its request in the table. Clients deliver from any thread; failures are raised in the thread that reads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOOK_S = 1.0
 """How often time limits are checked."""
 BUSY_S = 1.0
 """Pause after an engine reported a full queue."""
-TURN = re.compile(r"(?:\d+:)?(.+)#\d+")
+TURN = re.compile(r"(?:\d+:)?(.+)#(\d+)")
 """The id of a turn: its trajectory, perhaps behind the number that the queue of a server has put there."""
 OVERLOAD = 2
 """A trajectory leaves an engine with more than this times the outstanding tokens of another, its own turn included."""
@@ -110,6 +110,8 @@ class Dispatch:
         least = min(usable, key=load)
         turn = TURN.fullmatch(request.request_id)
         chosen = self._homes.pop(turn[1], None) if turn else None
+        if turn and turn[2] == "0":  # evaluations have the ids of those before
+            chosen = None
         if chosen not in usable or load(chosen) > OVERLOAD * (load(least) + size_of(request)):
             group = (request.request_id.rpartition("/")[0], tuple(request.prompt_ids))
             if self._last is None or self._last[0] != group or self._last[1] not in usable:

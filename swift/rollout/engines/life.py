@@ -197,7 +197,7 @@ class LifeUpdate(WeightUpdate):
 
     def __init__(self, engine: Any, manifest: Sequence[TensorInfo], version: int) -> None:
         super().__init__(engine.name, manifest, version)
-        self._engine = engine
+        self._engine, self._cause = engine, ""
         if problems := self._problems():
             raise SyncFailed(f"{self.name}: {few(problems)}")
 
@@ -216,11 +216,14 @@ class LifeUpdate(WeightUpdate):
         """What goes wrong in the engine's library inside is a `SyncFailed`."""
         try:
             yield
-        except (SyncFailed, EngineDead):
+        except (SyncFailed, EngineDead) as error:
+            self._cause = f" ({first_line(error)})"
             raise
         except Exception as error:
-            raise SyncFailed(f"{self.name}: {type(error).__name__}: {first_line(error)}; rebuild the engine") from error
+            line = f"{type(error).__name__}: {first_line(error)}"
+            self._cause = f" ({line})"
+            raise SyncFailed(f"{self.name}: {line}; rebuild the engine") from error
 
     def _give_up(self) -> None:
         if self.sent and self._engine._update is self:
-            self._engine._invalidate(f"the update to version {self.version} was given up half-way")
+            self._engine._invalidate(f"the update to version {self.version} was given up half-way{self._cause}")

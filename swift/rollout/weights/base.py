@@ -53,7 +53,7 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class Bucket:
-    """Whole layers that travel together. made: what transports made of it, once for all receivers."""
+    """Whole layers that travel together. made: what was made of it to travel, once for all receivers."""
 
     tensors: list[tuple[str, Tensor]]
     made: dict[str, Any] = field(default_factory=dict)

@@ -79,6 +79,7 @@ def run(resolved: Resolved) -> int:
             )
             started = time.monotonic()
             with quiet_loading(), Heartbeat(collectives):
+                collectives.watched = False  # no watchdog would see that rank 0 hangs: collectives keep their limit
                 stop = StopOnSignal(trap, collectives)
                 trainer = build_trainer(
                     method,

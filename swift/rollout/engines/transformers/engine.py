@@ -239,6 +239,8 @@ class TransformersEngine(EngineLife):
         if aborted and self._run is not None:
             self._run.end(aborted)
         elif not aborted:
+            if self._closed:  # by another thread, since the last look
+                return []
             self._take_up()
             assert self._run is not None, "something is outstanding"
             ended = self._run.step(self.model, self.version)
