@@ -222,7 +222,9 @@ def _gap(model: nn.Module) -> str | None:
             logits = completion_logits(model, tokens)
             theirs = selected_logprobs(logits, tokens.target_ids, temperature=0.8)
             mine = score_tokens(model, tokens, temperature=0.8, entropy="value")
-    except (AttributeError, TypeError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return f"its decoder cannot be called alone: {first_line(error)}"
     # two roundings of the largest logit, where the model caps and scales in its own type
     tolerance = max(2 * torch.finfo(next(model.parameters()).dtype).eps * float(logits.abs().max()), 1e-4)

@@ -119,7 +119,7 @@ class RewardModel:
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
         self._template = Template(tokenizer)
-        self._own_padding = tokenizer.pad_token_id if own else None
+        self._own, self._own_padding = own is not None, tokenizer.pad_token_id
         self._max_tokens = int(tokenizer.model_max_length)
         self._trust_remote_code = trust_remote_code
         self._refused = False
@@ -136,7 +136,7 @@ class RewardModel:
         self._device = device
         config = self._model.config.get_text_config()
         self._max_tokens = min(self._max_tokens, getattr(config, "max_position_embeddings", None) or self._max_tokens)
-        if self._own_padding is not None:  # which the head was trained with: it reads the last token that is no padding
+        if self._own:  # which the head was trained with: it reads the last token that is no padding
             config.pad_token_id = self._own_padding
         self._padding = getattr(config, "pad_token_id", None)
 

@@ -173,6 +173,15 @@ def test_other_architectures_are_packed_where_that_equals_their_own_attention(sm
     assert (completion_logits(model, pack(SEQUENCES)) - oracle).abs().max() < 1e-5
 
 
+def test_a_trial_leaves_the_outputs_of_every_layer(small_model):
+    """Transformers collects them by hooks, which it puts on the layers of the first pass that asks for them."""
+    model = small_model("mixtral", output_router_logits=True)
+    assert choose_attention(model) is None
+    tokens = pack(SEQUENCES)
+    found = model(**tokens.inputs, use_cache=False).router_logits
+    assert len(found) == len(model.model.layers) == 2
+
+
 def test_a_model_that_keeps_attention_to_itself_is_found_out(nano_folder, monkeypatch):
     """However little its logits depend on it."""
     model = load(nano_folder, False)

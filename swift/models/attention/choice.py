@@ -23,6 +23,10 @@ from swift.models.forward import TokenSequence, completion_logits, pack, pad
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that can be packed, as configurations name them."""
 
+WHOLE = ("hidden_size_per_layer_input", "output_router_logits", "output_hidden_states", "output_attentions")
+"""Settings of models that are tried with all layers: inputs of each layer, and outputs that transformers collects by
+hooks on the layers of the first pass."""
+
 ASKED: dict[str, Kernel] = {"flash_attention_2": "flash", "flex_attention": "flex"}
 """Kernels that `--attn_impl` asks for, by transformers' names."""
 
@@ -78,9 +82,10 @@ def _shallow(model: nn.Module) -> Iterator[None]:
     A trial of those says the same, and is over soon where the weights of a large model are still on the host.
     """
     base = transformers_model(model)
-    decoder, config = base.base_model, base.config.get_text_config()
+    decoder, config = base.get_decoder(), base.config.get_text_config()
     layers, number = getattr(decoder, "layers", None), getattr(config, "num_hidden_layers", None)
-    if not isinstance(layers, nn.ModuleList) or number != len(layers):
+    asks_more = any(getattr(config, one, None) for one in WHOLE)
+    if not isinstance(layers, nn.ModuleList) or number != len(layers) or asks_more:
         yield
         return
     types = getattr(config, "layer_types", None) or [None] * number
@@ -105,7 +110,7 @@ def _traits(layer: nn.Module) -> list[Any]:
 def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]]:
     """`model` without gradients and dropout, on its first layers; gives sequences to try it with, and the device.
 
-    Of a model on the host these layers are on the accelerator meanwhile, if there is one: its kernels are tried.
+    Of a model on the host these layers are on the GPU meanwhile, if there is one: its kernels are tried.
     """
     size = min(97, transformers_model(model).config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(32)]
@@ -117,20 +122,22 @@ def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _shallow(model), _on_accelerator(model):
+        with torch.no_grad(), _shallow(model), _on_gpu(model):
             yield sequences, next(model.parameters()).device
     finally:
         model.train(was_training)
 
 
 @contextlib.contextmanager
-def _on_accelerator(model: nn.Module) -> Iterator[None]:
-    """Lend the tensors of a model on the host to the current accelerator."""
+def _on_gpu(model: nn.Module) -> Iterator[None]:
+    """Lend the tensors of a model on the host to the current GPU, unless its free memory is short."""
     lent: dict[Tensor, Tensor] = {}
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
-        device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
         tensors = (*model.parameters(), *model.buffers())
-        lent = {one: one.data for one in tensors if one.device.type == "cpu"}
+        host = {one: one.data for one in tensors if one.device.type == "cpu"}
+        if sum(one.nbytes for one in host) < torch.cuda.mem_get_info(device)[0] // 2:
+            lent = host
     try:
         for one in lent:
             one.data = one.data.to(device)

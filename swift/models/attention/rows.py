@@ -165,16 +165,17 @@ class _Block:
             if variant.sinks is not None:
                 variant = replace(variant, sinks=variant.sinks[:, None])
             if variant.window not in self._masks:
-                self._masks[variant.window] = self._visible(variant.window).to(query.device)
+                self._masks[variant.window] = self._visible(variant.window, query.device)
             mask = self._masks[variant.window]
             if self._padded is not None:
                 mask = mask & ~nn.functional.pad(self._padded[rows], (0, self.longest))
             found = attended(query, key, value, mask=mask, scale=scale, variant=variant)
         return found.transpose(1, 2).flatten(2)
 
-    def _visible(self, window: int | None) -> Tensor:
+    def _visible(self, window: int | None, device: torch.device) -> Tensor:
         """[Q, P + L]: what each query sees where no prompt is padded."""
-        visible = torch.ones(self.longest, self.num_before + self.longest, dtype=torch.bool).tril(self.num_before)
+        shape = self.longest, self.num_before + self.longest
+        visible = torch.ones(shape, dtype=torch.bool, device=device).tril(self.num_before)
         return visible if window is None else visible.triu(self.num_before - window + 1)
 
 
@@ -196,10 +197,10 @@ class _Tile(_Block):
         self._key_index = torch.cat([prompt.index, own_index.flatten()])[None].to(device)
         self._padded, self._masks = None, {}
 
-    def _visible(self, window: int | None) -> Tensor:
+    def _visible(self, window: int | None, device: torch.device) -> Tensor:
         """[Q, P + L]: of the prompt what is before the anchor, then the earlier tokens of the same column."""
-        anchor, column, position = self._queries.reshape(3, -1, 1)
-        _, columns, positions = self._own.flatten(1)
-        before = torch.arange(self.num_before)
+        anchor, column, position = self._queries.reshape(3, -1, 1).to(device)
+        _, columns, positions = self._own.flatten(1).to(device)
+        before = torch.arange(self.num_before, device=device)
         visible = torch.cat([before < anchor, (columns == column) & (positions <= position)], 1)
         return visible if window is None else visible & (torch.cat([before, positions]) > position - window)
