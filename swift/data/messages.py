@@ -4,7 +4,7 @@ Turns of a developer are instructions, too; where a chat template knows none the
 
 Accepted too, and turned into that: ShareGPT's `{"from", "value"}`, OpenAI's text parts and tool calls (`content` null,
 arguments as JSON text), and the roles `tool_call` and `tool_response`, whose content is the call or its result. `loss`
-of an assistant turn says whether it is learnt from.
+of an assistant turn says whether it is learnt from, and so does OpenAI's `weight`, 0 or 1.
 """
 
 from __future__ import annotations
@@ -164,8 +164,11 @@ def _turn(turn: Any, number: int, column: str) -> Message:
         raise RowError(f"{where}: content is not valid Unicode text")
     if "tool_calls" in extra:
         extra["tool_calls"] = read_tool_calls(extra["tool_calls"], where)
-    if "loss" in extra:
-        extra["loss"] = _loss(extra["loss"], role, where)
+    learnt = {_loss(extra.pop(key), key, role, where) for key in ("loss", "weight") if key in extra}
+    if len(learnt) > 1:
+        raise RowError(f"{where}: loss and weight contradict each other; keep one of them")
+    if learnt:
+        extra["loss"] = learnt.pop()
     return {"role": role, "content": content, **extra}
 
 
@@ -208,11 +211,13 @@ def _is_call(turn: Any) -> bool:
     return ALIASES.get(role, role) == "tool_call"
 
 
-def _loss(value: Any, role: str, where: str) -> bool:
+def _loss(value: Any, key: str, role: str, where: str) -> bool:
+    """Whether a turn is learnt from: `loss` is true or false, `weight` 1 or 0."""
     if value not in (0, 1):
-        raise RowError(f"{where}: loss must be true or false, not {_kind(value)}")
+        shown = value if isinstance(value, float | int) else _kind(value)
+        raise RowError(f"{where}: {key} must be {'true or false' if key == 'loss' else '0 or 1'}, not {shown}")
     if value and role not in ("assistant", "tool_call"):
-        raise RowError(f"{where}: loss is true in a {role} turn; only assistant turns are learnt from")
+        raise RowError(f"{where}: {key} is {str(value).lower()} in a {role} turn; only assistant turns are learnt from")
     return bool(value)
 
 

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from swift.data.loading import Example
+from swift.data.messages import read_messages
 from swift.errors import ConfigError, ResourceError
 from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
@@ -108,8 +109,9 @@ def test_two_exchanges_are_trained_on_with_the_template_of_qwen3():
     assert template.decode(row["input_ids"], skip_special_tokens=False).count("<think>") == 2
 
 
-def test_a_turn_without_loss_is_read_and_not_learnt_from(template):
-    silent = [{**turn, "loss": False} if turn["role"] == "assistant" else turn for turn in chat("2+3?", "5")]
+@pytest.mark.parametrize("mark", [{"loss": False}, {"weight": 0}, {"weight": 0.0}])
+def test_a_turn_without_loss_is_read_and_not_learnt_from(template, mark):
+    silent = read_messages([{**turn, **mark} if turn["role"] == "assistant" else turn for turn in chat("2+3?", "5")])
     encoder = ChatEncoder(template, None)
     row = encoder([*silent, *chat("4+4?", "8")])
     assert trained_text(template, row) == "8<|im_end|>"
