@@ -15,7 +15,7 @@ from typing import Any
 from swift.data.columns import RESERVED
 from swift.errors import ConfigError, counted, nearest
 from swift.plugin.registry import BUILT_IN, IMPORTED, ORM, SESSION
-from swift.rewards.payload import Outcome
+from swift.rewards.payload import Outcome, is_ordered
 from swift.rewards.trl_convention import TRL_KEYWORDS, TURNS, Logged, trl_keywords, turns_of
 from swift.types import Completion, RolloutGroup
 
@@ -199,8 +199,8 @@ def read_values(result: Any, count: int) -> list[float | None]:
     result: a list, tuple, array or tensor of numbers, bools, 0-d arrays or tensors, or None. Anything else, or another
     length, is a `ContractBroken`.
     """
-    if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
-        raise ContractBroken(f"returned {type(result).__name__}, not one value per completion")
+    if not is_ordered(result):
+        raise ContractBroken(f"returned {type(result).__name__}, not a list with one value per completion")
     if getattr(result, "shape", None) == ():
         raise ContractBroken(f"returned one value for {counted(count, 'completion')}")
     if len(result) != count:

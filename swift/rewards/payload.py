@@ -62,6 +62,13 @@ def is_finite(value: float) -> bool:
     return abs(value) <= LARGEST
 
 
+def is_ordered(values: Any) -> bool:
+    """Whether values have places to match with completions: a list, tuple, array or tensor; no set, view or text."""
+    return all(hasattr(values, name) for name in ("__len__", "__getitem__")) and not isinstance(
+        values, str | bytes | bytearray | memoryview | Mapping
+    )
+
+
 @dataclass
 class Outcome:
     """The result of one call.

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from swift.data.columns import RESERVED
+from swift.rewards.payload import is_ordered
 from swift.types import Completion, Prompt
 
 TRL_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -53,6 +54,10 @@ class Logged:
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Adds a column to completions.jsonl; values are kept as JSON, others as their text."""
+        if not is_ordered(values):
+            raise TypeError(
+                f"log_extra({column!r}) got {type(values).__name__}, not a list with one value per completion"
+            )
         self.columns[column] += json.loads(json.dumps(list(values), default=_plain))
 
     def log_metric(self, name: str, value: float) -> None:

@@ -43,6 +43,8 @@ MAX_AWAITED = 64
 LOG_LIMIT_BYTES = 64 << 20
 _GATHER_S = 0.01
 _LOOK_S = 0.5
+_LEFT = 256
+"""Exit status 0 of a worker; none ends by itself."""
 
 T = TypeVar("T")
 
@@ -80,6 +82,12 @@ class _Process(SpawnProcess):
             super().run()
         finally:
             worker.end_family()
+
+    @property
+    def exitcode(self) -> int | None:
+        """As of `Process`; a reward function's `os._exit(0)` is not taken for the end of an idle worker by pebble."""
+        status = super().exitcode
+        return _LEFT if status == 0 else status
 
     def terminate(self) -> None:
         """Kills the process and its family; one that has not begun never will."""
@@ -356,7 +364,7 @@ def describe_exit(status: int | None) -> str:
     if status is None:
         return "has ended"
     if status >= 0:
-        return f"exited with status {status}"
+        return f"exited with status {status % _LEFT}"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import pytest
 
@@ -238,3 +239,13 @@ def test_string_forms_of_one_answer_are_equal(text):
 def test_normalising_keeps_what_only_looks_enclosed():
     assert normalise(r"\text{a} or \text{b}") == r"\text{a}or\text{b}"
     assert normalise("$1$ and $2$") == "$1$and$2$"
+
+
+def test_scores_are_remembered_without_their_texts():
+    texts = [f"{number:032768d} is the answer" for number in range(300)]
+    tracemalloc.start()
+    try:
+        assert not any(scoring.is_right(f"{text} ", "Paris") for text in texts)
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20  # of 10 MB
+    finally:
+        tracemalloc.stop()

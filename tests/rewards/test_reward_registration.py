@@ -6,6 +6,8 @@ import logging
 import os
 import subprocess
 import sys
+from array import array
+from collections import Counter, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +17,7 @@ from refusals import problems_of
 
 from swift.plugin import REGISTRIES, load_external_plugins, loader, losses, orms
 from swift.rewards import contract
+from swift.rewards.trl_convention import Logged
 
 
 def test_a_plugin_registers_by_assignment(plugin):
@@ -244,9 +247,20 @@ def test_results_may_be_numbers_bools_scalars_arrays_and_none():
     assert contract.read_values([1, 0.5, True, None, torch.tensor(1.5), np.float32(2)], 6) == [1, 0.5, 1, None, 1.5, 2]
     assert contract.read_values((0, 0), 2) == [0.0, 0.0]
     assert contract.read_values(np.array([1.0, 2.0]), 2) == [1.0, 2.0]
+    assert contract.read_values(deque([1.0, 2.0]), 2) == contract.read_values(array("d", [1.0, 2.0]), 2) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("result", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0, "x"], [1.0, [1.0]], [1, 1j]])
+UNORDERED = [{0.0, 1.0}, frozenset({0.0, 1.0}), {0.0: 1, 1.0: 2}, {0: 0.0, 1: 1.0}.values(), {0: 1}.items(),
+             Counter("a"), (one for one in [0.0, 1.0]), b"ab", bytearray(b"ab")]  # fmt: skip
+
+
+@pytest.mark.parametrize("result", [None, 1.0, "ab", [1.0], [1.0, "x"], [1.0, [1.0]], [1, 1j], *UNORDERED])
 def test_other_results_break_the_contract(result):
     with pytest.raises(contract.ContractBroken):
         contract.read_values(result, 2)
+
+
+@pytest.mark.parametrize("values", UNORDERED, ids=lambda one: type(one).__name__)
+def test_unordered_values_are_not_logged_as_a_column(values):
+    with pytest.raises(TypeError, match=r"log_extra\('seen'\) got .*, not a list with one value per completion"):
+        Logged().log_extra("seen", values)

@@ -35,6 +35,10 @@ def nasty(completions, **kwargs):
             time.sleep(1000)
         if text == "exit":
             os._exit(3)
+        if text == "leave":
+            os._exit(0)
+        if text == "leave by C":
+            ctypes.CDLL(None)._exit(0)
         if text == "sysexit":
             sys.exit(4)
         if text == "segfault":
@@ -91,6 +95,14 @@ def test_bad_samples_exclude_themselves_and_nothing_else(pipeline, group, progre
     assert scores.values == [[1.0], *[[None]] * 5, [4.0]]
     kinds = ["crash", "exception", "crash", "exception", "crash"]
     assert scores.excluded == [None, *(f"{kind}: nasty" for kind in kinds), None]
+
+
+@pytest.mark.parametrize("text", ["leave", "leave by C"])
+def test_a_function_that_leaves_with_status_0_is_no_time_out(pipeline, group, progress, caplog, text):
+    rewards = pipeline(["nasty"], NASTY, reward_timeout=30.0)
+    (scores,) = rewards.score([group(["a", text])], progress)
+    assert scores.excluded == [None, "crash: nasty"]
+    assert "worker exited with status 0; worker replaced" in caplog.text
 
 
 def test_a_memory_blow_up_costs_its_sample_only(pipeline, group, progress, monkeypatch):

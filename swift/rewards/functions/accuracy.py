@@ -1,7 +1,7 @@
 """Is the answer right? math-verify where the ground truth is mathematics, string equality elsewhere.
 
-The score of one (ground truth, completion) pair is a pure function and is remembered per worker, so `accuracy`
-and `cosine`, listed together, parse every completion once.
+The score of one (ground truth, completion) pair is a pure function and is remembered per worker under a digest of the
+pair, so `accuracy` and `cosine`, listed together, parse every completion once.
 
 An answer such as 9^(9^(9^9)) would keep a computer algebra system busy for ever, some of it in code that
 no timer can interrupt. Numbers of more than `MAX_POWER_DIGITS` digits are therefore never handed to the
@@ -10,6 +10,7 @@ comparison: such an answer is wrong unless it is written exactly like the ground
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import lru_cache
 from typing import Any, Literal
@@ -18,7 +19,8 @@ from swift.plugin.registry import ORM, orms
 from swift.rewards.functions.text import answer_block, last_boxed, normalise
 
 MAX_POWER_DIGITS = 10_000
-CACHE_ENTRIES = 8192
+KEPT_SCORES = 8192
+KEPT_TRUTHS = 256
 
 TruthKind = Literal["parsed", "unparsed", "missing"]
 
@@ -61,7 +63,7 @@ def ground_truth(solution: Any) -> str:
     return (text if block is None else block).strip()
 
 
-@lru_cache(maxsize=CACHE_ENTRIES)
+@lru_cache(maxsize=KEPT_TRUTHS)
 def truth_kind(truth: str) -> TruthKind:
     """Whether math-verify understands `truth`; "missing" for an empty one."""
     if not truth:
@@ -69,9 +71,20 @@ def truth_kind(truth: str) -> TruthKind:
     return "parsed" if any(not isinstance(item, str) for item in _parse_truth(truth)) else "unparsed"
 
 
-@lru_cache(maxsize=CACHE_ENTRIES)
+_scores: dict[bytes, bool] = {}
+
+
 def is_right(completion: str, truth: str) -> bool:
     """Whether `completion` answers `truth` (a result of `ground_truth`); never raises on any text."""
+    key = b"".join(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (truth, completion))
+    if key not in _scores:
+        if len(_scores) >= KEPT_SCORES:
+            del _scores[next(iter(_scores))]
+        _scores[key] = _answers(completion, truth)
+    return _scores[key]
+
+
+def _answers(completion: str, truth: str) -> bool:
     kind = truth_kind(truth)
     if kind == "missing":
         return False
@@ -87,7 +100,7 @@ def _same_string(completion: str, truth: str) -> bool:
     return answer is not None and normalise(answer) == normalise(truth)
 
 
-@lru_cache(maxsize=CACHE_ENTRIES)
+@lru_cache(maxsize=KEPT_TRUTHS)
 def _parse_truth(truth: str) -> tuple[Any, ...]:
     from math_verify import parse
 
