@@ -228,6 +228,11 @@ def nearest(name: str, choices: Iterable[str], count: int = 3, *, likeness: floa
     return difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=count, cutoff=likeness)
 
 
+def likeness(one: str, other: str) -> float:
+    """From 0 to 1, as `nearest` measures it."""
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
 _MOST_LISTED = 30
 
 

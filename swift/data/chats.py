@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swift.data.columns import CHATS, ColumnPlan, text_of
-from swift.data.messages import Message, chat_of, read_messages
+from swift.data.messages import Message, chat_in, chat_of, read_messages
 from swift.data.records import RowError
 
 PARTNERS = {
@@ -32,7 +32,7 @@ class ChatPlan(ColumnPlan):
         if self.prompt in CHATS or (self.prompt in self.chats and not set(ANSWERS) & set(self.names)):
             return
         renamed = [new for new in self.here.values() if new in ANSWERS]
-        partner = PARTNERS[self.prompt]
+        partner = PARTNERS.get(self.prompt)  # a request of NeMo Gym has none
         self.answer = partner if partner in self.names and len(renamed) != 1 else self._only_answer()
         self.used.append(self.answer)
 
@@ -40,7 +40,7 @@ class ChatPlan(ColumnPlan):
         if answer := self.only_one(ANSWERS, "each could be the response", "response"):
             return answer
         what = f"none is a response ({', '.join(ANSWERS)}), and there are no messages"
-        raise self.lacking(what, self.first_beside([self.prompt]), "response")
+        raise self.lacking(what, ANSWERS, "response", beside=[self.prompt, *self.used])
 
     def more_parts(self) -> list[str]:
         """Where the answer comes from."""
@@ -49,7 +49,7 @@ class ChatPlan(ColumnPlan):
     def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
         """The chat with its answer."""
         if self.answer:
-            value = row.get(self.answer)
+            value = chat_in(row.get(self.answer))
             if value is None:
                 raise RowError(f"no {self.answer}")
             if isinstance(value, list):

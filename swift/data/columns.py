@@ -11,19 +11,38 @@ A kind of rows is a subclass of `ColumnPlan` in a file of its own, such as `chat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from swift.data.messages import Message, encodable, prompt_of, read_history, read_messages, read_tools, with_system
+from swift.data.messages import (
+    Message,
+    chat_in,
+    encodable,
+    parsed,
+    prompt_of,
+    read_history,
+    read_messages,
+    read_tools,
+    with_system,
+)
 from swift.data.records import RowError
 from swift.data.responses import COLUMN as REQUEST
 from swift.data.responses import prompt_from, tools_from
-from swift.errors import ConfigError, join_problems, nearest, suggest
+from swift.errors import ConfigError, join_problems, likeness, nearest, suggest
 
 CHATS = ("messages", "conversations")
 """Columns that hold a whole chat."""
 
 PROMPTS = ("query", "prompt", "question", "problem", "instruction")
+
+TEXT = "text"
+"""Column of documents."""
+
+_TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+_MISSPELLED = 0.75
+"""Likeness from which on a column is taken for another one that is misspelled."""
 
 RESERVED = frozenset(
     {"completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
@@ -110,6 +129,8 @@ class ColumnPlan:
         values: the row under the names of its file. system: the text of `--system`, used where the row has none.
         """
         row = self.renamed(values)
+        if self.prompt == REQUEST:
+            row[REQUEST] = parsed(row.get(REQUEST), REQUEST, "{")
         messages, made = self.parts(row, system)
         return messages, {**self.rest_of(row), **made}
 
@@ -142,10 +163,10 @@ class ColumnPlan:
     def holds_chat(self, values: Mapping[str, Any]) -> bool:
         """Whether the prompt of a row, under the names of its file, is a chat rather than a text."""
         prompt = (value for name, value in values.items() if self.renames.get(name, name) == self.prompt)
-        return self.prompt in CHATS or any(isinstance(value, list) for value in prompt)
+        return self.prompt in CHATS or any(isinstance(chat_in(value), list) for value in prompt)
 
     def _prompt_messages(self, row: Mapping[str, Any]) -> list[Message]:
-        value = row.get(self.prompt)
+        value = chat_in(row.get(self.prompt))
         if value is None:
             raise RowError(f"no {self.prompt}")
         if self.prompt == REQUEST:
@@ -176,18 +197,30 @@ class ColumnPlan:
             return prompt
         if not self.names:
             raise ConfigError(f"{self.where}: no columns: the rows are empty; check the file")
-        likely = [column for word in PROMPTS for column in nearest(word, self.names, 1)] or self.names
-        fix = (self.chats[0], "messages") if self.chats else (likely[0], "query")
-        raise self.lacking(f"none is a prompt ({', '.join((*CHATS, *PROMPTS))})", *fix)
+        likely, name = (self.chats[0], "messages") if self.chats else (self.names[0], "query")
+        accepted = (*CHATS, *PROMPTS)
+        raise self.lacking(f"none is a prompt ({', '.join(accepted)})", accepted, name, likely=likely)
 
-    def lacking(self, what: str, likely: str, name: str) -> ConfigError:
-        """An error about a column that is not here, and the `--columns` line that calls a likely one so."""
-        fix = json.dumps({likely: name})
+    def lacking(
+        self, what: str, accepted: Sequence[str], name: str, *, likely: str | None = None, beside: Collection[str] = ()
+    ) -> ConfigError:
+        """An error about a column that is not here, and the `--columns` line that names one so.
+
+        A column whose name is misspelled gets the nearest of the `accepted` names, else `likely` gets `name`.
+
+        Args:
+            what: what is not here.
+            accepted: names of the column.
+            name: the usual one of them.
+            likely: the column that may be meant; None takes the first that is not `beside`.
+            beside: columns of another use.
+        """
+        others = [column for column in self.names if column not in beside]
+        alike = [(column, right) for right in accepted for column in nearest(right, others, 1, likeness=_MISSPELLED)]
+        first = likely or next(iter(others), "...")
+        pair = max(alike, key=lambda two: likeness(*two), default=(first, name))
+        fix = json.dumps(dict([pair]))
         return ConfigError(f"{self.where}: columns {', '.join(self.names)}: {what}; name it: --columns '{fix}'")
-
-    def first_beside(self, others: Collection[str]) -> str:
-        """The first column that is none of these, which may be the one that is sought."""
-        return next((name for name in self.names if name not in others), "text")
 
     def only_one(self, accepted: Sequence[str], doubt: str, target: str) -> str | None:
         """The only one of the `accepted` columns that is here, or that `--columns` chose; None without any.
@@ -226,3 +259,22 @@ def text_of(value: Any, column: str) -> str:
     if not encodable(value):
         raise RowError(f"{column} is not valid Unicode text")
     return value
+
+
+def truth_of(value: Any, column: str) -> bool:
+    """A cell that must hold a truth value; in a csv file it is text."""
+    found = _TRUTHS.get(value.strip().lower(), value) if isinstance(value, str) else value
+    if found not in (0, 1):
+        raise RowError(f"no {column}" if value is None else f"{column} must be true or false, not {value!r}")
+    return bool(found)
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, also as text (the cells of csv files are); None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -6,10 +6,10 @@ Each epoch goes through all stages anew. Rows of equal difficulty are always in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from swift.data.columns import as_number
 from swift.data.report import first_few
 from swift.errors import ConfigError, join_problems, suggest
 
@@ -41,17 +41,6 @@ def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.
     join_problems(first_few(problems, f"{FLAG}: {column}: {len(problems)} rows without a number"))
     present = [number for number in numbers if number is not None]
     return stages(present, descending=args.curriculum_order == "descending", bins=args.curriculum_bins)
-
-
-def as_number(value: Any) -> float | None:
-    """A finite number, also as text (the cells of csv files are); None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def stages(numbers: Sequence[float], *, descending: bool = False, bins: int | None = None) -> np.ndarray:

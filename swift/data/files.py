@@ -54,14 +54,19 @@ def data_files(spec: DatasetSpec) -> list[Path]:
 
 def read_file(file: Path) -> Iterator[Record]:
     """The records of one file, by its suffix."""
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
     try:
         if is_lfs_pointer(file):
             raise ConfigError(f"--dataset: {file}: a Git LFS pointer, not the file; run `git lfs pull` in its folder")
-        yield from readers[Path(file.name.lower().removesuffix(".gz")).suffix](file)
+        yield from readers[_format(file)](file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--dataset: {file}: cannot be read: {reason}; check the file") from error
+
+
+def _format(file: Path) -> str:
+    """The suffix without `.gz`."""
+    return Path(file.name.lower().removesuffix(".gz")).suffix
 
 
 def is_lfs_pointer(file: Path) -> bool:
@@ -185,11 +190,11 @@ def _array_rows(file: Path, text: str) -> Iterator[Record]:
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
-    """Cells stay text; an empty cell is null. The line is that on which the row begins."""
+    """Of commas, or of tabs. Cells stay text: what needs a number reads it; an empty cell is null. The line is that on which the row begins."""
     csv.field_size_limit(_MAX_CELL_CHARS)
     line = 1
     with _open(file, newline="", errors="strict") as lines:
-        reader = csv.reader(lines, strict=True)
+        reader = csv.reader(lines, delimiter="\t" if _format(file) == ".tsv" else ",", strict=True)
         header: list[str] = []
         try:
             for cells in reader:

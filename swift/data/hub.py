@@ -72,9 +72,8 @@ def choose_split(splits: Iterable[str], split: str, spec: DatasetSpec) -> str:
             return name
     if len(names) == 1:
         return names[0]
-    raise spec.wrong(
-        f"no {wanted[0]} split; the dataset has {', '.join(names) or 'none'}; download it and give the file"
-    )
+    fix = f"choose one: --split {names[0]}" if split == "train" and names else "give its rows as a local file"
+    raise spec.wrong(f"no {wanted[0]} split; the dataset has {', '.join(names) or 'none'}; {fix}")
 
 
 def _open(spec: DatasetSpec, split: str, *, streaming: bool) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
-from swift.data.messages import Message, is_chat
+from swift.data.messages import Message, chat_in, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
@@ -227,7 +227,7 @@ def plan_datasets(
     def plan(pair: tuple[DatasetSpec, Table]) -> ColumnPlan:
         spec, table = pair
         first = next((record.values for record in table.records if isinstance(record, RawRow)), {})
-        chats = [name for name, value in first.items() if is_chat(value)]
+        chats = [name for name, value in first.items() if is_chat(chat_in(value))]
         return PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats)
 
     pairs = list(zip(specs, tables, strict=True))

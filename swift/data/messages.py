@@ -71,6 +71,17 @@ def is_chat(value: Any) -> bool:
     )
 
 
+def chat_in(value: Any) -> Any:
+    """The chat in a cell that holds one as JSON text, else the value itself: a text may begin like a list."""
+    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
+        return value
+    try:
+        chat = parse_json(value)
+    except json.JSONDecodeError:
+        return value
+    return chat if is_chat(chat) else value
+
+
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """Functions for the chat template: a list of JSON schemas, as a list or as JSON text."""
     value = parsed(value, "tools")
@@ -92,9 +103,9 @@ def read_history(value: Any) -> list[Message]:
     return turns
 
 
-def parsed(value: Any, column: str) -> Any:
-    """The list in a cell that holds it as JSON text, else the value itself."""
-    if not isinstance(value, str) or not value.lstrip().startswith("["):
+def parsed(value: Any, column: str, opening: str = "[") -> Any:
+    """The list (or with `{` the object) in a cell that holds it as JSON text, else the value itself."""
+    if not isinstance(value, str) or not value.lstrip().startswith(opening):
         return value
     try:
         return parse_json(value)

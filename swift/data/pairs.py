@@ -6,17 +6,15 @@ worse answer. What has a verdict is read as its prompt, and the columns `complet
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from swift.data.chats import ANSWERS, ChatPlan
-from swift.data.columns import CHATS, PROMPTS, ColumnPlan, text_of
-from swift.data.messages import Message, is_chat, prompt_of, read_messages
+from swift.data.columns import CHATS, PROMPTS, REQUEST, ColumnPlan, as_number, text_of, truth_of
+from swift.data.messages import Message, chat_in, is_chat, prompt_of, read_messages
 from swift.data.records import RowError
-from swift.errors import parse_json
+from swift.errors import nearest
 
 CHOSEN = ("chosen", "chosen_response", *ANSWERS)
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
@@ -37,10 +35,11 @@ class PairPlan(ColumnPlan):
     def _choose_prompt(self) -> str:
         rejected = self.only_one(REJECTED, "each could be the rejected answer", "rejected")
         if rejected is None:
-            other = self.first_beside((*CHATS, *PROMPTS, *CHOSEN))
-            raise self.lacking(f"none is a rejected answer ({', '.join(REJECTED)})", other, "rejected")
+            beside = (*CHATS, REQUEST, *PROMPTS, *CHOSEN)
+            what = f"none is a rejected answer ({', '.join(REJECTED)})"
+            raise self.lacking(what, REJECTED, "rejected", beside=beside)
         self.rejected = rejected
-        if "chosen" in self.names and not {*CHATS, *PROMPTS} & {*self.names}:
+        if "chosen" in self.names and not {*CHATS, REQUEST, *PROMPTS} & {*self.names}:
             return "chosen"
         return super()._choose_prompt()
 
@@ -52,8 +51,8 @@ class PairPlan(ColumnPlan):
         else:
             self.chosen = None  # the final turn of the chat
         if self.chosen is None and self.prompt not in CHATS:
-            other = self.first_beside((self.prompt, self.rejected))
-            raise self.lacking(f"none is the chosen answer ({', '.join(CHOSEN)})", other, "chosen")
+            what = f"none is the chosen answer ({', '.join(CHOSEN)})"
+            raise self.lacking(what, CHOSEN, "chosen", beside=(self.prompt, self.rejected))
         self.used += [name for name in (self.chosen, self.rejected) if name and name not in self.used]
 
     def more_parts(self) -> list[str]:
@@ -95,8 +94,10 @@ class LabelPlan(ChatPlan):
 
     def choose(self) -> None:
         """Chooses the answer column."""
-        super().choose()
+        if LABEL not in self.names:
+            raise self.lacking(f"no {LABEL}", [LABEL], LABEL, beside=[self.prompt])
         self.used.append(LABEL)
+        super().choose()
 
     def more_parts(self) -> list[str]:
         """Where answer and verdict come from."""
@@ -105,35 +106,23 @@ class LabelPlan(ChatPlan):
 
     def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The prompt, and the columns `completion` and `label`."""
-        label = row.get(LABEL)
-        if label not in (0, 1):
-            raise RowError(f"no {LABEL}" if label is None else f"{LABEL} must be true or false, not {label!r}")
+        label = truth_of(row.get(LABEL), LABEL)
         messages = self.with_system_of(row, self._prompt_messages(row), system)
         whole = self.finish(messages, row)
         prompt = messages if self.answer else whole[:-1]
-        return _checked(prompt), {"completion": whole[len(prompt) :], LABEL: bool(label)}
+        return _checked(prompt), {"completion": whole[len(prompt) :], LABEL: label}
 
 
 def pairs_or_labels(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
     """The plan of a dataset for KTO: a verdict per row, or pairs, of which each answer has one."""
-    labelled = LABEL in (renames.get(name, name) for name in columns)
+    names = {renames.get(name, name) for name in columns}
+    labelled = LABEL in names or (not names & {*REJECTED} and bool(nearest(LABEL, names, likeness=0.75)))
     return (LabelPlan if labelled else PairPlan)(columns, renames, **named)
-
-
-def _cell(value: Any) -> Any:
-    """The chat in a cell that holds one as JSON text, else the value itself: a text may begin like a list."""
-    if not isinstance(value, str) or not value.lstrip().startswith("[{"):
-        return value
-    try:
-        chat = parse_json(value)
-    except json.JSONDecodeError:
-        return value
-    return chat if is_chat(chat) else value
 
 
 def _several(value: Any) -> list[Any]:
     """Each answer of a cell that holds one, or a list of them."""
-    value = _cell(value)
+    value = chat_in(value)
     if value is None:
         return []
     return value if isinstance(value, list) and not is_chat(value) else [value]
@@ -141,7 +130,7 @@ def _several(value: Any) -> list[Any]:
 
 def _answer(value: Any, column: str) -> str | Turns:
     """A text, or turns: those of the answer, or a whole chat."""
-    value = _cell(value)
+    value = chat_in(value)
     if value is None:
         raise RowError(f"no {column}")
     return read_messages(value, column) if isinstance(value, list) else text_of(value, column)
@@ -200,6 +189,7 @@ def _common_text(better: str, worse: Sequence[str | Turns], column: str) -> tupl
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = as_number(value)
+    if number is None:
         raise RowError(f"{MARGIN} must be a number, not {value!r}")
-    return float(value)
+    return number

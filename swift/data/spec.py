@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from swift.errors import ConfigError, join_problems, nearest, parse_json
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 PROCEDURAL = "reasoning_gym:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift.data.chats import ChatPlan
-from swift.data.columns import ColumnPlan, text_of
-from swift.data.messages import Message
+from swift.data.chats import ANSWERS, ChatPlan
+from swift.data.columns import CHATS, ColumnPlan, text_of, truth_of
+from swift.data.messages import Message, parsed
 from swift.data.records import RowError
 
 STEPS, LABELS = "completions", "labels"
@@ -21,7 +21,7 @@ class StepPlan(ColumnPlan):
     def choose(self) -> None:
         """The columns of the steps, which have no other names."""
         if missing := [name for name in (STEPS, LABELS) if name not in self.names]:
-            raise self.lacking(f"no {' and no '.join(missing)}", "...", missing[0])
+            raise self.lacking(f"no {' and no '.join(missing)}", missing, missing[0], likely="...")
         self.used += [STEPS, LABELS]
 
     def more_parts(self) -> list[str]:
@@ -31,18 +31,17 @@ class StepPlan(ColumnPlan):
     def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The prompt, and the columns of the steps and their labels."""
         messages, _ = super().parts(row, system)
-        steps, labels = row.get(STEPS), row.get(LABELS)
+        steps, labels = parsed(row.get(STEPS), STEPS), parsed(row.get(LABELS), LABELS)
         if not isinstance(steps, list) or not isinstance(labels, list) or not steps:
             raise RowError(f"{STEPS} and {LABELS} must be lists, one item for each step")
         if len(steps) != len(labels):
             raise RowError(f"{len(steps)} {STEPS} and {len(labels)} {LABELS}; each step has one label")
-        if wrong := [label for label in labels if label not in (0, 1)]:
-            raise RowError(f"{LABELS} must be true or false, not {wrong[0]!r}")
         texts = [text_of(step, STEPS) for step in steps]
-        return messages, {STEPS: texts, LABELS: [bool(label) for label in labels]}
+        return messages, {STEPS: texts, LABELS: [truth_of(label, LABELS) for label in labels]}
 
 
 def steps_or_chats(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
     """How rows with these columns are read to be judged: as chats, unless they have steps and labels."""
     names = {renames.get(column, column) for column in columns}
-    return (StepPlan if {STEPS, LABELS} <= names else ChatPlan)(columns, renames, **named)
+    steps = STEPS in names and not (names & {*CHATS, *ANSWERS} and LABELS not in names)
+    return (StepPlan if steps else ChatPlan)(columns, renames, **named)

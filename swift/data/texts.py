@@ -10,12 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.data.chats import ChatPlan
-from swift.data.columns import CHATS, PROMPTS, ColumnPlan, text_of
+from swift.data.columns import CHATS, PROMPTS, TEXT, ColumnPlan, text_of
 from swift.data.messages import Message, read_messages
 from swift.data.records import RowError
-from swift.errors import nearest
-
-TEXT = "text"
 
 
 class TextPlan(ColumnPlan):
@@ -53,8 +50,8 @@ class TextPlan(ColumnPlan):
     def _choose_prompt(self) -> str:
         if found := [name for name in (TEXT, *CHATS) if name in self.names]:
             return found[0]
-        likely = [*nearest(TEXT, self.names, 1), *(name for name in self.names if name in ("content", "document"))]
-        raise self.lacking(f"none is {TEXT}, and there are no messages", (likely or self.names or ["content"])[0], TEXT)
+        likely = next((name for name in self.names if name in ("content", "document")), None)
+        raise self.lacking(f"none is {TEXT}, and there are no messages", [TEXT, *CHATS], TEXT, likely=likely)
 
     def _prompt_messages(self, row: Mapping[str, Any]) -> list[Message]:
         value = row.get(self.prompt)

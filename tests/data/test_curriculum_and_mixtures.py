@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from refusals import problems_of
 from row_files import jsonl, settings
 
-from swift.data.curriculum import as_number, stages
+from swift.data.columns import as_number
+from swift.data.curriculum import stages
 from swift.data.interleave import interleave
 from swift.data.loading import load_rows
 from swift.data.prompts import Tokenizer

@@ -117,5 +117,5 @@ def test_the_split_of_a_hub_dataset():
     assert choose_split(["train", "test", "validation"], "val", spec) == "validation"
     assert choose_split(["train"], "val", spec) == "train"
     assert choose_split(["only"], "train", spec) == "only"
-    with pytest.raises(ConfigError, match="no train split; the dataset has a, b"):
+    with pytest.raises(ConfigError, match="no train split; the dataset has a, b; choose one: --split a"):
         choose_split(["a", "b"], "train", spec)
