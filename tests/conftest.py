@@ -62,6 +62,9 @@ def small_model():
             "gpt2": {"n_inner": 32, "n_positions": 256, "sliding_window": None},
             "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2},
             "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
+            "qwen3_moe": {
+                "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "sliding_window": None,
+            },
             "deepseek_v3": {
                 "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6,
                 "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,

@@ -283,7 +283,10 @@ def _dequantised(prefix: str, layer: Any) -> CheckpointTensor:
 
 
 def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
-    """A layer with adapters: its base, with what the active ones add."""
+    """A layer with adapters: its base, with what the active ones add.
+
+    PEFT adapts a bare parameter (fused experts) with a wrapper of its own, one around the other; each changes its own.
+    """
     active = [] if layer.disable_adapters else layer.active_adapters
     adapters = [name for name in active if name not in layer.merged_adapters and _has(layer, name)]
     lora_bias = getattr(layer, "lora_bias", None)  # by adapter; other kinds than LoRA may change a bias, too
@@ -293,10 +296,12 @@ def _tuned(layer: Any, prefix: str) -> Iterator[CheckpointTensor]:
             f"policy: {prefix.rstrip('.')}: lora_bias: the layer has no bias to merge it into; "
             "use --vllm_enable_lora true"
         )
-    sources = tuple(layer.parameters())
+    sources, only = tuple(layer.parameters()), getattr(layer, "parameter_name", None)
+    if only:
+        sources = (layer.get_param(), *layer.lora_A.parameters(), *layer.lora_B.parameters())
     for tensor in _walk(layer.base_layer, prefix):
         part = tensor.name.removeprefix(prefix)
-        if adapters and (part != "bias" or changes_bias):
+        if adapters and (part == only if only else part != "bias" or changes_bias):
             read = functools.partial(_read_merged, layer, adapters, part, tensor.dtype, sources)
             yield replace(tensor, sources=sources, read=read, identity=(*tensor.identity, id(layer)))
         else:
@@ -323,7 +328,9 @@ def _read_merged(
             else:
                 merged = merged + layer.get_delta_weight(name)
         return merged.to(dtype)
-    copies = {id(one): nn.Parameter(whole(one).to(torch.float32, copy=True), requires_grad=False) for one in sources}
+    copies = {id(one): nn.Parameter(torch.empty(0)) for one in layer.parameters()}  # of what has no part in it
+    for one in sources:
+        copies[id(one)] = nn.Parameter(whole(one).to(torch.float32, copy=True), requires_grad=False)
     twin = copy.deepcopy(layer, copies).float()
     twin.merge()
     return twin.get_base_layer().get_parameter(part).detach().to(dtype)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from experts import EXPERTS, on_experts
 from oracle import gap, load
 from transformers_parts import ask, copy_engine, sampled
 
@@ -71,6 +72,17 @@ def test_weights_stored_the_other_way_around_are_merged_the_other_way_around(sma
     engine = copy_engine(model)
     engine.load_adapter(adapter_of(policy), 1)
     assert gap(policy, ask(), sampled(engine)) < 1e-5
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_adapters_on_experts_are_merged_at_every_level(small_model, arch):
+    model = small_model(arch, **EXPERTS[arch][0]).eval()
+    policy = on_experts(arch, copy.deepcopy(model))
+    engine = copy_engine(model)
+    engine.load_adapter(adapter_of(policy), 1)
+    assert gap(policy, ask(), sampled(engine)) < 1e-5
+    merged = copy.deepcopy(policy).merge_and_unload().state_dict()
+    assert max((engine.model.state_dict()[name] - one).abs().max() for name, one in merged.items()) < 1e-6
 
 
 def test_merging_in_bfloat16_rounds_once(nano_folders):

@@ -7,10 +7,12 @@ import json
 
 import pytest
 import torch
+from experts import EXPERTS, on_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from swift.errors import ConfigError
 from swift.models.sharded import gathered, reading_from
@@ -109,6 +111,21 @@ def test_gpt2_stores_its_weights_the_other_way_around(small_model):
     tensors = stream(PolicyWeights(policy.eval()))
     expected = copy.deepcopy(policy).merge_and_unload().state_dict()
     assert max((tensors[name] - expected[name]).abs().max() for name in tensors) < 1e-6
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_adapters_on_fused_experts_are_merged_at_every_level(small_model, arch):
+    policy = on_experts(arch, small_model(arch, **EXPERTS[arch][0]))
+    tensors = stream(PolicyWeights(policy))
+    merged = copy.deepcopy(policy).merge_and_unload()
+    expected = revert_weight_conversion(merged, merged.state_dict())
+    with policy.disable_adapter():
+        before = stream(PolicyWeights(policy))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-6, msg=name)
+    for name, tensor in before.items():
+        assert "bias" in name or ".experts." not in name or not torch.equal(tensors[name], tensor), name
 
 
 def test_fused_experts_travel_under_the_names_of_the_checkpoint(small_model, tmp_path):

@@ -1,0 +1,34 @@
+"""Mixtures of experts whose files and modules store experts in different ways, and adapters on all their tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen3_moe": ({}, {}),
+    "mixtral": ({}, {}),  # other names in files
+    "deepseek_v3": ({"first_k_dense_replace": 1}, {}),  # shared experts, and a dense layer
+    "gpt_oss": (  # fused in files too, transposed, with biases
+        {},
+        {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "router.weight"],
+        },
+    ),
+}
+"""Architecture -> settings of the model, and of an adapter on its attention, experts and router."""
+
+
+def on_experts(arch: str, model: nn.Module, *, r: int = 2, scale: float = 0.1, seed: int = 4, **more: Any) -> Any:
+    """`model` under LoRA with random values of this scale in every A and B, experts and router included."""
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "r": r, **EXPERTS[arch][1], **more}
+    policy = get_peft_model(model, LoraConfig(**options)).eval()
+    torch.manual_seed(seed)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, scale)
+    return policy
