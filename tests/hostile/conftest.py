@@ -1,0 +1,1 @@
+from cli_fixtures import cli, material, serve  # noqa: F401
