@@ -56,9 +56,8 @@ class CPUAdamW(AdamW):
         def load(checkpoint: str | None) -> None:
             if checkpoint is None:
                 return
-            with loading(checkpoint):
-                state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
-                trainer.optimizer.load_state_dict(state)
-                trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+            state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
+            trainer.optimizer.load_state_dict(state)
+            trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
         trainer._load_optimizer_and_scheduler = load

@@ -22,7 +22,6 @@ from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, parse_json, suggest
 from swift.models.sharded import settle_accelerator
-from swift.trainers.checkpoint import loading
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -135,22 +134,6 @@ def make_deepspeed_state() -> None:
         PartialState(**({} if on_gpu else {"backend": "gloo"}))
     finally:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
-
-
-def load_data_only(engine: Any) -> None:
-    """Make a DeepSpeed engine refuse checkpoints that could run code; its own loading unpickles whatever they hold."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-    from torch.serialization import safe_globals
-
-    load = engine.load_checkpoint
-
-    def load_checkpoint(folder: str, *arguments: Any, **named: Any) -> Any:
-        with loading(folder), safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            return load(folder, *arguments, **named)
-
-    engine.load_checkpoint = load_checkpoint
 
 
 # --- configuration files -----------------------------------------------------------------------------------------
