@@ -7,7 +7,7 @@ Each epoch goes through all stages anew. Rows of equal difficulty are always in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift.data.columns import as_number
 from swift.data.report import first_few

@@ -54,11 +54,11 @@ def data_files(spec: DatasetSpec) -> list[Path]:
 
 def read_file(file: Path) -> Iterator[Record]:
     """The records of one file, by its suffix."""
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     try:
         if is_lfs_pointer(file):
             raise ConfigError(f"--dataset: {file}: a Git LFS pointer, not the file; run `git lfs pull` in its folder")
-        yield from readers[_format(file)](file)
+        yield from readers.get(_format(file), _read_csv)(file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--dataset: {file}: cannot be read: {reason}; check the file") from error
@@ -190,7 +190,7 @@ def _array_rows(file: Path, text: str) -> Iterator[Record]:
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
-    """Of commas, or of tabs. Cells stay text: what needs a number reads it; an empty cell is null. The line is that on which the row begins."""
+    """Cells stay text, and those who need a number read it; an empty one is null. A row's line is its first."""
     csv.field_size_limit(_MAX_CELL_CHARS)
     line = 1
     with _open(file, newline="", errors="strict") as lines:
