@@ -4,7 +4,7 @@ from cli_runs import Cli
 
 
 @pytest.fixture(scope="module")
-def finished(material, tmp_path_factory):
+def finished(material, tmp_path_factory):  # noqa: F811
     """Makes whole runs that all tests of a file may read; the folder of each."""
 
     def run(**flags):
