@@ -5,24 +5,39 @@ Estimators by J. Schulman, "Approximating KL divergence" (2020). T packed tokens
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from swift.rl.segments import Segments
 
 LOG_RATIO_LIMIT = 20.0
-"""Upper bound of lp_r - lp before `exp`: e^20 is far beyond any divergence a run survives, and finite in fp32."""
+"""Largest lp_r - lp that enters `exp`; beyond it k3 is its tangent, finite in fp32 and with the right gradient."""
 
 
 def k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
-    """The k3 estimate `e^d - d - 1` with `d = min(lp_r - lp, 20)`, [T], never negative.
+    """The k3 estimate `e^d - d - 1` with `d = lp_r - lp`, [T], never negative; above d = 20 its tangent there.
 
-    Below, `d` has no bound: it would stop the gradient of the tokens that are furthest from the reference.
+    The gradient `1 - e^d` is therefore never 0 for a token that is far from the reference, on either side.
 
     Example: lp_r - lp = .1 gives .005171.
     """
-    difference_T = torch.clamp(ref_logprobs_T - policy_logprobs_T, max=LOG_RATIO_LIMIT)
-    return torch.expm1(difference_T) - difference_T
+    difference_T = ref_logprobs_T - policy_logprobs_T
+    bounded_T = difference_T.clamp(max=LOG_RATIO_LIMIT)
+    # relu, not a difference of two large terms: below the limit, value and gradient are those of the formula alone
+    return torch.expm1(bounded_T) - bounded_T + math.expm1(LOG_RATIO_LIMIT) * (difference_T - LOG_RATIO_LIMIT).relu()
+
+
+def bias_corrected_k3(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, log_ratio_T: Tensor) -> Tensor:
+    """k3 times the token ratio `r = exp(lp - lp_o)` (arXiv:2512.02556), [T], with the gradient `-d r`.
+
+    `r (e^d - d - 1) = exp(lp_r - lp_o) - r (d + 1)`, whose first term is constant. So the gradient is exact for every
+    d, also where the value is that of the tangent.
+    """
+    difference_T, ratio_T = (ref_logprobs_T - policy_logprobs_T).detach(), log_ratio_T.detach().exp()
+    value_T = ratio_T * k3(policy_logprobs_T.detach(), ref_logprobs_T)
+    return value_T - difference_T * ratio_T * (policy_logprobs_T - policy_logprobs_T.detach())
 
 
 def sequence_k1(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swift.rl.kl import k3
+from swift.rl.kl import bias_corrected_k3, k3
 from swift.rl.losses import Level, LossConfig, TokenInputs, get_loss
 from swift.rl.segments import Segments
 
@@ -156,14 +156,15 @@ def importance_ratio(log_ratio_T: Tensor, segments: Segments, level: Level) -> T
 
 
 def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) -> Tensor:
-    """k3 at each token; bias-corrected (arXiv:2512.02556), times the unclipped token ratio with its gradient."""
+    """k3 at each token; bias-corrected, times the unclipped token ratio."""
     if ref_logprobs_T is None:
         raise ValueError(f"beta: {config.beta}: the KL term needs the log-probs of the reference")
     ref_T = ref_logprobs_T.detach().to(inputs.policy_logprobs_T.dtype)
     # a masked position contributes nothing, whatever stands there
     ref_T = torch.where(inputs.segments.mask_T, ref_T, inputs.policy_logprobs_T.detach())
-    estimate_T = k3(inputs.policy_logprobs_T, ref_T)
-    return estimate_T * torch.exp(inputs.log_ratio_T) if config.kl_bias_correction else estimate_T
+    if config.kl_bias_correction:
+        return bias_corrected_k3(inputs.policy_logprobs_T, ref_T, inputs.log_ratio_T)
+    return k3(inputs.policy_logprobs_T, ref_T)
 
 
 @torch.no_grad()

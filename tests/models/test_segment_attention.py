@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift.models.attention.layout import SegmentLayout, flex_obstacle, kernel_for
+from swift.models.attention.layout import DecodeLayout, SegmentLayout, flex_obstacle, kernel_for
 from swift.models.attention.rows import SegmentRows
 from swift.models.attention.spans import GroupSpans, Span
 
@@ -82,6 +82,28 @@ def test_each_segment_sees_its_prompt_and_itself(groups, heads, kernel, fake_fla
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["rows", "tiles", "decode"])
+def test_no_masked_call_of_sdpa_has_grouped_keys(kind, monkeypatch):
+    """On GPUs such a call keeps all scores: no other kernel takes both."""
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, key, value, attn_mask=None, **options):
+        calls.append((attn_mask is not None, options["enable_gqa"]))
+        return sdpa(query, key, value, attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    query, key, value = states(13, (4, 2, 8, 8))
+    if kind == "decode":
+        mask = torch.ones(1, 1, 1, 13, dtype=torch.bool)
+        DecodeLayout(mask).attend(query[:, :, -1:], key, value, None)
+    else:
+        prefixes = (2, 4) if kind == "tiles" else ()
+        groups = [GroupSpans(Span(0, 5), (Span(5, 4), Span(9, 4)), prefixes)]
+        SegmentLayout(groups).attend(query, key, value, None, kernel="rows")
+    assert any(masked for masked, _ in calls)
+    assert not any(masked and grouped for masked, grouped in calls)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -149,12 +149,60 @@ def test_the_kl_to_the_sampler_knows_only_what_the_sampler_told():
 
 
 @settings(deadline=None)
-@given(st.floats(-60, 60))
+@given(st.floats(-1000, 1000))
 def test_k3_is_finite_never_negative_and_zero_only_without_difference(difference):
     value = k3(torch.tensor([-30.0], dtype=torch.float64), torch.tensor([-30.0 + difference], dtype=torch.float64))
     assert value.isfinite().all() and value.item() >= 0
     if abs(difference) > 1e-3:
         assert value.item() > 0
+
+
+LOGPROBS = st.floats(-200, 0)
+
+
+def kl_loss(policy, reference, old, *, kind, exact=False, dtype=torch.float64):
+    """Value and gradient of the KL term of one token, or of the formula itself."""
+    policy_T = torch.tensor([policy], dtype=dtype, requires_grad=True)
+    ref_T, old_T = (torch.tensor([one], dtype=dtype) for one in (reference, old))
+    if exact:
+        difference_T = ref_T - policy_T
+        value = difference_T.exp() - difference_T - 1
+        value = (value * (policy_T - old_T).exp() if kind == "bias_corrected" else value).sum()
+    else:
+        rollout = kind == "rollout"
+        config = LossConfig(kl_bias_correction=kind == "bias_corrected", **{"rollout_kl_coef" if rollout else "beta": 1})
+        value = loss_of(
+            policy_T,
+            [1],
+            config=config,
+            advantages_T=torch.zeros(1),
+            old_logprobs_T=old_T,
+            **{"sampler_logprobs_T" if rollout else "ref_logprobs_T": ref_T},
+        ).loss
+    value.backward()
+    return value.item(), policy_T.grad.item()
+
+
+@settings(deadline=None)
+@given(LOGPROBS, LOGPROBS, LOGPROBS, st.sampled_from(["plain", "bias_corrected", "rollout"]))
+def test_the_kl_of_any_logprobs_is_that_of_the_formula_up_to_20_nats_and_grows_beyond(policy, reference, old, kind):
+    difference, ratio_bound = reference - policy, 80
+    assume(policy - old < ratio_bound)  # a ratio that overflows is not hidden
+    value, gradient = kl_loss(policy, reference, old, kind=kind)
+    single = kl_loss(policy, reference, old, kind=kind, dtype=torch.float32)
+    assert math.isfinite(value) and math.isfinite(gradient) and value >= 0
+    assert all(map(math.isfinite, single)) and single[1] == pytest.approx(gradient, rel=1e-3, abs=1e-4)
+    if difference <= 20:
+        scale = math.exp(min(policy - old, ratio_bound)) * math.exp(difference) if kind == "bias_corrected" else 1
+        expected = kl_loss(policy, reference, old, kind=kind, exact=True)
+        assert (value, gradient) == pytest.approx(expected, rel=1e-7, abs=1e-7 + 1e-12 * scale)
+        return
+    assert gradient < 0 or (kind == "bias_corrected" and policy - old < -700)  # towards the reference
+    nearer, nearer_gradient = kl_loss(policy + (difference - 20) / 2, reference, old, kind="plain")
+    if kind != "bias_corrected":
+        assert value > nearer and gradient <= nearer_gradient
+    else:
+        assert gradient == pytest.approx(-difference * math.exp(policy - old), rel=1e-9)
 
 
 def test_the_kl_pulls_back_a_token_that_is_far_above_the_reference():

@@ -96,8 +96,12 @@ def attended(
         [..., A, L, E]
     """
     if variant.softcap is None and variant.sinks is None:
+        grouped = query.shape[-3] != key.shape[-3]
+        if grouped and mask is not None:  # with both, GPUs have no kernel but the one that keeps all scores
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
         return nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[-3] != key.shape[-3]
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped and mask is None
         )
 
     def product(left: Tensor, right: Tensor) -> Tensor:  # heads of one key/value head are rows of one matrix
