@@ -142,9 +142,14 @@ def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
 
 
 def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> int:
-    """What gradients and, before the first step, an AdamW's state take on this rank."""
+    """What gradients and, before the first step, an AdamW's state take on this rank.
+
+    In a step, the master of one 16-bit weight after the other has a gradient in float32, too.
+    """
     state = 0 if has_state else STATE_BYTES
-    return sum(_own_elements(one) * (one.dtype.itemsize + state) for one in parameters if one.requires_grad)
+    sizes = [(_own_elements(one), one.dtype.itemsize) for one in parameters if one.requires_grad]
+    largest = max((elements for elements, itemsize in sizes if itemsize == 2), default=0)
+    return sum(elements * (itemsize + state) for elements, itemsize in sizes) + 4 * largest
 
 
 def _own_elements(parameter: Any) -> int:

@@ -170,7 +170,9 @@ def kl_loss(policy, reference, old, *, kind, exact=False, dtype=torch.float64):
         value = (value * (policy_T - old_T).exp() if kind == "bias_corrected" else value).sum()
     else:
         rollout = kind == "rollout"
-        config = LossConfig(kl_bias_correction=kind == "bias_corrected", **{"rollout_kl_coef" if rollout else "beta": 1})
+        config = LossConfig(
+            kl_bias_correction=kind == "bias_corrected", **{"rollout_kl_coef" if rollout else "beta": 1}
+        )
         value = loss_of(
             policy_T,
             [1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import get_args
@@ -10,12 +11,16 @@ from typing import get_args
 import pytest
 import torch
 from grpo_parts import make_trainer, policy_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Adafactor
 
 from swift.trainers.arguments import Optimizer
 from swift.trainers.optimizers import master_weights
 from swift.trainers.optimizers.adamw_cpu import CPUAdamW
 from swift.trainers.optimizers.choice import set_own_optimizer
 from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.token_budget import expected_bytes
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 
@@ -167,6 +172,61 @@ def test_small_updates_of_bfloat16_weights_add_up():
             optimizer.step()
     assert torch.equal(plain[0], start)  # every single update is below half a step of bfloat16
     assert (start - mastered[0]).float().mean().item() == pytest.approx(1e-3, rel=0.1)
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that `tensors` and those made under it take at once."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.peak, self.made = 0, [weakref.ref(one) for one in tensors]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(one) for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        alive = [one for made in self.made if (one := made()) is not None]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+        self.peak = max(self.peak, sum(storages.values()))
+        return result
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_the_first_step_takes_16_bytes_a_parameter(fused):
+    weights = [torch.nn.Parameter(torch.ones(1000, dtype=HALF)) for _ in range(20)]
+    with Allocations(weights) as allocations:
+        optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=fused)
+        keep_master_weights(optimizer)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert 16 * 20_000 <= allocations.peak < 16.7 * 20_000  # one of 20 weights at a time
+    before = 2 * 20_000 + 4 * 20_000  # weights and masters
+    assert allocations.peak == pytest.approx(before + expected_bytes(weights, has_state=False), rel=0.03)
+
+
+OPTIMIZERS = {
+    "adamw, fused": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "adafactor": functools.partial(Adafactor, lr=1e-2, scale_parameter=False, relative_step=False),
+    "of a plugin": type("Other", (torch.optim.RMSprop,), {}),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_masters_take_the_steps_of_float32_weights(make):
+    weights, optimizer = small(make, dtype=HALF)
+    whole = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    plain = make([{"params": [one], "weight_decay": decay} for one, decay in zip(whole, (0.1, 0.0), strict=True)])
+    assert keep_master_weights(optimizer) == 2
+    for step in range(5):
+        for weight, one in zip(weights, whole, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).to(HALF)
+            one.grad = weight.grad.float()
+        optimizer.step()
+        plain.step()
+        assert all(torch.equal(weight, one.to(HALF)) for weight, one in zip(weights, whole, strict=True))
+    assert all(torch.equal(ours, one) for ours, one in zip(optimizer.state, whole, strict=True))
 
 
 def test_a_weight_without_gradient_stays_and_float32_weights_have_no_master():

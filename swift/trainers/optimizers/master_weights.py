@@ -3,7 +3,8 @@
 A bfloat16 number has 8 significant bits, so a weight of 0.02 only moves in steps of 1e-4: at a learning rate of
 1e-5 nearly every update of Adam would round to nothing. The optimizer therefore holds a float32 master of each
 16-bit weight, updates the master, and the weight is the master rounded. Costs 8 bytes more per trained 16-bit
-weight with Adam (4 for the master, 8 instead of 4 for its two moments). The masters are part of the optimizer's
+weight with Adam (4 for the master, 8 instead of 4 for its two moments): 16 bytes in all. So it is during a step, too:
+masters step one after the other, and one at a time has a float32 gradient. The masters are part of the optimizer's
 state, so a resumed run goes on exactly.
 
 A master may also live on another device than its weight (`swift.trainers.optimizers.adamw_cpu`): then the update takes
@@ -12,14 +13,20 @@ place there, and only gradients and new weights travel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from transformers import Adafactor
 
 MASTER = "master"
 """Where a master stands in the optimizer's state."""
+
+ONE_BY_ONE = {unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adafactor)}
+"""Steps that update each parameter by itself, so that one float32 gradient exists at a time."""
 
 
 def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None) -> int:
@@ -28,40 +35,65 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
     With `on`, masters live on that device, and weights of any precision that are elsewhere have one. Returns how many
     parameters have a master; 0 leaves the optimizer as it was.
     """
-    masters: list[tuple[Tensor, Tensor]] = []  # (weight, master)
+    weights: dict[Tensor, Tensor] = {}  # of the masters
     for group in optimizer.param_groups:
-        group["params"] = [_with_master(weight, masters, on) for weight in group["params"]]
-    if not masters:
+        group["params"] = [_with_master(weight, weights, on) for weight in group["params"]]
+    if not weights:
         return 0
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        for weight, master in masters:
-            saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
-            if saved is None and weight.grad is not None:  # never stepped: weights may have been loaded since
-                master.data.copy_(weight.data)
-            elif saved is not None and saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
-                master.data.copy_(saved)
-                optimizer.state[master][MASTER] = master.data
-            master.grad = None if weight.grad is None else weight.grad.to(master.device).float()
+    step = unwrap(type(optimizer).step)
 
     @torch.no_grad()
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                if master in weights and weights[master].grad is not None:
+                    _begin(optimizer, master, weights[master])
+                    if step in ONE_BY_ONE:
+                        _step_alone(optimizer, step, {**group, "params": [master]})
+                        finish(optimizer, master)
+
+    @torch.no_grad()
+    def finish(optimizer: Optimizer, master: Tensor) -> None:
+        weights[master].copy_(master)
+        optimizer.state[master][MASTER] = master.data
+        master.grad = None
+
     def after(optimizer: Optimizer, *_: Any) -> None:
-        for weight, master in masters:
+        for master in weights:
             if master.grad is not None:
-                weight.copy_(master)
-                optimizer.state[master][MASTER] = master.data
-                master.grad = None
+                finish(optimizer, master)
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    return len(masters)
+    return len(weights)
 
 
-def _with_master(weight: Tensor, masters: list[tuple[Tensor, Tensor]], on: torch.device | None) -> Tensor:
+def _begin(optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
+    """Let the master be what it was after its last step, and give it the gradient."""
+    saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
+    if saved is None:  # never stepped: weights may have been loaded since
+        master.copy_(weight)
+    elif saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
+        master.copy_(saved)
+        optimizer.state[master][MASTER] = master.data
+    assert weight.grad is not None
+    master.grad = weight.grad.to(master.device).float()
+
+
+def _step_alone(optimizer: Optimizer, step: Callable[[Optimizer], Any], group: dict[str, Any]) -> None:
+    """The step of the parameters of `group` only."""
+    groups, optimizer.param_groups = optimizer.param_groups, [group]
+    try:
+        step(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _with_master(weight: Tensor, weights: dict[Tensor, Tensor], on: torch.device | None) -> Tensor:
     if not _needs_master(weight, on):
         return weight
     master = torch.nn.Parameter(weight.detach().to(on or weight.device, torch.float32, copy=True))
-    masters.append((weight, master))
+    weights[master] = weight
     return master
 
 
