@@ -100,7 +100,7 @@ class DistillationArguments(PreferenceArguments):
     seq_kd: bool = flag(False, group="Objective", everyday=False)
     """Whether the teacher samples the other answers, instead of those of the data."""
 
-    temperature: float = flag(0.9, above=0, group="Sampling")
+    temperature: float = flag(0.9, at_least=0.01, group="Sampling")
     """Sampling temperature."""
 
     max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Sampling")

@@ -29,7 +29,7 @@ class GenerationArguments:
     truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False)
     """Treatment of prompts over `--max_length`: cut on the left or right, or leave the row out."""
 
-    temperature: float = flag(0.9, above=0)
+    temperature: float = flag(0.9, at_least=0.01)
     """Sampling temperature, also of the log-probs in the loss."""
 
     top_p: float = flag(1.0, above=0, at_most=1)

@@ -15,7 +15,7 @@ FLAGS = [
     ("--top_k -2", ["--top_k: -2: out of range", "at least -1"]),
     ("--top_k 1.5", ["--top_k: 1.5: not a whole number"]),
     ("--min_p 2", ["--min_p: 2: out of range"]),
-    ("--temperature 0", ["--temperature: 0: out of range", "above 0"]),
+    ("--temperature 0", ["--temperature: 0: out of range", "at least 0.01"]),
     ("--temperature hot", ["--temperature: hot: not a number"]),
     ("--beta -0.1", ["--beta: -0.1: out of range", "at least 0"]),
     ("--num_generations 1", ["--num_generations: 1: out of range", "at least 2"]),
@@ -162,7 +162,7 @@ FLAGS = [
     ("--tuner_type boft --boft_block_num 2", ["--boft_block_num: 2: together with --boft_block_size 4"]),
     ("--tuner_type full --freeze_parameters_ratio 2", ["--freeze_parameters_ratio: 2: out of range", "at most 1"]),
     ("--use_vllm true --vllm_enable_lora true --use_dora true", ["--vllm_enable_lora: true: engines do not compute"]),
-    ('--generation_kwargs {"temperature":0}', ["--generation_kwargs: temperature: 0: out of range; valid: above 0"]),
+    ('--generation_kwargs {"temperature":0}', ["--generation_kwargs: temperature: 0: out of range; valid: at least"]),
     ('--generation_kwargs {"top_p":"high"}', ["--generation_kwargs: top_p: high: not a number"]),
     (
         '--generation_kwargs {"presense_penalty":1}',

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import struct
 import time
 import tracemalloc
 
 import pytest
+from oracle import load
 from processes import wait_for
 from server_parts import KEY, PROMPT, LocalServer, Wakeful
 
@@ -284,6 +286,37 @@ def test_odd_texts_are_taken_or_refused_and_no_defect(http, caplog, path, field)
     assert not any(record.exc_info for record in caplog.records)
     http.post("/weights/abort", json={})
     http.post("/release", json={"run_id": "odd"})
+
+
+@pytest.mark.parametrize("kind", ["pipe", "circle", "device", "folder", "socket", "pipe behind a link"])
+def test_a_path_that_is_no_file_is_refused_and_nothing_waits_for_it(server, http, engine, weights_folder, kind):
+    path = weights_folder / kind.replace(" ", "-")
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "circle":
+            path.symlink_to(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "folder":
+            path.mkdir()
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(str(path))
+        case _:
+            path.symlink_to(weights_folder / "pipe")
+    assert engine.capabilities.lora
+    run_id = {"X-Swift-Run": engine.engines[0].run_id}
+    shapes = [[n, str(t.dtype)[6:], list(t.shape)] for n, t in load(server.model).named_parameters()]
+    begun = http.post("/weights/begin", json={"version": 1, "manifest": shapes}, headers=run_id)
+    assert begun.status_code == 200, begun.text
+    body = {"update": begun.json()["update"], "path": path.name}
+    reply = http.post("/weights/bucket", json=body, headers=run_id, timeout=10)
+    assert reply.status_code in (409, 422), reply.text
+    assert any(word in reply.json()["error"]["message"] for word in ("cannot be read", "no path", "not below"))
+    assert http.post("/weights/abort", headers=run_id, timeout=10).status_code == 200
+    assert http.get("/health", timeout=10).status_code in (200, 503)
+    engine.rebuild()
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "%00", "%ed%a0%80", "%ff", "..%2f..", "%F0%9F%98%80"])

@@ -1,15 +1,19 @@
 """Calls of a client to a server that fails in every way, without any engine behind it."""
 
+import contextlib
+import gzip
 import json
+import os
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from oracle import ask, run
 from server_parts import SHORT, link_to, many, spec_of
 
-from swift.errors import EngineDead, RequestRefused
+from swift.errors import EngineDead, EngineError, RequestRefused
 from swift.rollout.engines import dispatch, server_client, wire
 from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
@@ -32,7 +36,8 @@ class Fake(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self):
-        self.answer(200, json.dumps(self.server.info).encode())
+        info = {"alive": True} if self.path == "/health" else self.server.info
+        self.answer(200, info if isinstance(info, bytes) else json.dumps(info).encode())
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -42,6 +47,8 @@ class Fake(BaseHTTPRequestHandler):
         elif self.path == "/reset" and self.server.held is not None:
             self.answer(409, self.server.held)
         else:
+            self.server.resets += self.path == "/reset"
+            self.server.releases += self.path == "/release"
             self.answer(200, b'{"asleep": "", "version": 0, "released": true}')
 
 
@@ -55,6 +62,8 @@ def fake(server, http):
         one.daemon_threads = True
         one.info = {**http.get("/info").json(), "alive": True, "weights_folder": None}
         one.calls, one.script, one.held = 0, script, None
+        one.resets = one.releases = one.flooded = 0
+        one.over = threading.Event()
         threading.Thread(target=one.serve_forever, daemon=True).start()
         made.append(one)
         return one, f"http://127.0.0.1:{one.server_address[1]}"
@@ -148,7 +157,7 @@ def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
     engine = ServerClient(url, spec=spec_of(server.model), run_id="mine", timeouts=Timeouts(reply_s=0.3))
     with pytest.raises(Lost) as caught:
-        engine._get("POST", "/infer/", 0.5, json={})
+        engine._get("POST", "/infer/", 0.5, dict, json={})
     over.set()
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
@@ -222,4 +231,143 @@ def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
     one, url = fake(full)
     engine = alone(server, url)
     assert run(engine, [ask("a")])[0].token_ids == [1]
+    engine.close()
+
+
+# --- hosts that are no server of ours, or a hostile one -----------------------------------------------------------
+
+
+def flood(handler, part, *, head=b"", pause_s=0.0):
+    """A reply without end; how many bytes it sent before the client hung up."""
+    handler.close_connection, sent = True, 0
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n" + (head or b"Content-Type: application/json\r\n\r\n"))
+    with contextlib.suppress(OSError):
+        while sent < 1 << 30 and not handler.server.over.wait(pause_s):
+            sent += handler.wfile.write(part)
+            handler.wfile.flush()
+    handler.server.flooded = sent
+
+
+def zipped(handler, _):
+    bomb = gzip.compress(bytes(64 << 20))
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", str(len(bomb)))
+    handler.end_headers()
+    handler.wfile.write(bomb)
+
+
+def tells(**fields):
+    """An answer with a field that no engine of the run could give."""
+    return lambda handler, body: handler.answer(200, said(body, **fields))
+
+
+HOSTILE = {
+    "a line without end": (lambda handler, _: flood(handler, b"a" * (1 << 20)), "a line longer than"),
+    "a byte now and then": (lambda handler, _: flood(handler, b"a", pause_s=0.1), "stands still"),
+    "empty lines": (lambda handler, _: flood(handler, b"\n", pause_s=0.01), "stands still"),
+    "a head without end": (lambda handler, _: flood(handler, b"X: y\r\n", head=b"A: b\r\n"), "too"),
+    "a head in drops": (lambda handler, _: flood(handler, b"X: y\r\n", head=b"A: b\r\n", pause_s=0.2), "no answer"),
+    "a bomb": (zipped, "compressed"),
+    "a stranger's request": (tells(request_id="of another"), "'of another'"),
+    "a negative id": (tells(token_ids=[-1]), "token id -1: outside of 0.."),
+    "an id beyond the vocabulary": (tells(token_ids=[300]), "token id 300: outside of 0.."),
+    "an id of 64 bits": (tells(token_ids=[2**63]), "token id 9223372036854775808: outside of 0.."),
+    "an id that is true": (tells(token_ids=[True]), "Expected `int`, got `bool`"),
+    "an id that is no whole number": (tells(token_ids=[1.5]), "Expected `int`"),
+    "tokens of no version": (tells(versions=[[0, 3, 9]]), "versions"),
+    "too many tokens": (tells(token_ids=[1] * 300, logprobs=[-1.0] * 300, versions=[[0, 0, 300]]), "300 tokens came"),
+}
+
+
+@pytest.mark.parametrize(("script", "problem"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_server_is_given_up_in_one_line_with_bounds_on_size_and_time(
+    server, fake, monkeypatch, script, problem
+):
+    monkeypatch.setattr(server_client, "BACKOFF_S", (0.01,))
+    one, url = fake(script)
+    engine = alone(server, url, replace(SHORT, reply_s=1.0))
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        run(engine, [ask("a")])
+    one.over.set()
+    (line,) = caught.value.problems
+    assert url in line and problem in line and len(line) < 500
+    assert caught.value.exit_code == 4
+    assert time.monotonic() - began < 30, "a limit of the test"
+    assert one.flooded < 64 << 20
+    engine.close()
+
+
+WRONG = {
+    "a page": b"<html><body>hello</body></html>",
+    "a list": b"[]",
+    "nothing": b"null",
+    "no fields": b'{"status": "ok"}',
+    "a number for a text": {"boot_id": 7},
+    "a text for a number": {"max_model_len": "long"},
+    "no length": {"max_model_len": 0},
+    "a list for a model": {"architecture": []},
+    "no capabilities": {"capabilities": None},
+    "other capabilities": {"capabilities": {"name": "x"}},
+    "other counters": {"counters": [1]},
+    "deep": b"[" * 100_000,
+    "no UTF-8": b'{"boot_id": "\xff"}',
+}
+
+
+@pytest.mark.parametrize("info", WRONG.values(), ids=WRONG)
+def test_a_host_that_is_no_server_of_ours_is_one_line_with_code_4_and_keeps_no_lease(server, fake, info):
+    one, url = fake(always_500)
+    one.info = {**one.info, **info} if isinstance(info, dict) else info
+    engine = alone(server, url)
+    with pytest.raises(EngineError) as caught:
+        engine.capabilities  # noqa: B018
+    (line,) = caught.value.problems
+    assert url in line and "is this a `swift rollout` server?" in line and len(line) < 500
+    assert caught.value.exit_code == 4
+    engine.close()
+    assert one.resets == one.releases
+
+
+def test_an_error_that_a_server_tells_changes_nothing_but_its_own_text(server, fake, no_backoff):
+    error = {"type": "EngineError", "message": "m", "problems": ["x" * 10_000], "state": {"exit_code": 0, "length": 7}}
+    _, url = fake(lambda handler, _: handler.answer(422, json.dumps({"error": error}).encode()))
+    engine = alone(server, url)
+    with pytest.raises(EngineError) as caught:
+        run(engine, [ask("a")])
+    assert caught.value.exit_code == 4
+    assert len(str(caught.value)) < 5_000
+    engine.close()
+
+
+def test_a_redirect_is_not_followed_with_the_key(server, fake):
+    stranger, elsewhere = fake(always_500)
+
+    def redirect(handler, _):
+        handler.send_response(307)
+        handler.send_header("Location", f"{elsewhere}/infer/")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    _, url = fake(redirect)
+    engine = alone(server, url)
+    with pytest.raises(EngineError, match="HTTP 307"):
+        run(engine, [ask("a")])
+    assert stranger.calls == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("probe", ["../elsewhere", "pipe"])
+def test_a_server_names_no_file_here_that_the_client_waits_for(server, fake, tmp_path, probe):
+    os.mkfifo(tmp_path / "pipe")
+    one, url = fake(always_500)
+    if probe == "pipe":
+        one.info["boot_id"] = "pipe"
+        os.mkfifo(tmp_path / wire.probe_name("pipe"))
+        probe = wire.probe_name("pipe")
+    one.info |= {"weights_folder": str(tmp_path), "weights_probe": probe}
+    engine = alone(server, url)
+    assert engine.capabilities.name == "transformers"
+    assert engine.engines[0].weights_folder is None
     engine.close()

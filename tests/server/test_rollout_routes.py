@@ -223,6 +223,37 @@ def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
     assert said.startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("temperature", 5e-324, "temperature"), ("temperature", 1e-30, "temperature"), ("temperature", 1e300, ""),
+        ("temperature", -0.1, ""), ("top_p", 0, ""), ("top_p", 5e-324, ""), ("top_p", 1.1, ""), ("min_p", 1.5, ""),
+        ("min_p", -1e-9, ""), ("top_k", -2, ""), ("top_k", 2**40, ""), ("repetition_penalty", 5e-324, ""),
+        ("repetition_penalty", 1e308, ""), ("n", 0, ""), ("n", -1, ""), ("n", 2**70, ""), ("max_tokens", 0, "max_"),
+        ("max_tokens", -5, "max_"), ("max_tokens", 2**70, "max_"), ("seed", 2**70, ""), ("seed", -1, ""),
+        ("logit_bias", {"1": 1e308}, ""), ("stop", ["x"] * 10**6, ""), ("stop", "x" * 10**6, ""),
+        ("stop_token_ids", list(range(10**6)), ""), ("structured_outputs", {"regex": "a" * 10**6}, "regex"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_distribution_has_are_refused_in_one_line(http, field, value, named):
+    said = refused(http.post("/v1/completions", json={"prompt": PROMPT, field: value}, timeout=20), 422)
+    assert said.startswith(named or field) and len(said) < 300
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.01}, {"temperature": 1e6}, {"top_p": 1e-6}, {"min_p": 1.0}, {"min_p": 5e-324},
+        {"repetition_penalty": 1e-3}, {"repetition_penalty": 1e3}, {"max_tokens": 2**31 - 1, "stop_token_ids": [0, 1]},
+        {"seed": 2**63 - 1}, {"top_k": 2**31 - 1}, {"min_tokens": 2**31 - 1}, {"temperature": 0.01, "top_p": 1e-6},
+    ],
+)  # fmt: skip
+def test_the_last_numbers_that_are_taken_give_logprobs_of_the_distribution(http, sampling):
+    reply = ok(http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "logprobs": 0, **sampling}))
+    values = reply["choices"][0]["logprobs"]["token_logprobs"]
+    assert values and all(-1e4 < value <= 0 for value in values)
+
+
 def test_neutral_values_of_such_fields_change_nothing(http):
     body = {"prompt": PROMPT, "max_tokens": 1, "frequency_penalty": 0, "best_of": 1, "echo": False, "user": "me"}
     assert len(ok(http.post("/v1/completions", json=body))["choices"]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import socket
@@ -10,17 +11,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from swift.errors import EngineDead, EngineError, SyncFailed, first_line
-from swift.rollout.engines import wire
+from swift.rollout.engines import replies, wire
 from swift.rollout.engines.client import EngineClient
-from swift.rollout.engines.events import Lost, Timeouts
+from swift.rollout.engines.events import Late, Lost, Timeouts
 from swift.rollout.engines.process import on_thread
+from swift.rollout.engines.replies import Reply
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.weights.disk import open_regular
+
+Shape = TypeVar("Shape")
 
 
 class Busy(Exception):
@@ -43,7 +48,7 @@ class ServerCalls(EngineClient):
         super().__init__(f"server {without_secrets(self.url)}", timeouts, weight_transport=weight_transport)
         self.spec, self.run_id = spec, run_id
         key = api_key or os.environ.get("SWIFT_API_KEY")
-        headers = {wire.RUN_HEADER: run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
+        headers = {**replies.HEADERS, wire.RUN_HEADER: run_id, **({"Authorization": f"Bearer {key}"} if key else {})}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=8)
         self._http = httpx.Client(base_url=self.url, headers=headers, trust_env=False, limits=limits)
         self._ending = threading.Event()
@@ -51,40 +56,42 @@ class ServerCalls(EngineClient):
     def _bounds(self, timeout_s: float) -> httpx.Timeout:
         return httpx.Timeout(timeout_s, connect=min(self.timeouts.connect_s, timeout_s))
 
-    def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> httpx.Response:
+    def _request(self, method: str, path: str, timeout_s: float, **options: Any) -> Reply:
         try:
-            return self._http.request(method, path, timeout=self._bounds(timeout_s), **options)
-        except httpx.TimeoutException as error:
+            return replies.whole(self._http, method, path, self._bounds(timeout_s), **options)
+        except Late as error:
             problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
             raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
-        except (httpx.HTTPError, RuntimeError) as error:
+        except Lost:
             self.check_alive()
-            raise Lost(first_line(error)) from error
+            raise
 
     def _in_the_way(self) -> str:
         """What a call that is carried out at rest waits for, if that are requests of others."""
         try:
-            reply = self._http.get("/info", timeout=self._bounds(min(5.0, self.timeouts.reply_s)))
-            running = dict(reply.json()["running_of"])
-        except (httpx.HTTPError, RuntimeError, ValueError, KeyError, TypeError):
+            reply = replies.whole(self._http, "GET", "/info", self._bounds(min(5.0, self.timeouts.reply_s)))
+            running = reply.read(wire.Load, self.name).running_of
+        except (Lost, EngineError):
             return ""
         running.pop(f"run {self.run_id}", None)
         said = ", ".join(f"{count} of {owner}" for owner, count in sorted(running.items()))
         return f"; it waits for requests of others: {said}" if said else ""
 
-    def _get(self, method: str, path: str, timeout_s: float, **options: Any) -> dict[str, Any]:
+    def _get(self, method: str, path: str, timeout_s: float, shape: type[Shape], **options: Any) -> Shape:
         """One request and its answer. Raises Lost, or what the server raised, or that it refuses us."""
-        return self._answer(self._request(method, path, timeout_s, **options))
+        return self._answer(self._request(method, path, timeout_s, **options), shape)
 
-    def _answer(self, reply: httpx.Response) -> dict[str, Any]:
+    def _answer(self, reply: Reply, shape: type[Shape]) -> Shape:
         if reply.status_code == 200:
-            answer: dict[str, Any] = reply.json()
-            return answer
+            return reply.read(shape, self.name)
         raise problem_of(self.name, reply)
 
-    def _upload(self, path: str, params: dict[str, Any], data: bytes) -> dict[str, Any]:
+    def _info(self, timeout_s: float) -> wire.Info:
+        return self._get("GET", "/info", timeout_s, wire.Info)
+
+    def _upload(self, path: str, params: dict[str, Any], data: bytes, shape: type[Shape]) -> Shape:
         headers = {"Content-Type": wire.SAFETENSORS}
-        return self._get("POST", path, self.timeouts.sync_s, params=params, content=data, headers=headers)
+        return self._get("POST", path, self.timeouts.sync_s, shape, params=params, content=data, headers=headers)
 
     def _aside(self, work: Callable[[], Any], timeout_s: float) -> Callable[[], Any]:
         """Begin `work` on a thread; the result waits for it and raises what came of it."""
@@ -105,13 +112,13 @@ class ServerCalls(EngineClient):
         while True:
             self.check_alive()
             try:
-                reply = self._http.get("/health", timeout=self._bounds(min(5.0, self.timeouts.reply_s)))
-                state = reply.json() if reply.status_code in (200, 503) else {}
-                if reply.status_code == 200 or state.get("alive") or state.get("void"):
+                reply = replies.whole(self._http, "GET", "/health", self._bounds(min(5.0, self.timeouts.reply_s)))
+                state = reply.read(wire.State, self.name) if reply.status_code in (200, 503) else wire.State()
+                if reply.status_code == 200 or state.alive or state.void:
                     return
-                seen = f"HTTP {reply.status_code} {state.get('detail', '')}".strip()
-            except (httpx.HTTPError, ValueError) as error:
-                seen = first_line(error)
+                seen = f"HTTP {reply.status_code} {state.detail}".strip()
+            except (Lost, EngineError) as error:
+                seen = first_line(error).removeprefix(f"{self.name}: ")
             if time.monotonic() + self.timeouts.poll_s > deadline:
                 break
             self._ending.wait(self.timeouts.poll_s)
@@ -136,83 +143,86 @@ class ServerCalls(EngineClient):
             body = {"run_id": self.run_id, "name": me, "rebuild": rebuild}
             reply = self._request("POST", "/reset", self.timeouts.start_s, json=body)
             said = refusal_of(reply)
-            if not (reply.status_code == 409 and said.get("kind") == "held"):
-                self._answer(reply)
+            if not (reply.status_code == 409 and said.kind == "held"):
+                self._answer(reply, dict)
                 return
-            now = float(said["expires_in_s"])
+            now = said.expires_in_s
             if (left is not None and now > left) or time.monotonic() + self.timeouts.poll_s > deadline:
-                raise EngineError(f"{self.name}: {said['message']}")
+                raise EngineError(f"{self.name}: {said.message}")
             left = now
             self._ending.wait(self.timeouts.poll_s)
             self.check_alive()
 
-    def _check_expected(self, info: dict[str, Any]) -> None:
+    def _check_expected(self, info: wire.Info) -> None:
         """Raises EngineError when the server is not what this run needs."""
-        if info.get("protocol") != wire.PROTOCOL:
+        if info.protocol != wire.PROTOCOL:
             raise EngineError(
-                f"{self.name}: it speaks protocol {info.get('protocol')}, this is {wire.PROTOCOL}; use the same "
-                "version of swift on both sides"
+                f"{self.name}: it speaks protocol {info.protocol}, this is {wire.PROTOCOL}; use the same version of "
+                "swift on both sides"
             )
-        mine, theirs = wire.architecture(self.spec.model), info["architecture"]
+        mine, theirs = self._architecture, info.architecture
         other = [
             f"{name} {theirs.get(name)} instead of {mine[name]}" for name in mine if theirs.get(name) != mine[name]
         ]
         problems = []
         if other:
-            problems.append(f"it serves {info['model']}, the run has {self.spec.model} ({', '.join(other)})")
-        if info["dtype"] != self.spec.dtype:
-            problems.append(f"it computes in {info['dtype']}, the run in {self.spec.dtype}; give both --torch_dtype")
-        if self.spec.max_model_len is not None and info["max_model_len"] < self.spec.max_model_len:
+            problems.append(f"it serves {info.model}, the run has {self.spec.model} ({', '.join(other)})")
+        if info.dtype != self.spec.dtype:
+            problems.append(f"it computes in {info.dtype}, the run in {self.spec.dtype}; give both --torch_dtype")
+        if self.spec.max_model_len is not None and info.max_model_len < self.spec.max_model_len:
             problems.append(
-                f"its --vllm_max_model_len is {info['max_model_len']}, the run needs {self.spec.max_model_len} tokens; "
+                f"its --vllm_max_model_len is {info.max_model_len}, the run needs {self.spec.max_model_len} tokens; "
                 f"start it with --vllm_max_model_len {self.spec.max_model_len}, or lower --max_length here"
             )
         if problems:
             raise EngineError(*(f"{self.name}: {problem}" for problem in problems))
 
-    def _shared_folder(self, info: dict[str, Any]) -> Path | None:
+    @functools.cached_property
+    def _architecture(self) -> dict[str, Any]:
+        return wire.architecture(self.spec.model)
+
+    def _shared_folder(self, info: wire.Info) -> Path | None:
         """The server's weights folder, if this host sees the very same one."""
-        if not info.get("weights_folder") or not info.get("weights_probe"):
+        if not info.weights_folder or info.weights_probe != wire.probe_name(info.boot_id):
             return None
-        folder = Path(info["weights_folder"])
+        folder = Path(info.weights_folder)
         try:
-            same = (folder / info["weights_probe"]).read_text(encoding="utf-8") == info["boot_id"]
-        except OSError:
+            with open_regular(folder / info.weights_probe) as file:
+                same = file.read(wire.PROBE_BYTES).decode("utf-8", "replace") == info.boot_id
+        except (OSError, ValueError):
             return None
         return folder if same and os.access(folder, os.W_OK) else None
 
     def _beat(self) -> None:
         """Signs of life that keep the lease while nothing else is sent."""
         while not self._ending.wait(self.timeouts.heartbeat_s):
-            with contextlib.suppress(httpx.HTTPError, ValueError, RuntimeError):  # whoever needs the server will see
-                self._http.get("/health", timeout=self._bounds(self.timeouts.reply_s))
+            with contextlib.suppress(Lost):  # whoever needs the server will see
+                replies.whole(self._http, "GET", "/health", self._bounds(self.timeouts.reply_s))
 
 
-def problem_of(name: str, reply: httpx.Response) -> Exception:
+def problem_of(name: str, reply: Reply) -> Exception:
     """What an answer other than 200 means."""
     said = refusal_of(reply)
     if (error := wire.error_from(said, name)) is not None:
         return Lost(str(error)) if isinstance(error, EngineDead) else error
-    message = said.get("message")
-    if said.get("kind") in ("no_lease", "held", "version"):
-        return Lost(str(message))
+    if said.kind in ("no_lease", "held", "version"):
+        return Lost(said.message)
     if reply.status_code == 429:
-        return Busy(str(message))
+        return Busy(said.message)
     if reply.status_code == 401:
         return EngineError(f"{name}: it does not accept the key; give its --api_key as --vllm_server_api_key")
     if reply.status_code >= 500:
-        return Lost(f"HTTP {reply.status_code}{': ' + str(message) if message else ''}")
-    what = message or f"HTTP {reply.status_code}; is this a `swift rollout` server?"
+        return Lost(f"HTTP {reply.status_code}{': ' + said.message if said.message else ''}")
+    what = said.message or f"HTTP {reply.status_code}; is this a `swift rollout` server?"
     return EngineError(f"{name}: {what}")
 
 
-def refusal_of(reply: httpx.Response) -> dict[str, Any]:
-    """What an answer says of its error; {} without one."""
+def refusal_of(reply: Reply) -> wire.ToldError:
+    """What an answer says of its error; nothing without one."""
     try:
-        said = reply.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return said if isinstance(said, dict) else {}
+        return reply.read(wire.ErrorReply, "").error
+    except EngineError:
+        return wire.ToldError()
 
 
 def without_secrets(url: str) -> str:

@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ import httpx
 import msgspec
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
-from swift.rollout.engines import wire
+from swift.rollout.engines import replies, wire
 from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
@@ -44,9 +44,13 @@ BATCH = 1024
 """Largest number of requests in one POST."""
 BATCH_TOKENS = 4_000_000
 """Largest number of prompt tokens in one POST."""
+LONGEST = 1 << 22
+"""Longest context that a server is believed to have."""
 
 PATHS = {"commit": "weights/commit", "connect": "weights/connect"}
 """Of calls whose routes have other names."""
+SHAPES: dict[str, Any] = {"commit": wire.Acknowledged, "versions": wire.VersionsReply}
+"""Of replies that hold something."""
 
 
 class ServerClient(ServerCalls):
@@ -84,7 +88,7 @@ class ServerClient(ServerCalls):
         self.files: disk.RunFolder | None = None
         self._boot = ""
         self._base = EngineCounters()
-        self._failures = 0
+        self._failures = self._line_bytes = 0
         self._writing: int | None = None  # version
         self._beating: threading.Thread | None = None
 
@@ -103,22 +107,22 @@ class ServerClient(ServerCalls):
         """
         try:
             self._await_server()
-            info = self._get("GET", "/info", self.timeouts.reply_s)
+            info = self._info(self.timeouts.reply_s)
             self._check_expected(info)
+            self._boot = info.boot_id
             self._take_lease()
         except Lost as lost:
             raise EngineDead(f"{self.name}: {lost}") from lost
-        self._boot = info["boot_id"]
-        capabilities = msgspec.convert(info["capabilities"], Capabilities)
-        limit = min(info["max_model_len"], self.spec.max_model_len or math.inf)
+        limit = min(info.max_model_len, self.spec.max_model_len or math.inf)
         self.weights_folder = self._shared_folder(info)
         if self.weights_folder is not None and self.files is None:
             self.files = disk.open_run(self.weights_folder, f"run-{self.run_id}")
-        self._base = EngineCounters(**info["counters"])
+        self._line_bytes = wire.line_bytes(int(min(limit, LONGEST)))
+        self._base = info.counters
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
-        return replace(capabilities, max_model_len=limit, shares_weights=False, sleep_levels=(0,))
+        return replace(info.capabilities, max_model_len=int(limit), shares_weights=False, sleep_levels=(0,))
 
     def replace(self, how: str) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
@@ -130,9 +134,9 @@ class ServerClient(ServerCalls):
         self.check_alive()
         self._await_server()
         try:
-            info = self._get("GET", "/info", self.timeouts.reply_s)
-            same = info["boot_id"] == self._boot and info["run_id"] == self.run_id
-            if same and info["version"] == self.version and not self.void:
+            info = self._info(self.timeouts.reply_s)
+            same = info.boot_id == self._boot and info.run_id == self.run_id
+            if same and info.version == self.version and not self.void:
                 return None
             self._check_expected(info)
             self._take_lease(rebuild=same)
@@ -141,9 +145,9 @@ class ServerClient(ServerCalls):
         except (EngineError, ConfigError) as error:
             problem = error.problems[0].removeprefix(f"{self.name}: ")
             raise EngineDead(f"{self.name}: cannot be used again: {problem}") from error
-        now = EngineCounters(**info["counters"])
-        more = now - self._base - self.lived if info["boot_id"] == self._boot else EngineCounters(restarts=1)
-        self._boot, self._base = info["boot_id"], now
+        now = info.counters
+        more = now - self._base - self.lived if info.boot_id == self._boot else EngineCounters(restarts=1)
+        self._boot, self._base = info.boot_id, now
         return more
 
     def progress(self) -> None:
@@ -155,18 +159,19 @@ class ServerClient(ServerCalls):
         if life is not self.life:
             raise Lost("its requests were given up")
         for part in _parts([self._with_ends(request) for request in requests]):
-            left = {request.request_id for request in part}
+            asked = {request.request_id: request for request in part}
             content = wire.encode(wire.InferRequest.of(part, self.version))
             name = f"stream of {self.name}"
-            threading.Thread(target=self._read, args=(life, left, content), name=name, daemon=True).start()
+            threading.Thread(target=self._read, args=(life, asked, content), name=name, daemon=True).start()
 
     def _with_ends(self, request: Request) -> Request:
         """With the ids that end a completion: the server may know others."""
         stops = tuple(sorted({*self.spec.eos_token_ids, *request.sampling.stop_token_ids}))
         return replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
 
-    def _read(self, life: object, left: set[str], content: bytes) -> None:
-        for event in self._events(left, content):
+    def _read(self, life: object, asked: Mapping[str, Request], content: bytes) -> None:
+        left = set(asked)
+        for event in self._events(asked, left, content):
             if life is not self.life:  # given up: the server sees the stream closed, and aborts
                 return
             if isinstance(event, Completion):
@@ -178,30 +183,41 @@ class ServerClient(ServerCalls):
             else:
                 self.deliver(life, event)
 
-    def _events(self, left: set[str], content: bytes) -> Iterator[Event | EngineCounters]:
+    def _events(self, asked: Mapping[str, Request], left: set[str], content: bytes) -> Iterator[Event | EngineCounters]:
         """What comes of the requests of one POST, and what the engines did by then. left: ids that have not come."""
         headers, timeout = {"Content-Type": "application/json"}, self._bounds(self.timeouts.reply_s)
         try:
-            with self._http.stream("POST", "/infer/", content=content, headers=headers, timeout=timeout) as reply:
+            with replies.streamed(self._http, "/infer/", timeout, content, headers) as reply:
                 if reply.status_code != 200:
-                    reply.read()
-                    yield from self._refusal(left, problem_of(self.name, reply))
+                    refusal = replies.rest(reply, self.timeouts.reply_s)
+                    yield from self._refusal(left, problem_of(self.name, refusal))
                     return
-                for text in filter(None, reply.iter_lines()):
+                for text in replies.lines(reply, self._line_bytes, self.timeouts.reply_s):
                     line: wire.Line = msgspec.json.decode(text, type=wire.Line)
                     if isinstance(line, wire.CompletionLine):
+                        self._check_completion(line.completion, asked)
                         yield line.completion
                     elif isinstance(line, wire.FailedLine):
                         error = wire.error_from(line.error, self.name)
-                        yield Failure(line.ids, error or EngineDead(f"{self.name}: {line.error.get('message')}"))
+                        yield Failure(line.ids, error or EngineDead(f"{self.name}: {line.error.message}"))
                     elif isinstance(line, wire.AliveLine):
                         yield line.counters
                     else:
                         yield Returned(list(left))
                         return
             yield Lost("its stream was cut off")
-        except (httpx.HTTPError, httpx.StreamError, ValueError, RuntimeError) as error:
+        except Lost as lost:
+            yield lost
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
             yield Lost(first_line(error))
+
+    def _check_completion(self, completion: Completion, asked: Mapping[str, Request]) -> None:
+        """Raises Lost: it cannot be what was asked for, so that this is no engine of the run's model."""
+        name = completion.request_id
+        if name not in asked:
+            raise Lost(f"it answers a request that it was not sent: {name[:80]!r}")
+        if problem := wire.not_of(completion, asked[name], self._architecture.get("vocab_size")):
+            raise Lost(f"its answer to request {name} is none: {problem}")
 
     def _refusal(self, left: set[str], problem: Exception) -> Iterator[Event]:
         """Nothing of a POST was taken."""
@@ -214,7 +230,7 @@ class ServerClient(ServerCalls):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         with contextlib.suppress(Lost, EngineError):  # then the stream sees it, or the clock
-            self._get("POST", "/abort_requests", self.timeouts.reply_s, json={"request_ids": list(request_ids)})
+            self._get("POST", "/abort_requests", self.timeouts.reply_s, dict, json={"request_ids": list(request_ids)})
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -227,15 +243,17 @@ class ServerClient(ServerCalls):
             case "begin_update":
                 body = wire.encode(wire.BeginUpdate.of(**fields))
                 headers = {"Content-Type": "application/json"}
-                return self._get("POST", "/weights/begin", timeout_s, content=body, headers=headers)["update"]
+                began = self._get("POST", "/weights/begin", timeout_s, wire.Began, content=body, headers=headers)
+                return began.update
             case "load_adapter":
                 return self._upload_adapter(**fields)
-        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, json=fields or None)
+        shape = SHAPES.get(name, dict)
+        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, shape, json=fields or None)
         match name:
             case "commit":
-                said["ack"] = Ack(**said["ack"])
+                return {"ack": said.ack, "asleep": said.asleep}
             case "versions":
-                return msgspec.convert(said, wire.VersionsReply).versions
+                return said.versions
         return said
 
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
@@ -254,9 +272,9 @@ class ServerClient(ServerCalls):
 
     def _restart(self) -> NoReturn:
         """Raises Lost as soon as the server is another process."""
-        boot = self._get("POST", "/restart", self.timeouts.reply_s)["boot_id"]
+        boot = self._get("POST", "/restart", self.timeouts.reply_s, wire.Boot).boot_id
         deadline = time.monotonic() + self.timeouts.server_s
-        while self._get("GET", "/info", self.timeouts.start_s)["boot_id"] == boot:
+        while self._info(self.timeouts.start_s).boot_id == boot:
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{self.name}: it has not started anew within {self.timeouts.server_s:g} s; see its log"
@@ -267,8 +285,7 @@ class ServerClient(ServerCalls):
     def _upload_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in sorted(adapter.tensors)], metadata)
-        reply = self._upload("/v1/load_lora_adapter", {"version": version}, data)
-        return {"result": Ack(**reply["ack"])}
+        return {"result": self._upload("/v1/load_lora_adapter", {"version": version}, data, wire.Acknowledged).ack}
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -289,13 +306,15 @@ class ServerClient(ServerCalls):
 
     def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         if way == "http":
-            return self._aside(lambda: self._upload("/weights/bucket", {"update": update}, payload), timeout_s)
+            return self._aside(lambda: self._upload("/weights/bucket", {"update": update}, payload, dict), timeout_s)
         body = {"update": update, **({"broadcast": payload} if way == "broadcast" else payload)}
-        return self._aside(lambda: self._get("POST", "/weights/bucket", self.timeouts.sync_s, json=body), timeout_s)
+        return self._aside(
+            lambda: self._get("POST", "/weights/bucket", self.timeouts.sync_s, dict, json=body), timeout_s
+        )
 
     def abort_update(self, update: int) -> None:
         with contextlib.suppress(Lost, SwiftError):
-            self._get("POST", "/weights/abort", self.timeouts.reply_s, json={"update": update})
+            self._get("POST", "/weights/abort", self.timeouts.reply_s, dict, json={"update": update})
 
     def update_ended(self, *, complete: bool) -> None:
         """Files that were written are complete, or given up."""
@@ -312,17 +331,17 @@ class ServerClient(ServerCalls):
 
     def ask_health(self) -> Health:
         try:
-            state = self._http.get("/health", timeout=self._bounds(5.0)).json()
-            return Health(bool(state["alive"]), str(state["detail"]))
-        except (httpx.HTTPError, ValueError, KeyError, RuntimeError) as error:
-            return Health(False, f"{self.name}: {first_line(error)}")
+            state = replies.whole(self._http, "GET", "/health", self._bounds(5.0)).read(wire.State, self.name)
+            return Health(state.alive, state.detail)
+        except (Lost, EngineError) as error:
+            return Health(False, f"{self.name}: {first_line(error).removeprefix(f'{self.name}: ')}")
 
     def end(self) -> None:
         self._ending.set()
         self.life = object()
         if self._boot:
-            with contextlib.suppress(httpx.HTTPError):  # a server that is gone has no lease to give back
-                self._http.post("/release", json={"run_id": self.run_id}, timeout=self._bounds(5.0))
+            with contextlib.suppress(Lost):  # a server that is gone has no lease to give back
+                replies.whole(self._http, "POST", "/release", self._bounds(5.0), json={"run_id": self.run_id})
         if self._beating is not None and self._beating is not threading.current_thread():
             self._beating.join(self.timeouts.reply_s + self.timeouts.connect_s)
         self._http.close()

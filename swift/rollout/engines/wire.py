@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 
 import swift.errors
 from swift.errors import EngineError, SwiftError, first_line
-from swift.rollout.engines.base import EngineCounters, TensorInfo
+from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
 PROTOCOL = 4
@@ -31,6 +31,10 @@ RUN_HEADER = "X-Swift-Run"
 ALIVE_S = 2.0
 """How often a stream says that it is there when it has nothing else to say."""
 SAFETENSORS = "application/x-safetensors"
+LINE_CHARACTERS = 2000
+"""Of an error that a server tells, in one line."""
+PROBE_BYTES = 256
+"""Longest content of the file that shows whether a disk is shared."""
 
 ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -74,6 +78,73 @@ class InferRequest(Struct, forbid_unknown_fields=True):
         return cls([list(prompt) for prompt in prompts], samples, version)
 
 
+class Load(Struct):
+    """Of GET /info, what runs there, by owner."""
+
+    running_of: dict[str, int]
+
+
+class Info(Struct):
+    """GET /info, as far as a client needs it."""
+
+    protocol: int
+    boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    model: str
+    architecture: dict[str, Any]
+    dtype: str
+    max_model_len: Annotated[int, Meta(ge=1)]
+    run_id: str | None
+    version: int
+    capabilities: Capabilities
+    weights_folder: str | None
+    weights_probe: str | None
+    counters: EngineCounters
+
+
+class State(Struct):
+    """GET /health, as far as a client needs it."""
+
+    alive: bool = False
+    void: bool = False
+    detail: str = ""
+
+
+class Began(Struct):
+    """Reply to POST /weights/begin."""
+
+    update: int
+
+
+class Acknowledged(Struct):
+    """Reply of routes that bring weights."""
+
+    ack: Ack
+    asleep: str
+
+
+class Boot(Struct):
+    """A process of the server."""
+
+    boot_id: str
+
+
+class ToldError(Struct):
+    """An error that a reply holds; see `error_body`."""
+
+    type: str = ""
+    message: str = ""
+    kind: str = ""
+    problems: list[str] = []
+    state: dict[str, str | int | float] = {}
+    expires_in_s: float = 0.0
+
+
+class ErrorReply(Struct):
+    """Any reply that is no 200."""
+
+    error: ToldError
+
+
 class CompletionLine(Struct, tag_field="event", tag="completion"):
     """A completion."""
 
@@ -84,7 +155,7 @@ class FailedLine(Struct, tag_field="event", tag="failed"):
     """Requests that will not come."""
 
     ids: list[str]
-    error: dict[str, Any]
+    error: ToldError
 
 
 class AliveLine(Struct, tag_field="event", tag="alive"):
@@ -133,6 +204,32 @@ def digest_of(prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Seq
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
+def probe_name(boot_id: str) -> str:
+    """The file in a weights folder by which a client sees whether its disk is that of the server."""
+    return f".swift-rollout-{boot_id}"
+
+
+def line_bytes(max_model_len: int) -> int:
+    """Longest line of a reply: that of a completion, or of the ids of a whole batch."""
+    return (4 << 20) + 256 * max_model_len
+
+
+def not_of(completion: Completion, request: Request, vocab_size: int | None) -> str:
+    """Why a completion cannot be one of a request; "" when it can."""
+    ids, most = completion.token_ids, request.sampling.max_new_tokens
+    if len(ids) > most:
+        return f"{len(ids)} tokens came, and at most {most} were asked for"
+    size = vocab_size or 1 << 31
+    if wrong := next((one for one in ids if not 0 <= one < size), None):
+        return f"token id {wrong}: outside of 0..{size - 1}"
+    if completion.log_mass and len(completion.log_mass) != len(ids):
+        return f"{len(completion.log_mass)} masses for {len(ids)} tokens"
+    ends = [0, *(end for _, _, end in completion.versions)]
+    if ids and [*(start for _, start, _ in completion.versions), len(ids)] != ends:
+        return f"versions {completion.versions[:4]} for {len(ids)} tokens"
+    return ""
+
+
 def architecture(folder: str | Path) -> dict[str, Any]:
     """What config.json says of the model; {} without that file."""
     file = Path(folder) / "config.json"
@@ -156,20 +253,20 @@ def error_body(error: BaseException, status: int) -> dict[str, Any]:
     }
 
 
-def error_from(error: dict[str, Any], name: str) -> SwiftError | None:
+def error_from(error: ToldError, name: str) -> SwiftError | None:
     """The error that a failed reply holds, in the server's name; None when it is no typed error of ours."""
-    if not error.get("type") or not error.get("problems"):
+    if not error.type or not error.problems:
         return None
-    kind = getattr(swift.errors, str(error["type"]), None)
+    kind = getattr(swift.errors, error.type, None)
     if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
         kind = EngineError
-    return error_in_name(name, kind, list(map(str, error["problems"])), error.get("state") or {})
+    return error_in_name(name, kind, [problem[:LINE_CHARACTERS] for problem in error.problems], error.state)
 
 
-def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: dict[str, Any]) -> SwiftError:
+def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: Mapping[str, Any]) -> SwiftError:
     """An error of this kind that an engine or server has raised, with its name in front. state: further attributes."""
     made = kind.__new__(kind)
     first, *rest = problems
     SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
-    made.__dict__.update({key: value for key, value in state.items() if key != "problems"})
+    made.__dict__.update({key: value for key, value in state.items() if key not in ("problems", "exit_code")})
     return made

@@ -212,7 +212,7 @@ class Service:
         folder = self.settings.weights_folder
         if folder is None:
             return None
-        name = f".swift-rollout-{self.boot_id}"
+        name = wire.probe_name(self.boot_id)
         (folder / name).write_text(self.boot_id, encoding="utf-8")
         return name
 

@@ -34,19 +34,27 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 """Values of fields that this server does not have at which they ask for nothing."""
 
-RANGES: dict[str, tuple[Literal["above", "from"], float, float]] = {
-    "temperature": ("from", 0, 1e6),
-    "top_p": ("above", 0, 1),
-    "top_k": ("from", -1, 2**31 - 1),
-    "min_p": ("from", 0, 1),
-    "repetition_penalty": ("above", 0, 1e6),
-    "frequency_penalty": ("from", -2, 2),
-    "presence_penalty": ("from", -2, 2),
-    "min_tokens": ("from", 0, 2**31 - 1),
-    "max_new_tokens": ("from", 1, 2**31 - 1),
-    "seed": ("from", 0, 2**63 - 1),
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 1e6),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-3, 1e3),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "min_tokens": (0, 2**31 - 1),
+    "max_new_tokens": (1, 2**31 - 1),
+    "seed": (0, 2**63 - 1),
 }
-"""Bounds of numbers: above is exclusive, the upper one is inclusive."""
+"""Bounds of numbers, inclusive."""
+
+LEAST_TEMPERATURE = 0.01
+"""Above 0. At lower ones logits leave the range of floats, and vLLM takes this one."""
+
+STOPS = {"stop": 256, "stop_token_ids": 1024}
+"""Most entries of a request."""
+CHARACTERS = 1 << 16
+"""Longest stop texts together, and longest expression."""
 
 NUMBERS = RANGES.keys() - {"max_new_tokens", "seed"}
 """Fields of `SamplingParams` that clients give under the same name."""
@@ -163,11 +171,21 @@ def check_logprobs(value: int | None, name: str = "logprobs") -> None:
 
 def check_sampling(sampling: SamplingParams) -> None:
     """Refuse numbers that no distribution has, naming the field and its value (422)."""
-    for name, (kind, low, high) in RANGES.items():
+    for name, (low, high) in RANGES.items():
         value = getattr(sampling, name)
-        if not ((value > low if kind == "above" else value >= low) and value <= high):
-            word = "above" if kind == "above" else "at least"
-            raise field_error(f"{name}: {value}: out of range; {word} {low:g}, at most {high:g}")
+        if not low <= value <= high:
+            raise field_error(f"{name}: {value}: out of range; at least {low:g}, at most {high:g}")
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise field_error(
+            f"temperature: {sampling.temperature}: out of range; 0 for the likeliest tokens, or at least "
+            f"{LEAST_TEMPERATURE:g}"
+        )
+    for name, most in STOPS.items():
+        if (count := len(getattr(sampling, name))) > most:
+            raise field_error(f"{name}: {count}: over the limit of {most}")
+    for name, length in (("stop", sum(map(len, sampling.stop))), ("regex", len(sampling.regex or ""))):
+        if length > CHARACTERS:
+            raise field_error(f"{name}: {length} characters: over the limit of {CHARACTERS}")
     for text in (*sampling.stop, sampling.regex or ""):
         if "\0" in text:
             raise field_error(f"{'regex' if text == sampling.regex else 'stop'}: has a NUL character; leave it out")

@@ -8,14 +8,16 @@ reads plain tensors: nothing in these files can run code.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
@@ -144,13 +146,22 @@ def inside(folder: Path | None, name: str) -> Path:
     try:
         path = (root / name).resolve()
         exists = path.exists()
-    except (OSError, ValueError) as error:  # too long, or with a NUL
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
         raise ConfigError(f"path: {name[:80]}: is no path ({error}); use one below --weights_folder") from error
     if path == root or root not in path.parents:
         raise ConfigError(f"path: {name}: is not below the weights folder; use a path below --weights_folder")
     if not exists:
         raise ConfigError(f"path: {name}: does not exist below the weights folder; is the disk the same?")
     return path
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file for reading. Raises OSError: there is none, or it is a pipe, a device or a folder, which may block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) -> Bucket:
@@ -165,7 +176,7 @@ def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) ->
         SyncFailed: it holds something else.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_regular(path) as same, safe_open(f"/dev/fd/{same.fileno()}", framework="pt") as file:
             bucket = in_order({name: file.get_tensor(name) for name in file.keys()}, path.name, wanted)  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise SyncFailed(f"weights: {path.name}: cannot be read ({error})") from error
