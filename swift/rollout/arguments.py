@@ -244,7 +244,8 @@ class EnvironmentArguments:
     """Origin of completions or their rewards: the engine alone, or environments of Atropos or NeMo Gym."""
 
     max_excluded_frac: float = flag(0.5, at_least=0, at_most=1, everyday=False)
-    """Maximum share of excluded samples over 20 rollout batches. More stop the run."""
+    """Maximum share of excluded samples over 20 rollout batches. More stop the run, and so do 32 at the start without
+    any other; 1 stops none."""
 
     rollout_func: str | None = flag(everyday=False, unset="the engine samples each completion once")
     """Function that makes the completions: a name in `rollout_functions`, or `path.py:function`."""

@@ -10,6 +10,8 @@ from swift.types import RolloutGroup
 
 BATCHES = 20
 """Rollout batches over which the share counts."""
+FIRST_SAMPLES = 32
+"""If so many samples are excluded before any other, the run ends."""
 SHOWN = 3
 """Reasons in the message."""
 
@@ -28,7 +30,10 @@ def exclusion_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 class ExclusionLimit:
-    """Ends a run of which more than a share of the samples is excluded over the last `BATCHES` rollout batches.
+    """Ends a run of which too many samples are excluded.
+
+    All of the first `FIRST_SAMPLES`, or more than a share of those of the last `BATCHES` rollout batches. A share of 1
+    ends none.
 
     The count begins anew when a run is resumed.
     """
@@ -36,6 +41,7 @@ class ExclusionLimit:
     def __init__(self, most: float) -> None:
         self.most = most
         self._batches: deque[tuple[int, Counter[str]]] = deque(maxlen=BATCHES)
+        self._worked = most >= 1  # a sample was not excluded
 
     def add(self, num_samples: int, reasons: Mapping[str, int]) -> None:
         """Count a rollout batch, with the groups that dynamic sampling dropped.
@@ -45,10 +51,14 @@ class ExclusionLimit:
         self._batches.append((num_samples, Counter(reasons)))
         total = sum(count for count, _ in self._batches)
         excluded = sum((found for _, found in self._batches), Counter[str]())
-        if len(self._batches) < BATCHES or excluded.total() <= self.most * total:
+        self._worked = self._worked or excluded.total() < total
+        if not self._worked and total >= FIRST_SAMPLES:
+            which = f"all of the first {total} samples"
+        elif len(self._batches) == BATCHES and excluded.total() > self.most * total:
+            which = f"{excluded.total()} of {total} samples of the last {BATCHES} rollout batches"
+        else:
             return
         shown = ", ".join(f"{reason} ({count})" for reason, count in excluded.most_common(SHOWN))
         raise EngineError(
-            f"--max_excluded_frac: {self.most:g}: {excluded.total()} of {total} samples of the last {BATCHES} rollout "
-            f"batches are excluded, mostly: {shown}; correct the cause, or raise it"
+            f"--max_excluded_frac: {self.most:g}: {which} are excluded, mostly: {shown}; correct the cause, or raise it"
         )

@@ -385,6 +385,16 @@ def test_a_run_ends_when_more_than_half_of_twenty_batches_is_left_out():
         fresh.add(1, {"no_reward": 1})
 
 
+def test_a_run_ends_when_all_of_its_first_samples_are_left_out():
+    limit, late, never = ExclusionLimit(0.5), ExclusionLimit(0.5), ExclusionLimit(1.0)
+    limit.add(31, {"no_reward": 31})
+    with pytest.raises(EngineError, match=r"all of the first 32 samples are excluded, mostly: no_reward \(32\)"):
+        limit.add(1, {"no_reward": 1})
+    late.add(32, {"no_reward": 31})
+    for one in (late, never):
+        one.add(64, {"no_reward": 64})
+
+
 # --- a command of the run -------------------------------------------------------------------------------------
 
 PARENT = """

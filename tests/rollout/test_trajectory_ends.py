@@ -104,6 +104,69 @@ def test_an_environment_that_never_works_ends_the_run(template, engine_of, caplo
     assert len([line for line in caplog.messages if "KeyError" in line]) == 1
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_an_environment_that_never_works_ends_a_run_that_takes_no_more_than_its_samples(template, engine_of, late):
+    class Broken(Once):
+        async def reset(self, request):
+            if late:
+                await asyncio.sleep(100)
+            raise KeyError("the board")
+
+    engine = engine_of(of_envs({"broken": Broken}, "broken"), limit_s=0.3 if late else 600.0)
+    with pytest.raises(EngineError, match="the first 32 samples all failed"):
+        for _ in range(4):
+            for request in requests(template, 8):
+                engine.submit(request)
+            list(zip(range(8), engine.stream(), strict=False))  # as a round does that has all it waits for
+
+
+class OwnError(BaseException):
+    """Of a plugin."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OwnError])
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+def test_whatever_an_environment_raises_the_others_go_on(template, engine_of, error, where):
+    class Rude(Once):
+        pass
+
+    async def rude(self, *arguments):
+        raise error
+
+    setattr(Rude, where, rude)
+    engine = engine_of(of_envs({"rude": Rude, "fine": Once}, "fine"))
+    wanted = [requests(template, 2, env_config={"name": name})[i] for i, name in enumerate(["rude", "fine"])]
+    assert [fault(one) is None for one in run(engine, wanted)] == [False, True]
+    assert [fault(one) for one in run(engine, wanted[1:])] == [None]
+
+
+@pytest.mark.parametrize("worked", [False, True])
+def test_a_step_that_blocks_the_loop_is_a_time_out_and_the_next_samples_get_another_loop(
+    template, engine_of, caplog, worked
+):
+    leave = threading.Event()
+
+    class Blocking(Once):
+        async def step(self, messages):
+            if self.config["blocks"]:
+                leave.wait(100)
+            return await super().step(messages)
+
+    engine = engine_of(of_envs({"blocking": Blocking}, "blocking"), limit_s=0.5)
+    fine, blocked = (requests(template, 3, env_config={"blocks": blocks}) for blocks in (False, True))
+    if worked:
+        run(engine, fine)
+    began = time.monotonic()
+    assert [fault(one) for one in run(engine, blocked)] == ["environment: timeout"] * 3
+    assert time.monotonic() - began < 20
+    assert "test_trajectory_ends.py:" in caplog.text and "blocks the event loop for over" in caplog.text
+    assert engine.late == 3
+    assert [fault(one) for one in run(engine, fine)] == [None] * 3
+    leave.set()
+    assert [fault(one) for one in run(engine, fine)] == [None] * 3
+    assert engine.late == 3
+
+
 def full(trajectory):
     raise OutOfRoom
 

@@ -7,12 +7,14 @@
 
 A trajectory that waits for its environment holds nothing: its next turn joins the running batch when it comes. After
 an answer the stream waits until the loop has nothing left to run, so that environments that answer at once meet the
-engine at the same step in every run; one that takes its time is waited for `SETTLE_S` at most.
+engine at the same step in every run; one that takes its time is waited for `SETTLE_S` at most. One that blocks the loop
+for longer than the limit of a trajectory ends all trajectories there, and the next ones get another loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import traceback
@@ -26,7 +28,7 @@ from swift.rollout.engines.around import EngineAround
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.multi_turn.loop import Loop
 from swift.rollout.multi_turn.trajectory import Excluded, Limits, OutOfRoom, Trajectory
-from swift.types import Completion, Request
+from swift.types import Completion, Episode, Request
 
 logger = logging.getLogger("swift.rollout")
 
@@ -49,6 +51,7 @@ class _Turn:
 
     request: Request
     answer: asyncio.Future[Completion]
+    loop: Loop
 
 
 @dataclass(eq=False)
@@ -99,7 +102,7 @@ class TrajectoryEngine(EngineAround):
         if self._loop is None:
             self._loop = Loop()
         self._running[request.request_id] = None
-        self._loop.call(self._begin, request)
+        self._loop.call(self._begin, self._loop, request)
 
     def stream(self) -> Iterator[Completion]:
         while True:
@@ -115,6 +118,7 @@ class TrajectoryEngine(EngineAround):
                 yield from self._sample()
             elif not self._ready:
                 self._news.wait(self._patience(LOOK_S))
+                self._leave_blocked_loop()
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         for name in list(self._running):
@@ -140,12 +144,14 @@ class TrajectoryEngine(EngineAround):
             self.engine.between_steps = None
 
     def _come(self) -> Iterator[Completion]:
-        """What is finished; raises what ends the run."""
-        while self._ready:
+        """What is finished; raises what ends the run, before the caller has all that it waits for."""
+        while True:
+            if self._broken is not None:
+                error, self._broken = self._broken, None
+                raise error
+            if not self._ready:
+                return
             yield self._ready.popleft()
-        if self._broken is not None:
-            error, self._broken = self._broken, None
-            raise error
 
     def _feed(self) -> None:
         """Give the inner engine the turns that were asked for."""
@@ -159,41 +165,56 @@ class TrajectoryEngine(EngineAround):
     def _deliver(self, done: Completion) -> None:
         """Hand an answer to its trajectory."""
         turn = self._turns.pop(done.request_id)
-        assert self._loop is not None
-        self._loop.call(_resolve, turn.answer, done)
+        turn.loop.call(_resolve, turn.answer, done)
 
     def _settle(self) -> None:
         if self._loop is not None:
             self._loop.settle(SETTLE_S)
 
+    def _leave_blocked_loop(self) -> None:
+        """Exclude all trajectories of a loop that one of them has blocked for too long."""
+        place = self._loop.give_up(self.limit_s) if self._loop is not None else None
+        if place is None:
+            return
+        self._loop, running, self._running = None, self._running, {}
+        told = f"{place}: blocks the event loop for over --rollout_timeout {self.limit_s:g} s; use asyncio.to_thread"
+        if self._worked:
+            logger.warning("warning: %s: %s; %d samples are excluded", self.name, told, len(running))
+        for name in running:
+            self._late += 1
+            self._failed(told)
+            self._ready.append(Completion(name, [], [], "stop", episode=Episode([], 0, 0, problem="timeout")))
+
     # --- in the thread of the loop --------------------------------------------------------------------------------
 
-    def _begin(self, request: Request) -> None:
-        self._running[request.request_id] = asyncio.get_running_loop().create_task(self._run(request))
+    def _begin(self, loop: Loop, request: Request) -> None:
+        self._running[request.request_id] = asyncio.get_running_loop().create_task(self._run(loop, request))
 
     def _cancel(self, name: str) -> None:
         if (task := self._running.get(name)) is not None:
             asyncio.get_running_loop().call_soon(task.cancel)  # after its first step, so that it has an end
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, loop: Loop, request: Request) -> None:
         """A trajectory from its request to its completion; whatever is raised, there is one."""
         completion = Completion(request.request_id, [], [], "error")
         try:
-            completion = await self._played(request)
+            completion = await self._played(loop, request)
         except Exception as error:  # a defect, raised in the thread that streams
             self._broken = self._broken or error
         finally:
-            self._ready.append(completion)
-            del self._running[request.request_id]
-            self._news.set()
+            if not loop.given_up:
+                self._ready.append(completion)
+                del self._running[request.request_id]
+                self._news.set()
 
-    async def _played(self, request: Request) -> Completion:
+    async def _played(self, loop: Loop, request: Request) -> Completion:
         """The completion of a request, with the reason where it is not to be trained on."""
         assert request.prompt is not None, "the collector sends requests with their rows"
         messages = [dict(one) for one in request.prompt.messages]
         tools = request.prompt.columns.get("tools")
         problem, aborted, limit = "", False, asyncio.timeout(self.limit_s)
-        trajectory = Trajectory(request, self.template, self._answered, self.limits, messages, tools=tools, clock=limit)
+        sample = functools.partial(self._answered, loop)
+        trajectory = Trajectory(request, self.template, sample, self.limits, messages, tools=tools, clock=limit)
         try:
             async with limit:
                 await self.play(trajectory)
@@ -206,18 +227,21 @@ class TrajectoryEngine(EngineAround):
             aborted = True
         except SwiftError as error:  # a broken contract, not a sample that failed
             self._broken, problem = self._broken or error, "error"
-        except (Exception, SystemExit) as error:  # of the environment; its sample is left out
+        except BaseException as error:  # of the environment, whatever it raises; its sample is left out
             problem = "timeout" if limit.expired() else type(error).__name__
-            self._late += limit.expired()
-            self._failed(f"took over --rollout_timeout {self.limit_s:g} s" if limit.expired() else _told(error))
+            if not loop.given_up:
+                self._late += limit.expired()
+                self._failed(f"took over --rollout_timeout {self.limit_s:g} s" if limit.expired() else _told(error))
         completion = trajectory.completion(problem)
         if aborted:
             completion.finish_reason = "abort"
         return completion
 
-    async def _answered(self, request: Request) -> Completion:
+    async def _answered(self, loop: Loop, request: Request) -> Completion:
         """Have the thread that streams sample a turn; one that nobody waits for any more is aborted."""
-        turn = _Turn(request, asyncio.get_running_loop().create_future())
+        if loop.given_up:
+            raise asyncio.CancelledError
+        turn = _Turn(request, asyncio.get_running_loop().create_future(), loop)
         self._asked.append(turn)
         self._news.set()
         try:

@@ -65,7 +65,10 @@ def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
 
 
 async def _result(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+    try:
+        return await value if inspect.isawaitable(value) else value
+    except KeyboardInterrupt as error:  # of the environment: it would end the loop, and no key was pressed here
+        raise RuntimeError("it raised KeyboardInterrupt") from error
 
 
 def _request(trajectory: Trajectory) -> RolloutInferRequest:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+import sys
+import sysconfig
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
+
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+"""Folders of what environments call."""
 
 
 class Loop:
@@ -20,12 +27,16 @@ class Loop:
         """Functions that run on threads and are waited for."""
         self._asked = self._begun = 0
         self._late = False
+        self._since: float | None = None  # it runs something; None while it waits
+        self.given_up = False
         self._loop = _EventLoop(self)
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function on the loop's thread; from any thread."""
+        """Call a function on the loop's thread, unless it was given up; from any thread."""
+        if self.given_up:
+            return
         with self.changed:
             self._asked += 1
         self._loop.call_soon_threadsafe(self._begin, function, arguments)
@@ -40,6 +51,20 @@ class Loop:
             self._late = not self.changed.wait_for(
                 lambda: self.idle and not self.threads and self._asked == self._begun, limit
             )
+
+    def give_up(self, limit_s: float) -> str | None:
+        """Give the loop up if one function has blocked it for so long; where that is, or None.
+
+        The thread ends when the function returns, and so do the coroutines.
+        """
+        with self.changed:
+            if self._since is None or time.monotonic() - self._since < limit_s:
+                return None
+            self.given_up = True
+        frames = traceback.extract_stack(sys._current_frames()[self._thread.ident or 0])
+        place = next(one for one in reversed(frames) if not one.filename.startswith(LIBRARIES))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        return f"{place.filename}:{place.lineno}"
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -98,14 +123,13 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         self._home = home
 
     def select(self, timeout: float | None = None) -> Any:
-        waits = timeout is None or timeout > 0
-        if waits:
-            with self._home.changed:
-                self._home.idle = True
+        with self._home.changed:
+            self._home._since = None
+            self._home.idle = timeout is None or timeout > 0
+            if self._home.idle:
                 self._home.changed.notify_all()
         try:
             return super().select(timeout)
         finally:
-            if waits:
-                with self._home.changed:
-                    self._home.idle = False
+            with self._home.changed:
+                self._home.idle, self._home._since = False, time.monotonic()
