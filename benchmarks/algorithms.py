@@ -123,7 +123,7 @@ OPTIONS = (
 )  # fmt: skip
 
 BASE = (
-    "--eval_strategy steps --num_generations_eval 1 --reward_funcs accuracy format --train_type full "
+    "--loss_type dapo --eval_strategy steps --num_generations_eval 1 --reward_funcs accuracy format --train_type full "
     "--gradient_checkpointing false --num_generations 8 --temperature 1.0 --max_completion_length 48 "
     "--per_device_train_batch_size 64 --learning_rate 1e-4 --warmup_ratio 0.05 --beta 0 --log_entropy true "
     "--logging_steps 1 --save_strategy no --report_to none --parity_check off --add_version false"
@@ -134,7 +134,7 @@ def command(option: Option, model: Path, data: tuple[Path, Path], folder: Path, 
     """One run; a flag of the option replaces that of the base."""
     train, held_out = data
     of_run = f"--model {model} --dataset {train} --val_dataset {held_out} --output_dir {folder} --seed {seed}"
-    of_run += f" --max_steps {steps} --eval_steps {steps}"
+    of_run += f" --data_seed {seed} --max_steps {steps} --eval_steps {steps}"
     given: dict[str, list[str]] = {}
     for words in (BASE, of_run, option.flags):
         now: dict[str, list[str]] = {}

@@ -109,10 +109,11 @@ def one_row(name: str, engine: Engine, folder: Path, options: argparse.Namespace
 def command(model: Path, folder: Path, engine: Engine, output: Path, steps: int, seed: int, dynamic: bool) -> list[str]:
     """A run of either kind."""
     words = (
-        f"--rlhf_type grpo --model {model} --dataset {folder / 'questions.jsonl'} --output_dir {output} "
-        f"--external_plugins {folder / 'half.py'} --reward_funcs half --tuner_type full --torch_dtype float32 "
-        f"--num_generations {engine.generations} --per_device_train_batch_size {engine.groups * engine.generations} "
-        f"--max_completion_length {WORK.completion_tokens} --learning_rate 1e-12 --max_steps {steps} --seed {seed} "
+        f"--rlhf_type grpo --loss_type dapo --model {model} --dataset {folder / 'questions.jsonl'} "
+        f"--output_dir {output} --external_plugins {folder / 'half.py'} --reward_funcs half "
+        f"--tuner_type full --torch_dtype float32 --num_generations {engine.generations} "
+        f"--per_device_train_batch_size {engine.groups * engine.generations} --max_steps {steps} "
+        f"--max_completion_length {WORK.completion_tokens} --learning_rate 1e-12 --seed {seed} --data_seed {seed} "
         f"--dynamic_sample {str(dynamic).lower()} --logging_steps 1 --save_strategy no --report_to none "
         f"--parity_check off --add_version false --gradient_checkpointing false --log_completions true {engine.flags}"
     )

@@ -62,6 +62,7 @@ if [ ! -d "$MODEL" ] && [ "${MODEL#"$CACHE"/}" != "$MODEL" ]; then
         --train_type full \
         --gradient_checkpointing false \
         --per_device_train_batch_size 64 \
+        --gradient_accumulation_steps 1 \
         --num_train_epochs 1 \
         --learning_rate 2e-3 \
         --warmup_ratio 0.05 \
@@ -69,6 +70,7 @@ if [ ! -d "$MODEL" ] && [ "${MODEL#"$CACHE"/}" != "$MODEL" ]; then
         --report_to none \
         --save_only_model true \
         --seed "$SEED" \
+        --data_seed "$SEED" \
         --add_version false \
         --output_dir "$building/run"
     mv "$building/run/checkpoint-$SFT_STEPS" "$MODEL"
@@ -90,6 +92,7 @@ answer "$MODEL" "$OUT/before.jsonl"
 echo "== reinforcement learning: $STEPS steps"
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$MODEL" \
     --dataset "$DATASET" \
     ${SYSTEM:+--system "$SYSTEM"} \
@@ -107,6 +110,7 @@ swift rlhf \
     --logging_steps 10 \
     --log_completions true \
     --seed "$SEED" \
+    --data_seed "$SEED" \
     --add_version false \
     --output_dir "$OUT" \
     "$@"

@@ -71,8 +71,9 @@ def _swift(work: Work, shared: dict[str, Any]) -> dict[str, Any]:
     rewards = {"reward_funcs": "accuracy format", "log_completions": "true"}
     plain = {"external_plugins": work.plugin, "reward_funcs": "even_share"}
     return {
-        "rlhf_type": "grpo", **shared, **(rewards if row.size == "demo" else plain), "tuner_type": "full",
-        "torch_dtype": row.dtype, "temperature": 1.0, "gradient_checkpointing": str(row.recompute).lower(),
+        "rlhf_type": "grpo", **shared, "data_seed": shared["seed"], **(rewards if row.size == "demo" else plain),
+        "tuner_type": "full", "torch_dtype": row.dtype, "temperature": 1.0,
+        "gradient_checkpointing": str(row.recompute).lower(),
         "logging_steps": 1, "save_strategy": "no", "report_to": "none", "add_version": "false",
     }  # fmt: skip
 

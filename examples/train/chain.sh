@@ -23,6 +23,7 @@ swift sft \
     --tuner_type full \
     --gradient_checkpointing false \
     --per_device_train_batch_size 64 \
+    --gradient_accumulation_steps 1 \
     --max_steps "$SFT_STEPS" \
     --learning_rate 2e-3 \
     --logging_steps 50 \
@@ -38,6 +39,7 @@ swift rlhf \
     --tuner_type full \
     --gradient_checkpointing false \
     --per_device_train_batch_size 64 \
+    --gradient_accumulation_steps 1 \
     --max_steps "$RM_STEPS" \
     --learning_rate 1e-3 \
     --logging_steps 50 \
@@ -48,6 +50,7 @@ swift rlhf \
 echo "== grpo"
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$OUT/sft/checkpoint-$SFT_STEPS" \
     --reward_model "$OUT/rm/checkpoint-$RM_STEPS" \
     --dataset "$OUT/data/grpo.jsonl" \

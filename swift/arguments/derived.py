@@ -41,8 +41,8 @@ class Machine:
         return cls(_has_accelerator(environ), len(allowed_cores()), max(1, math.prod(counts)))
 
 
-EVALUATED_SHARE = 0.01
-"""Share of the rows that is split off for evaluation where nothing else is said; that of ms-swift 3.x."""
+USUAL_BATCH = 16
+"""Rows per optimizer step that ms-swift aims at where no accumulation is given, outside of grpo."""
 
 Condition = Callable[[Any, Machine], bool]
 
@@ -110,6 +110,10 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
+def _samples(args: Any, _: Machine) -> bool:
+    return hasattr(args, "num_generations") or hasattr(args, "ebft_mode")
+
+
 _merges = _has("merge_lora")
 _CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
@@ -126,7 +130,12 @@ RULES: tuple[Rule, ...] = (
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
     _fixed("lora_dropout", 0.0, "0.0 in rlhf", _has("rlhf_type")),
     _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
-    _same_as("data_seed", "seed"),
+    _fixed("gradient_accumulation_steps", 1, "1 in online reinforcement learning", _samples),
+    _rule(
+        "gradient_accumulation_steps",
+        f"else max(1, ceil({USUAL_BATCH} / per_device_train_batch_size / processes))",
+        lambda args, machine: -(-USUAL_BATCH // (args.per_device_train_batch_size * machine.processes)),
+    ),
     _same_as("steps_per_generation", "gradient_accumulation_steps", lambda args, _: args.generation_batch_size is None),
     _same_as("num_generations_eval", "num_generations"),
     _same_as("epsilon_high", "epsilon", lambda args, machine: "epsilon" in entry_of(args, "loss_type").settings),
@@ -146,6 +155,7 @@ RULES: tuple[Rule, ...] = (
     _given("infer_backend", "vllm", "use_vllm", True),
     _given("infer_backend", "lmdeploy", "use_lmdeploy", True),
     _fixed("infer_backend", "transformers", "else transformers"),
+    _same_as("eval_strategy", "save_strategy"),
     _same_as("eval_steps", "save_steps"),
     _fixed(
         "metric_for_best_model",
@@ -196,6 +206,22 @@ def complete(reader: Reader, machine: Machine) -> None:
             value = rule.value(args, machine)
             if value is not None:
                 reader.derive(rule.name, value, rule.text(args))
+    _unlike_ms_swift(reader)
+
+
+def _unlike_ms_swift(reader: Reader) -> None:
+    """Remarks where the default of ms-swift would spoil the gradient, and is another here."""
+    args = reader.args
+    if reader.mode != "rlhf":
+        return
+    if args.tuner_type == "lora" and "lora_dropout" in reader.rules:
+        reader.notes.append(
+            "--lora_dropout: 0.0: in ms-swift 0.05; with dropout the policy that is trained is not the one that samples"
+        )
+    if _CORRECTION in reader.rules and getattr(args, _CORRECTION) == "token_truncate":
+        reader.notes.append(
+            f"--{_CORRECTION}: token_truncate: in ms-swift none; {reader.rules[_CORRECTION].partition(' if ')[2]}"
+        )
 
 
 def _batch_size(reader: Reader, machine: Machine) -> None:
@@ -203,7 +229,7 @@ def _batch_size(reader: Reader, machine: Machine) -> None:
     args = reader.args
     if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
         return
-    others = args.gradient_accumulation_steps * machine.processes
+    others = (args.gradient_accumulation_steps or 1) * machine.processes
     size = args.num_generations // math.gcd(args.num_generations, others)
     reader.derive(
         "per_device_train_batch_size", size, "smallest that makes the global batch a multiple of num_generations"
@@ -264,17 +290,11 @@ def load_plugins(paths: Sequence[str]) -> None:
 
 
 def _evaluation(reader: Reader) -> None:
-    """Evaluation rows are split off where `--eval_steps` is given without any, and else there is no evaluation."""
+    """Without evaluation rows there is no evaluation, nor with `--save_strategy no` alone, as in ms-swift."""
     args = reader.args
+    if getattr(args, "eval_strategy", "no") is None and args.save_strategy == "no" and args.val_dataset:
+        reader.notes.append("evaluation: off, as --save_strategy is no; --eval_strategy steps turns it on")
     if getattr(args, "eval_strategy", "no") == "no" or args.val_dataset or args.split_dataset_ratio:
-        return
-    streams = getattr(args, "streaming", False)
-    if "eval_steps" in reader.origins and "split_dataset_ratio" not in reader.origins and not streams:
-        reader.derive("split_dataset_ratio", EVALUATED_SHARE, f"{EVALUATED_SHARE} with eval_steps and no val_dataset")
-        reader.notes.append(
-            f"--split_dataset_ratio: {EVALUATED_SHARE}: because --eval_steps is given without --val_dataset; "
-            "--eval_strategy no turns evaluation off"
-        )
         return
     reader.derive("eval_strategy", "no", "no: there is no evaluation data")
     if reader.origins.keys() & {"eval_strategy", "eval_steps"}:

@@ -146,6 +146,9 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
     beta: float = flag(0.0, at_least=0, aliases=("kl_coef",), group="Objective")
     """Weight of the KL to the reference model (k3). 0 needs no reference."""
 
+    loss_type: str = flag("dapo", registry="losses", everyday=False, group="Objective")
+    """Normaliser of the loss: all tokens of the global batch count alike (dapo)."""
+
     truncation_strategy: Literal["left", "right", "delete"] = flag("delete", everyday=False, group="Sampling")
     """What happens to a row whose prompt is above `--max_length` or whose reference is above
     `--max_completion_length`. No row is cut, so it is left out and counted (delete)."""

@@ -253,7 +253,9 @@ class Reader:
         name, shown = given.spelling, self.shown(given)
         where = f"{given.subject}: {shown}"
         elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
-        if elsewhere and _is_default(settings_class(elsewhere[0]), given):
+        if known.is_known(name) and known.changes_nothing(name, shown):
+            self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
+        elif elsewhere and _is_default(settings_class(elsewhere[0]), given):
             self.notes.append(f"{where}: not used by swift {command_of(self.mode)}")
         elif elsewhere:
             others = ", ".join(map(command_of, elsewhere))
@@ -262,8 +264,6 @@ class Reader:
             near = nearest(name, spellings_of(self.cls))
             fix = f"nearest: {', '.join(near)}" if near else f"see swift {command_of(self.mode)} --help-all"
             self.problems.append(f"{where}: unknown flag; {fix}")
-        elif known.changes_nothing(name, shown):
-            self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
         else:
             self.problems.append(f"{where}: {known.refusal(name)}")
 

@@ -229,7 +229,7 @@ class RLHFArguments(
         if not self.streaming_partial_batch:
             return
         batch_scaled = self.advantage_estimator == "reinforce_plus_plus" or self.scale_rewards in ("batch", "gdpo")
-        several = (self.steps_per_generation or 0) > self.gradient_accumulation_steps
+        several = (self.steps_per_generation or 0) > (self.gradient_accumulation_steps or 1)
         obstacles = {
             f"--advantage_estimator {self.advantage_estimator} --scale_rewards {self.scale_rewards} needs the rewards "
             "of the whole batch; use --scale_rewards group or none": batch_scaled,

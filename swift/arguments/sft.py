@@ -43,8 +43,12 @@ class LanguageModelingArguments(TrainerModeArguments):
     activation_offloading: bool = flag(False, group="Optimization", everyday=False)
     """Whether activations wait on the host for the backward pass."""
 
-    router_aux_loss_coef: float | None = flag(at_least=0, group="Objective", everyday=False, unset="the model's own")
-    """Coefficient of the load-balancing loss of mixtures of experts."""
+    router_aux_loss_coef: float | None = flag(0.0, at_least=0, group="Objective", everyday=False)
+    """Coefficient of the load-balancing loss of mixtures of experts; none is the model's own."""
+
+    def notes(self) -> Iterator[str]:
+        if self.packing and not (self.packing_length or self.max_length):
+            yield "--packing_length: at most 2048, without --max_length; in ms-swift the model's whole context"
 
     def problems(self) -> Iterator[str]:
         if self.torch_compile and (self.packing or self.padding_free):
@@ -103,13 +107,6 @@ class SFTArguments(LanguageModelingArguments):
 @dataclass(kw_only=True)
 class PTArguments(LanguageModelingArguments):
     """`swift pt`: pre-training on plain text; the loss counts all tokens."""
-
-    packing: bool = flag(True)
-    """Whether documents are put together to rows of packing_length tokens. They do not attend to each other."""
-
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag("bfd_split", needs="packing", everyday=False)
-    """Packing: bfd_split cuts documents over packing_length (best-fit decreasing). bfd leaves them out. wrapped cuts
-    wherever a packed row is full."""
 
     def problems(self) -> Iterator[str]:
         for name in ("system", "template", "chat_template_kwargs"):

@@ -37,7 +37,7 @@ class DataArguments(HubArguments):
     """Split of `--dataset` entries of a hub."""
 
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
-    """Share of training rows split off for evaluation. 0.01 if `--eval_steps` is given without evaluation data."""
+    """Share of training rows split off for evaluation."""
 
     columns: dict[str, Any] = flag({})
     """Columns to rename, such as `{"answer":"solution"}`."""
@@ -66,10 +66,10 @@ class DataArguments(HubArguments):
     """Number of processes that prepare rows."""
 
     seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization")
-    """Seed of weights, sampling and data order."""
+    """Seed of weights and sampling."""
 
-    data_seed: int | None = flag(at_least=0, at_most=2**32 - 1, group="Optimization", everyday=False)
-    """Seed of row selection and row order."""
+    data_seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization", everyday=False)
+    """Seed of row selection and row order, whatever `--seed` is."""
 
     def problems(self) -> Iterator[str]:
         if wrong := [old for old, new in self.columns.items() if not isinstance(new, str) or not new]:

@@ -133,7 +133,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
     if not splits_off:
         return _load(args, split, purpose)
     rows = _load(args, "train", purpose)
-    train, val = split_examples(rows.examples, args.split_dataset_ratio, data_seed(args))
+    train, val = split_examples(rows.examples, args.split_dataset_ratio, args.data_seed)
     if split == "val":  # the training split tells the notes
         return Rows(val, DataReport("val", mappings=rows.report.mappings))
     rows.report.notes.append(
@@ -172,11 +172,6 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> None:
             except UnicodeEncodeError:  # half of a surrogate pair, which only JSON's escapes can carry
                 line = json.dumps(example.row).encode()
             lines.write(line + b"\n")
-
-
-def data_seed(args: DataArguments) -> int:
-    """`--data_seed` as a number."""
-    return 42 if args.data_seed is None else int(args.data_seed)
 
 
 def understood(record: Record, plan: ColumnPlan, system: str | None) -> Example | BadRow:
@@ -262,7 +257,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     system, notes = resolve_system(args.system)
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
-    tables = each(specs, lambda spec: _open_table(spec, split, data_seed(args)))
+    tables = each(specs, lambda spec: _open_table(spec, split, args.data_seed))
     renames = args.columns
     if name := getattr(args, "dataset_transform", None):
         _check_names(tables, renames, report)
@@ -315,7 +310,7 @@ def _order(spec: DatasetSpec, size: int, args: DataArguments, index: int) -> Ite
     """The order in which rows are looked at: random for `#n`, else that of the file."""
     if spec.count is None or spec.kind == "procedural" or not args.dataset_shuffle:
         return range(size)
-    return map(int, generator(data_seed(args), index).permutation(size))
+    return map(int, generator(args.data_seed, index).permutation(size))
 
 
 def _examples(
@@ -342,7 +337,7 @@ def _oversampled(found: list[Example], spec: DatasetSpec, args: DataArguments, i
     copies, rest = divmod(spec.count, len(found))
     remainder: Iterable[int] = range(rest)
     if args.dataset_shuffle:
-        remainder = generator(data_seed(args), index, 1).permutation(len(found))[:rest]
+        remainder = generator(args.data_seed, index, 1).permutation(len(found))[:rest]
     return found * copies + [found[row] for row in remainder]
 
 
@@ -350,7 +345,7 @@ def _mixed(
     parts: Sequence[Sequence[Example]], specs: Sequence[DatasetSpec], args: DataArguments, report: DataReport
 ) -> list[Example]:
     """Rows of several datasets in the shares of `--interleave_prob`; each in random order unless that is off."""
-    seed = data_seed(args)
+    seed = args.data_seed
     places = interleave([len(part) for part in parts], args.interleave_prob, seed=seed, strategy=args.stopping_strategy)
     orders = [
         generator(seed, index, _MIX_COUNTER).permutation(len(part)) if args.dataset_shuffle else range(len(part))

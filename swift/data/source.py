@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.data.arguments import PromptArguments
 from swift.data.curriculum import curriculum_stages
-from swift.data.loading import Example, data_seed
+from swift.data.loading import Example
 from swift.data.prompts import PromptDataset, Tokenizer, load_prompts
 from swift.data.records import BadRow
 from swift.data.report import SHOWN, DataReport
@@ -148,4 +148,4 @@ def open_prompts(args: PromptArguments, tokenizer: Tokenizer) -> PromptSource:
         return StreamingPrompts(args, tokenizer)
     dataset = load_prompts(args, tokenizer)
     stages = curriculum_stages(args, dataset.examples)
-    return IndexedPrompts(dataset, data_seed(args), args.dataset_shuffle, stages, strict=args.strict)
+    return IndexedPrompts(dataset, args.data_seed, args.dataset_shuffle, stages, strict=args.strict)

@@ -20,7 +20,6 @@ from swift.data.loading import (
     Purpose,
     Table,
     check_undamaged,
-    data_seed,
     dataset_specs,
     plan_datasets,
     too_many_bad,
@@ -65,7 +64,7 @@ class ExampleStream(Generic[Item]):
         self.report = DataReport(notes=notes)
         self._args, self._prepare = args, prepare
         self._transform: str | None = getattr(args, "dataset_transform", None)
-        self._seed = data_seed(args)
+        self._seed = args.data_seed
         self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
         self._specs = dataset_specs(args, "train")
         peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]

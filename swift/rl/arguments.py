@@ -28,7 +28,7 @@ class ObjectiveArguments:
     rollout_kl_coef: float = flag(0.0, at_least=0, everyday=False)
     """Weight of the KL (k3) to the policy that sampled, by its own log-probs."""
 
-    loss_type: str = flag("dapo", registry="losses")
+    loss_type: str = flag("grpo", registry="losses")
     """Objective and normaliser."""
 
     epsilon: float = flag(0.2, at_least=0, aliases=("clip_eps",))

@@ -79,7 +79,7 @@ class OptimizationArguments:
     per_device_eval_batch_size: int = flag(1, at_least=1)
     """Number of rows (completions in grpo) per process and evaluation batch."""
 
-    gradient_accumulation_steps: int = flag(1, at_least=1)
+    gradient_accumulation_steps: int | None = flag(at_least=1)
     """Number of micro-batches per optimizer step."""
 
     dataloader_num_workers: int = flag(1, at_least=0, everyday=False)
@@ -214,8 +214,8 @@ class RunArguments:
     save_only_model: bool = flag(False, everyday=False)
     """Whether checkpoints have weights only and cannot be resumed."""
 
-    eval_strategy: Literal["no", "steps", "epoch"] = flag(
-        "steps", aliases=("evaluation_strategy",), values={"false": "no"}
+    eval_strategy: Literal["no", "steps", "epoch"] | None = flag(
+        aliases=("evaluation_strategy",), values={"false": "no"}
     )
     """Schedule of evaluation; off without evaluation data."""
 

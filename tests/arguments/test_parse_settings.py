@@ -245,7 +245,8 @@ def test_provenance_names_file_and_line(config):
         ("--gradient_accumulation_steps 4", "steps_per_generation", 4, "= gradient_accumulation_steps"),
         ("--generation_batch_size 16", "steps_per_generation", None, None),
         ("--num_generations 4", "num_generations_eval", 4, "= num_generations"),
-        ("--seed 7", "data_seed", 7, "= seed"),
+        ("--save_strategy epoch --split_dataset_ratio 0.1", "eval_strategy", "epoch", "= save_strategy"),
+        ("", "gradient_accumulation_steps", 1, "1 in online reinforcement learning"),
         ("--epsilon 0.1", "epsilon_high", 0.1, "= epsilon"),
         ("", "lora_dropout", 0.0, "rlhf"),
         ("", "torch_dtype", "float32", "on a CPU"),
@@ -300,14 +301,6 @@ def test_dropout_of_supervised_tuning_is_on():
 
 
 # What is printed and stored
-
-
-def test_rows_are_split_off_where_eval_steps_is_given_without_evaluation_data():
-    resolved = rlhf("--eval_steps", "5")
-    assert (resolved.args.split_dataset_ratio, resolved.args.eval_strategy) == (0.01, "steps")
-    assert resolved.provenance["split_dataset_ratio"]["rule"] == "0.01 with eval_steps and no val_dataset"
-    (note,) = resolved.notes
-    assert note.startswith("--split_dataset_ratio: 0.01: because --eval_steps is given")
 
 
 @pytest.mark.parametrize(

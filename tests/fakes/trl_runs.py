@@ -47,7 +47,7 @@ def argv_of(own, *flags):
     """The words of a small run: `flags` in place of `own` settings, and these in place of what is usual."""
     usual = {
         "--tuner_type": "full", "--learning_rate": "3e-3", "--logging_steps": 1, "--gradient_checkpointing": "false",
-        "--report_to": "none",
+        "--report_to": "none", "--gradient_accumulation_steps": 1,
     }  # fmt: skip
     given = list(words_of(flags))
     base = [f"{flag} {value}" for flag, value in {**usual, **own}.items() if flag not in given]

@@ -23,7 +23,7 @@ TRL = {
     "kto": (KTOTrainer, KTOConfig, {"desirable_weight": 1.5}),
     "orpo": (ORPOTrainer, ORPOConfig, {}),
     "cpo": (CPOTrainer, CPOConfig, {"label_smoothing": 0.1}),
-    "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0}),
+    "simpo": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 1.0}),
     "rm": (RewardTrainer, RewardConfig, {"center_rewards_coefficient": 0.01}),
     "margin": (RewardTrainer, RewardConfig, {}),
 }

@@ -79,11 +79,8 @@ SETS = [("dpo", "rewards/margins"), ("kto", "kl"), ("orpo", "rewards/accuracies"
 def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, capsys, method, metric):
     make = verdicts if method == "kto" else sums
     easy, hard = (written(tmp_path / f"{name}.jsonl", make(8, seed=n)) for n, name in enumerate(("easy", "hard"), 1))
-    flags = "--eval_steps 2 --max_steps 2 --metric_for_best_model hard_loss"
-    flags = (flags, "--early_stopping_patience 1")
-    resolved = settings(method, flags)
-    resolved.args.val_dataset, resolved.args.eval_strategy = [str(easy), str(hard)], "steps"
-    run_dir = trained(resolved)
+    flags = f"--val_dataset {easy} {hard} --eval_steps 2 --max_steps 2 --metric_for_best_model hard_loss"
+    run_dir = trained(settings(method, (flags, "--early_stopping_patience 1")))
     for name in ("easy", "hard"):
         assert (
             logged(run_dir, f"eval_{name}_loss").keys() == logged(run_dir, f"eval_{name}_{metric}").keys() == {(1, 2)}

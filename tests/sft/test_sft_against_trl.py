@@ -50,10 +50,10 @@ CASES = {
         {"assistant_only_loss": True, "packing": True, "max_length": 64},
     ),
     "padding_free": ("sft", "--padding_free true --assistant_only_loss false", {"padding_free": True}),
-    "documents": ("pt", "--packing false", {}),
+    "documents": ("pt", (), {}),
     "packed documents": (
         "pt",
-        "--max_length 24",
+        "--packing true --packing_strategy bfd_split --max_length 24",
         {"packing": True, "packing_strategy": "bfd_split", "max_length": 24},
     ),
 }
@@ -74,7 +74,7 @@ def test_loss_and_gradient_of_the_first_step_are_trls(sft_argv, documents, tmp_p
 
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_what_stands_in_one_document_changes_no_loss_in_another(sft_argv, documents, tmp_path, strategy):
-    argv = sft_argv(f"--dataset {documents} --max_length 60", "--packing_strategy", strategy, BATCH)
+    argv = sft_argv(f"--dataset {documents} --max_length 60 --packing true", "--packing_strategy", strategy, BATCH)
     trainer = trainer_of(parse("pt", argv, {}), tmp_path)
     batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
     ends = batch["cu_seq_lens_q"].tolist()

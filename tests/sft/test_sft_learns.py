@@ -68,6 +68,7 @@ def test_the_perplexity_of_held_out_text_falls_below_that_of_a_bigram_model(tmp_
     argv = {
         "--model": model, "--dataset": tmp_path / "stories.jsonl", "--val_dataset": tmp_path / "held_out.jsonl",
         "--output_dir": tmp_path / "out", "--tuner_type": "full", "--max_length": 512, "--learning_rate": "2e-3",
+        "--packing": "true", "--packing_strategy": "bfd_split", "--gradient_accumulation_steps": 1,
         "--per_device_train_batch_size": 4, "--per_device_eval_batch_size": 8, "--num_train_epochs": 3,
         "--gradient_checkpointing": "false", "--report_to": "none", "--save_strategy": "no", "--eval_strategy": "epoch",
     }  # fmt: skip

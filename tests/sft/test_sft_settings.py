@@ -94,8 +94,8 @@ def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft
     (model / "chat_template.jinja").unlink()
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": "abc" * n}) + "\n" for n in range(1, 40)))
-    argv = sft_argv(f"--model {model} --dataset {data} --val_dataset {data} --max_length 32")
-    run_dir = sft(argv, "pt")
+    argv = sft_argv(f"--model {model} --dataset {data} --val_dataset {data} --max_length 32 --packing true")
+    run_dir = sft([*argv, "--packing_strategy", "bfd_split"], "pt")
     evaluations = [row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row]
     assert evaluations and load_for_inference(ModelArguments(model=str(run_dir / "checkpoint-6"))) is not None
     assert "attn" not in (run_dir / "checkpoint-6" / "config.json").read_text()

@@ -37,6 +37,7 @@ swift rlhf "${common[@]}" \
     --learning_rate 3e-4 \
     --per_device_train_batch_size 4 \
     --seed "$seed" \
+    --data_seed "$seed" \
     --max_steps 20 \
     --eval_steps 20 \
     --output_dir "$out/ebft-$seed"

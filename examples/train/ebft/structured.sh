@@ -19,6 +19,7 @@ swift sft \
     --warmup_ratio 0.05 \
     --num_train_epochs 1 \
     --per_device_train_batch_size 64 \
+    --gradient_accumulation_steps 1 \
     --report_to none \
     --add_version false \
     --output_dir "$out/base"

@@ -14,6 +14,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-1.5B-Instruct \
     --dataset 'AI-MO/NuminaMath-TIR#5000' \
     --system examples/train/grpo/prompt.txt \

@@ -23,6 +23,7 @@ PYTHON
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$work/model" \
     --dataset "$work/sums.jsonl" \
     --vllm_guided_decoding_regex '<answer>\d</answer>' \

@@ -16,6 +16,7 @@ export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-7B-Instruct \
     --dataset 'AI-MO/NuminaMath-TIR#5000' \
     --split_dataset_ratio 0.01 \

@@ -17,6 +17,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$work/model" \
     --dataset "$work/data/train.jsonl" \
     --external_plugins examples/train/grpo/plugin/plugin.py \

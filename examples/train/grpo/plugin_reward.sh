@@ -31,6 +31,7 @@ swift reward-test \
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-1.5B-Instruct \
     --dataset "$work/countdown.jsonl" \
     --system examples/train/grpo/prompt.txt \

@@ -6,6 +6,7 @@ cd "$(dirname "$0")/../../.."
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-7B-Instruct \
     --dataset 'AI-MO/NuminaMath-TIR#2000' \
     --reward_funcs accuracy format \

@@ -13,6 +13,7 @@ cd "$(dirname "$0")/../../.."
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-1.5B-Instruct \
     --dataset 'AI-ModelScope/alpaca-gpt4-data-en#2000' \
     --reward_model Skywork/Skywork-Reward-V2-Qwen3-0.6B \

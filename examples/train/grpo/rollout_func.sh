@@ -13,6 +13,7 @@ python examples/demo/problems.py "$work/data" --train_rows 200
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$work/model" \
     --dataset "$work/data/train.jsonl" \
     --external_plugins examples/train/grpo/plugin/rollout.py \

@@ -20,6 +20,7 @@ export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model Qwen/Qwen2.5-7B-Instruct \
     --dataset 'AI-MO/NuminaMath-TIR#1000' \
     --split_dataset_ratio 0.02 \

@@ -11,6 +11,7 @@ swift sft \
     --learning_rate 3e-3 \
     --max_steps 400 \
     --per_device_train_batch_size 16 \
+    --gradient_accumulation_steps 1 \
     --logging_steps 100 \
     --output_dir "$out/teacher" \
     --add_version false
@@ -26,6 +27,7 @@ swift rlhf \
     --learning_rate 3e-3 \
     --max_steps 200 \
     --per_device_train_batch_size 16 \
+    --gradient_accumulation_steps 1 \
     --per_device_eval_batch_size 64 \
     --eval_on_start true \
     --eval_steps 100 \

@@ -16,6 +16,7 @@ swift rlhf \
     --learning_rate 1e-3 \
     --max_steps 400 \
     --per_device_train_batch_size 16 \
+    --gradient_accumulation_steps 1 \
     --per_device_eval_batch_size 64 \
     --eval_steps 100 \
     --logging_steps 20 \

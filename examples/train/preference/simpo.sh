@@ -14,9 +14,11 @@ swift rlhf \
     --tuner_type full \
     --beta 2.0 \
     --simpo_gamma 1.0 \
+    --cpo_alpha 0 \
     --learning_rate 3e-3 \
     --max_steps 120 \
     --per_device_train_batch_size 16 \
+    --gradient_accumulation_steps 1 \
     --per_device_eval_batch_size 64 \
     --eval_steps 100 \
     --logging_steps 20 \

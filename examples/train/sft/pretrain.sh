@@ -12,11 +12,14 @@ swift pt \
     --val_dataset "$out/held_out.jsonl" \
     --tuner_type full \
     --max_length 512 \
+    --packing true \
+    --packing_strategy bfd_split \
     --gradient_checkpointing false \
     --learning_rate 2e-3 \
     --warmup_ratio 0.05 \
     --num_train_epochs 2 \
     --per_device_train_batch_size 8 \
+    --gradient_accumulation_steps 1 \
     --per_device_eval_batch_size 8 \
     --eval_steps 50 \
     --logging_steps 10 \

@@ -239,7 +239,7 @@ RULES: dict[str, Rule] = {
 
 def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What Axolotl uses where a configuration is silent; see `trl.defaults`."""
-    sampling = {"temperature": 1.0, "beta": 0.0} if mode == "rlhf" else {}
+    sampling = {"temperature": 1.0, "beta": 0.0, "loss_type": "dapo"} if mode == "rlhf" else {}
     for name, more in trl.SAMPLING.items():
         sampling |= more if given.get(name) else {}
-    return {**trl.TRAINER, "tuner_type": "full", "lora_dropout": 0.0, **sampling}
+    return {**trl.TRAINER, **trl.data_order(given), "tuner_type": "full", "lora_dropout": 0.0, **sampling}

@@ -122,7 +122,7 @@ def import_file(path: str, method: str | None = None) -> Imported:
 PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]] = {
     "Axolotl": (axolotl.RULES, axolotl.defaults),
     "TRL": (trl.RULES, trl.defaults),
-    "ms-swift": (ms_swift.RULES, lambda mode, given: {}),
+    "ms-swift": (ms_swift.RULES, ms_swift.defaults),
 }
 """Project -> what becomes of its keys, and what it uses where a configuration is silent."""
 

@@ -64,7 +64,7 @@ class Script:
         """The method that is trained."""
         method = TRAINING[self.project][self.command]
         types = [one.shown for one in self.given if one.spelling == "rlhf_type"]
-        return known_mode((types or ["grpo"])[-1] if method == "rlhf" else method, "rlhf_type" if types else method)
+        return known_mode((types or ["dpo"])[-1] if method == "rlhf" else method, "rlhf_type" if types else method)
 
 
 def read_script(path: str, text: str) -> Script:

@@ -134,12 +134,14 @@ RULES: dict[str, Rule] = {
     "env": lambda draft, key, raw: [draft.export(key, name, value) for name, value in raw.items()],  # type: ignore
 }
 
-TRAINER: dict[str, Any] = {"weight_decay": 0.0, "adam_beta2": 0.999, "use_hf": True}
+TRAINER: dict[str, Any] = {
+    "weight_decay": 0.0, "adam_beta2": 0.999, "use_hf": True, "gradient_accumulation_steps": 1,
+}  # fmt: skip
 """What transformers' trainer, and the hub, are to TRL and Axolotl."""
 
 _METHODS: dict[str, dict[str, Any]] = {
-    "rlhf": {"learning_rate": 1e-6, "temperature": 1.0, "beta": 0.0},
-    "sft": {"learning_rate": 2e-5, "max_length": 1024},
+    "rlhf": {"learning_rate": 1e-6, "temperature": 1.0, "beta": 0.0, "loss_type": "dapo"},
+    "sft": {"learning_rate": 2e-5, "max_length": 1024, "router_aux_loss_coef": None},
     "gkd": {"learning_rate": 2e-5, "max_length": 1024},
     "rm": {"learning_rate": 1e-4, "max_length": 1024},
     **{name: {"learning_rate": 1e-6, "max_length": 1024} for name in ("dpo", "kto", "orpo", "cpo")},
@@ -154,9 +156,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
 _BESIDE = {**SAMPLING, "quant_method": {"bnb_4bit_use_double_quant": False}}
 
 
+def data_order(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`seed` decides the order of rows too."""
+    return {"data_seed": given["seed"]} if "seed" in given else {}
+
+
 def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What TRL uses where a configuration is silent; `given`: our settings, made of what it says."""
     tuner = {"tuner_type": "full", "lora_rank": 16, "lora_dropout": 0.05}
     common = {"lr_scheduler_type": "linear", "per_device_train_batch_size": 8, "logging_steps": 10}
     beside = [more for name, more in _BESIDE.items() if given.get(name)]
-    return {**TRAINER, **tuner, **common, "eval_strategy": "no", **_METHODS.get(mode, {}), **dict(ChainMap(*beside))}
+    method = {**_METHODS.get(mode, {}), **data_order(given)}
+    return {**TRAINER, **tuner, **common, "eval_strategy": "no", **method, **dict(ChainMap(*beside))}

@@ -171,7 +171,7 @@ class ContrastiveParameters(BetaArguments):
     """What CPO and SimPO share."""
 
     cpo_alpha: float = flag(1.0, at_least=0)
-    """Weight of the negative log-likelihood of the chosen answer."""
+    """Weight of the negative log-likelihood of the chosen answer; 0 is SimPO as in its paper."""
 
     simpo_gamma: float = flag(1.0, needs="loss_type=simpo")
     """Target margin of SimPO's rewards (arXiv:2405.14734)."""
@@ -205,9 +205,6 @@ class SimPOParameters(ContrastiveParameters):
 
     beta: float = flag(2.0, above=0)
     """Scale of the reward, the mean log-prob of a token. SimPO's paper uses 2.0 to 2.5."""
-
-    cpo_alpha: float = flag(0.0, at_least=0)
-    """Weight of the negative log-likelihood of the chosen answer (CPO-SimPO)."""
 
 
 @dataclass(kw_only=True)

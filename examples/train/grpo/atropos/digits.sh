@@ -13,6 +13,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --rollout_source atropos \
     --atropos_env "python examples/train/grpo/atropos/digits_env.py serve" \
     --model "$work/model" \

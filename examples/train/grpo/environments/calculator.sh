@@ -11,6 +11,7 @@ here=examples/train/grpo/environments
 student=$(bash "$here/student.sh" calculator)
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$student/model" \
     --dataset "$student/data/train.jsonl" \
     --external_plugins "$here/calculator.py" \

@@ -21,6 +21,7 @@ if [ ! -d "$student" ]; then
         --train_type full \
         --gradient_checkpointing false \
         --per_device_train_batch_size 64 \
+        --gradient_accumulation_steps 1 \
         --num_train_epochs 1 \
         --learning_rate 2e-3 \
         --warmup_ratio 0.05 \

@@ -22,6 +22,7 @@ export NPROC_PER_NODE=${NPROC_PER_NODE:-7}
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "${MODEL:-Qwen/Qwen2.5-7B-Instruct}" \
     --dataset "${DATASET:-AI-MO/NuminaMath-TIR#5000}" \
     --system examples/train/grpo/prompt.txt \

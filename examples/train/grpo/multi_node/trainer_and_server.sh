@@ -28,6 +28,7 @@ fi
 export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --model "$MODEL" \
     --dataset "${DATASET:-AI-MO/NuminaMath-TIR#5000}" \
     --system examples/train/grpo/prompt.txt \

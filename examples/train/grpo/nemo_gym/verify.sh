@@ -20,6 +20,7 @@ python "$here/digits.py" --rows "$work/rows.jsonl"
 
 swift rlhf \
     --rlhf_type grpo \
+    --loss_type dapo \
     --rollout_source nemo_gym \
     --reward_funcs environment \
     --nemo_gym_head http://127.0.0.1:11000 \
