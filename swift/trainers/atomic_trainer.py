@@ -3,6 +3,7 @@
 What the subclass overrides, and why:
 
     _prepare_for_training  shards the model (ZeRO-3, FSDP2) layer by layer
+    _load_from_checkpoint, _load_optimizer_and_scheduler, _load_rng_state   no code runs: see `loading`
     _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
     _get_output_dir        while that is being written, the staging folder
     _save                  weights that were gathered are stored as if they had never been sharded
@@ -21,7 +22,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,13 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from swift.errors import ConfigError, NumericError, first_line
+from swift.errors import NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
 from swift.models.sharded import shard
 from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
-from swift.trainers.checkpoint import commit_checkpoint, rotate, staging_folder, step_of
+from swift.trainers.checkpoint import commit_checkpoint, loading, rotate, staging_folder, step_of
 from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.master_weights import keep_master_weights
 
@@ -94,16 +94,10 @@ class AtomicTrainer(Trainer):
     # --- an end between two updates -----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | None = None, **arguments: Any) -> Any:
-        """Trainer's; refuses a checkpoint with objects that could run code, where tensors and numbers belong."""
+        """Trainer's; a checkpoint that it continues from is not saved again."""
         if resume_from_checkpoint is not None:
             self._saved_step = step_of(Path(resume_from_checkpoint)) or -1
-        try:
-            return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
-        except UnpicklingError as error:  # of torch.load, which reads nothing else
-            raise ConfigError(
-                f"--resume_from_checkpoint: {resume_from_checkpoint}: optimizer, schedule or random state hold objects "
-                "that could run code; choose another checkpoint"
-            ) from error
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, Any]:
         """Trainer's; the first thing in a step."""
@@ -149,7 +143,7 @@ class AtomicTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Trainer's; reading a large model is progress of its own kind, as saving it is."""
-        with self.metrics.timer("save"):
+        with self.metrics.timer("save"), loading(str(self.state.best_model_checkpoint)):
             if hasattr(self.model, "adapter_start"):
                 load_relative(self.model, Path(self.state.best_model_checkpoint))
             else:
@@ -157,10 +151,21 @@ class AtomicTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Trainer's."""
-        if hasattr(self.model, "adapter_start"):
-            load_relative(self.model, Path(resume_from_checkpoint))
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with loading(resume_from_checkpoint):
+            if hasattr(self.model, "adapter_start"):
+                load_relative(self.model, Path(resume_from_checkpoint))
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Trainer's."""
+        with loading(checkpoint or ""):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Trainer's."""
+        with loading(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Tied weights are stored once, so their other names are not missing."""

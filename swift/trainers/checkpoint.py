@@ -11,19 +11,21 @@ it that only one run is alive.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import msgspec
 
-from swift.errors import ConfigError, first_line, join_problems
+from swift.errors import ConfigError, first_line, join_problems, unusable
 from swift.observability.files import fsync_file, write_json, writing
 from swift.observability.run_dir import list_versions
 from swift.rollout.saved_state import FORMAT, decode, encode
@@ -33,6 +35,8 @@ STATE = "pipeline_state.msgpack"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _DELETED = ".tmp-checkpoint-", ".tmp-replaced-", ".tmp-deleted-"
 _FLAG = "--resume_from_checkpoint"
+_DATA_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+"""Makes `torch.load` restrict what it unpickles, also where a library passes `weights_only=False`."""
 
 T = TypeVar("T")
 
@@ -262,6 +266,29 @@ def resolve_resume(resume_from_checkpoint: str, output_dir: str | Path) -> tuple
 def has_training_state(checkpoint: Path) -> bool:
     """Whether it has the optimizer's file (optimizer.pt, optimizer_0/...) or DeepSpeed's folder (global_step<k>)."""
     return any(path.name.startswith(("optimizer", "global_step")) for path in checkpoint.iterdir())
+
+
+@contextlib.contextmanager
+def loading(checkpoint: str | Path) -> Iterator[None]:
+    """A block in which libraries load a checkpoint; they unpickle tensors and plain data only, whatever they ask for.
+
+    Raises:
+        ConfigError: the checkpoint holds other objects, or does not fit the run.
+    """
+    before = os.environ.get(_DATA_ONLY)
+    os.environ[_DATA_ONLY] = "1"
+    with unusable(f"{_FLAG}: {checkpoint}: cannot be loaded", "; choose another checkpoint"):
+        try:
+            yield
+        except UnpicklingError as error:
+            raise ConfigError(
+                f"{_FLAG}: {checkpoint}: optimizer, schedule or random state hold objects that could run code; "
+                "choose another checkpoint"
+            ) from error
+        finally:
+            os.environ.pop(_DATA_ONLY)
+            if before is not None:
+                os.environ[_DATA_ONLY] = before
 
 
 def _require_training_state(checkpoint: Path) -> None:

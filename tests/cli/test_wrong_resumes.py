@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from desk import ROWS, contents, cut_in_half, refused
-from trap import trap
+from trap import set_trap
 
 from swift.cli.main import main
-from swift.trainers.checkpoint import commit_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -33,16 +32,6 @@ def resume(model, *words):
 def damaged_checkpoint(home, name, damage):
     damage(home / "run" / "checkpoint-1" / name)
     return home / "run" / "checkpoint-1"
-
-
-def trapped_checkpoint(home, name):
-    """One whose manifest fits a file that is a pickle of somebody else."""
-    checkpoint = home / "run" / "checkpoint-1"
-    (checkpoint / name).write_bytes(trap(home / "run" / "owned"))
-    staged = checkpoint.rename(home / "staged")
-    (staged / "manifest.json").unlink()
-    commit_checkpoint(staged, checkpoint, step=1)
-    return checkpoint
 
 
 def lock(home):
@@ -90,7 +79,19 @@ def test_a_wrong_resume_is_told_in_lines_and_touches_nothing(
 def test_a_checkpoint_that_holds_a_pickle_runs_nothing(name, finished_run, tiny_model, tmp_path, monkeypatch, capfd):
     home = Path(shutil.copytree(finished_run, tmp_path / "home"))
     monkeypatch.chdir(home)
-    checkpoint = trapped_checkpoint(home, name)
+    checkpoint = set_trap(home / "run" / "checkpoint-1", name, home / "owned")
     words = resume(tiny_model, "--resume_from_checkpoint", checkpoint, "--max_steps", 2)
     refused(words, "--resume_from_checkpoint: | objects that could run code", capfd)
-    assert not (home / "run" / "owned").exists()
+    assert not (home / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "reference.pt"])
+def test_a_checkpoint_of_dpo_that_holds_a_pickle_runs_nothing(name, desk, capfd):
+    pairs = desk.rows([{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)])
+    flags = {"--rlhf_type": "dpo", "--tuner_type": "full", "--sync_ref_model": "true", "--add_version": "false"}
+    words = desk.train("rlhf", flags, ["--dataset", pairs], ())
+    assert main(words) == 0
+    checkpoint = set_trap(desk.output / "checkpoint-1", name, desk.folder / "owned")
+    words[words.index("--max_steps") + 1] = "2"
+    refused([*words, "--resume_from_checkpoint", checkpoint], "objects that could run code", capfd)
+    assert not (desk.folder / "owned").exists()

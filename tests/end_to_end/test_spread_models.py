@@ -1,10 +1,12 @@
 """`swift rlhf` in two processes under ZeRO and FSDP: the run of one without them, through a kill too."""
 
 import json
+import shutil
 
 import pytest
-from cli_runs import assert_same, completion_rows, log_rows
+from cli_runs import assert_same, completion_rows, error_lines, log_rows
 from safetensors.torch import load_file
+from trap import set_trap
 
 from swift.trainers.checkpoint import list_checkpoints, verify
 
@@ -52,6 +54,28 @@ def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
     resumed = {"resume_from_checkpoint": folder / "checkpoint-1"}
     cli.finish("three", variables={"NPROC_PER_NODE": 3}, **flags, **SPREAD["fsdp"], **resumed)
     assert_same(load_file(folder / name), ours)
+
+
+@pytest.mark.parametrize(
+    ("way", "files"),
+    [
+        ("zero2", ["mp_rank_*", "zero_pp_rank_*"]),
+        ("zero3", ["zero_pp_rank_*_model_*", "zero_pp_rank_*_optim_*"]),
+        ("fsdp", ["pytorch_model_fsdp.bin", "optimizer.bin"]),
+    ],
+)
+def test_a_sharded_checkpoint_that_holds_a_pickle_runs_nothing(way, files, cli):
+    flags = {**FLAGS, **SPREAD[way], "max_steps": 1, "save_steps": 1}
+    saved = cli.finish(way, **flags) / "checkpoint-1"
+    for number, name in enumerate(files):
+        folder, owned = cli.folder / f"{way}-{number}", cli.folder / "owned"
+        shutil.copytree(saved, folder / saved.name)
+        set_trap(folder / saved.name, name, owned)
+        resumed = {"max_steps": 2, "resume_from_checkpoint": folder / saved.name}
+        code, _, err = cli.start(folder.name, **{**flags, **resumed}).wait()
+        assert code == 2, err
+        assert "objects that could run code" in " ".join(error_lines(err)), err
+        assert not owned.exists(), name
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ from swift.observability.metric_names import with_aliases
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.checkpoint import read_state, write_state
+from swift.trainers.checkpoint import loading, read_state, write_state
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.alignment import AlignmentCheck
 from swift.trainers.grpo.entropy import EntropyControl, controller_state, restored_controller
@@ -329,8 +329,9 @@ class GRPOTrainer(AtomicTrainer):
         self.entropy.controller = restored_controller(self.settings.entropy.adaptive, state.entropy)
         self.planner.fitting_tokens = state.fitting_tokens
         if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
-            moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)
-            self.reference.load_state(moved)
+            with loading(checkpoint):
+                moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)
+                self.reference.load_state(moved)
             self._reference_moved = True
         if self.report is not None and state.report is not None:
             self.report.health.load_state_dict(state.report)

@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from swift.plugin.registry import optimizers
+from swift.trainers.checkpoint import loading
 from swift.trainers.optimizers.master_weights import keep_master_weights
 
 HOST = torch.device("cpu")
@@ -56,8 +57,9 @@ class CPUAdamW(AdamW):
         def load(checkpoint: str | None) -> None:
             if checkpoint is None:
                 return
-            state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
-            trainer.optimizer.load_state_dict(state)
-            trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+            with loading(checkpoint):
+                state = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location=HOST, weights_only=True, mmap=True)
+                trainer.optimizer.load_state_dict(state)
+                trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
         trainer._load_optimizer_and_scheduler = load

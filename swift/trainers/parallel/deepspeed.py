@@ -11,7 +11,9 @@ non-finite gradient is skipped on all ranks alike.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, parse_json, suggest
 from swift.models.sharded import settle_accelerator
+from swift.trainers.checkpoint import loading
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -134,6 +137,25 @@ def make_deepspeed_state() -> None:
         PartialState(**({} if on_gpu else {"backend": "gloo"}))
     finally:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    _load_data_only()
+
+
+def _load_data_only() -> None:
+    """Make engines refuse checkpoints that could run code; DeepSpeed itself unpickles whatever they hold."""
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from torch.serialization import safe_globals
+
+    load = inspect.unwrap(DeepSpeedEngine.load_checkpoint)
+
+    @functools.wraps(load)
+    def load_checkpoint(engine: Any, folder: str, *arguments: Any, **named: Any) -> Any:
+        with loading(folder), safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
+            return load(engine, folder, *arguments, **named)
+
+    DeepSpeedEngine.load_checkpoint = load_checkpoint
 
 
 # --- configuration files -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from swift.models.reference import FrozenReference, load_reference
 from swift.models.sharded import shard
 from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.checkpoint import loading
 
 STATE = "reference.pt"
 """A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
@@ -92,8 +93,9 @@ class ReferenceInCheckpoint(AtomicTrainer):
     def train(self, resume_from_checkpoint: str | None = None, **arguments: Any) -> Any:
         """See `AtomicTrainer`."""
         if resume_from_checkpoint is not None and self.args.sync_ref_model:
-            moved = torch.load(Path(resume_from_checkpoint) / STATE, map_location="cpu", weights_only=True)
-            self.ref_model.load_state_dict(moved)
+            with loading(resume_from_checkpoint):
+                moved = torch.load(Path(resume_from_checkpoint) / STATE, map_location="cpu", weights_only=True)
+                self.ref_model.load_state_dict(moved)
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
 
 
