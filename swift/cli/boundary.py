@@ -4,6 +4,7 @@
     out of memory           3, with the phase, the peak and three settings to lower
     disk full               3, with the file and the free bytes
     KeyboardInterrupt       130, one line
+    SystemExit              1, one line with the place: a plugin's or library's, for nothing of ours raises it
     stdout closed by reader 141, silently (`swift config-schema | head`)
     anything else           1, with its traceback: a defect of ours, or of user code that nobody expected
 
@@ -107,8 +108,6 @@ def guarded(
         code = action() or 0
         sys.stdout.flush()  # a closed pipe shows here, not after the last handler is gone
         return code
-    except SystemExit:
-        raise
     except BaseException as error:
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             discard(sys.stdout.fileno())  # so that the interpreter's own flush at exit succeeds
@@ -138,7 +137,7 @@ def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
     advice = f"swift: {run.advice()}\n" if run is not None and not isinstance(error, Interrupted) else ""
     if isinstance(error, KeyboardInterrupt):
         return Ending(INTERRUPTED_BY_KEYBOARD, "swift: interrupted\n", advice)
-    known = error if isinstance(error, SwiftError) else _resource_error(error)
+    known = error if isinstance(error, SwiftError) else _exit_error(error) or _resource_error(error)
     if known is None:
         report = f"swift: error: unexpected {type(error).__name__}: please report it with the traceback above\n"
         return Ending(1, _traceback(error) + report, advice)
@@ -176,6 +175,15 @@ def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> N
     elif not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
         sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in ending.text.splitlines()))
     sys.stderr.flush()
+
+
+def _exit_error(error: BaseException) -> SwiftError | None:
+    """The error that code amounts to which ended the process: nothing of ours does, a plugin or library may."""
+    if not isinstance(error, SystemExit):
+        return None
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    return SwiftError(f"exit: {error.code}: {where}: asked for the end of the process; raise an exception instead")
 
 
 def _resource_error(error: BaseException) -> SwiftError | None:

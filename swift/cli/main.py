@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import swift
 from swift.cli.boundary import guarded
 from swift.cli.console import survive_console
+from swift.cli.leaving import leave_in_time
 from swift.cli.mode import MODES, start
 from swift.errors import ConfigError, suggest
 
@@ -17,7 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, `argv` or that of the process; returns its exit code. Errors are printed, not raised."""
     survive_console("stderr")
     words = sys.argv[1:] if argv is None else list(argv)
-    return guarded(lambda: route(words), debug=lambda: wanted(words, "debug"), as_json=lambda: wanted(words, "json"))
+    code = guarded(lambda: route(words), debug=lambda: wanted(words, "debug"), as_json=lambda: wanted(words, "json"))
+    if argv is None:
+        leave_in_time(code)
+    return code
 
 
 def route(words: Sequence[str]) -> int | None:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 
@@ -188,3 +189,44 @@ def test_a_reader_that_stops_reading_is_no_error():
 def test_a_broken_pipe_elsewhere_is_not_hidden(capsys):
     assert run(BrokenPipeError(errno.EPIPE, "a worker is gone")) == 1
     assert "BrokenPipeError" in capsys.readouterr().err
+
+
+def test_code_that_ends_the_process_is_no_success(capsys):
+    assert run(SystemExit(0)) == 1
+    line = capsys.readouterr().err
+    assert re.fullmatch(r"swift: error: exit: 0: .*test_boundary.py:\d+: asked for the end of the process; .*\n", line)
+
+
+PLUGIN = """
+import atexit, threading, time
+from swift.plugin import orms
+orms["fine"] = lambda completions, **kwargs: [0.0] * len(completions)
+orms["wrong"] = lambda completions, **kwargs: "wrong"
+{}
+"""
+KEEPS = {
+    "threading.Thread(target=time.sleep, args=(300,), name='of mine').start()": "thread 'of mine'",
+    "atexit.register(time.sleep, 300)": "an exit handler of a plugin or library",
+}
+
+
+@pytest.mark.parametrize("keeps", KEEPS)
+@pytest.mark.parametrize(("reward", "code"), [("fine", 0), ("wrong", 5), ("none", 2)])
+def test_what_a_plugin_leaves_running_keeps_no_process_and_no_code(tmp_path, keeps, reward, code):
+    (tmp_path / "plugin.py").write_text(PLUGIN.format(keeps))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "solution": "1"}\n')
+    words = ["reward-test", "--external_plugins", "plugin.py", "--dataset", "rows.jsonl", "--reward_funcs", reward]
+    source = f"""
+import sys
+from swift.cli import leaving, main
+leaving.LIMIT_S = 0.5
+sys.argv[1:] = {words}
+if __name__ == "__main__":
+    sys.exit(main.main())
+"""
+    (tmp_path / "program.py").write_text(source)
+    ended = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stderr.endswith(f"swift: warning: exit: {KEEPS[keeps]} still runs 0.5 s after the end; stopped\n")
