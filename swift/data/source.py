@@ -7,6 +7,7 @@ Both give prompts without end and save a position of a few numbers. `IndexedProm
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from swift.data.arguments import PromptArguments
@@ -68,7 +69,10 @@ class IndexedPrompts(RowOrder):
 
 
 class StreamingPrompts(ExampleStream[Prompt]):
-    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` passed over."""
+    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` passed over.
+
+    Each epoch comes by the same rows, so the report has the largest number of any epoch.
+    """
 
     size: int | None = None
     """The length of a stream is not known."""
@@ -78,13 +82,19 @@ class StreamingPrompts(ExampleStream[Prompt]):
         super().__init__(args, self._prompt, purpose="prompt")
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, and the rows passed over so far."""
-        return {**super().state_dict(), "deleted": self.report.num_deleted}
+        """Position, and the numbers of rows over the limit."""
+        most = {"deleted": self.report.num_deleted, "truncated": self.report.num_truncated}
+        return {**super().state_dict(), **most, "in_epoch": dict(self._in_epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `ExampleStream.load_state_dict`."""
         super().load_state_dict(state)
-        self.report.num_deleted = int(state.get("deleted", 0))
+        self.report.num_deleted, self.report.num_truncated = state.get("deleted", 0), state.get("truncated", 0)
+        self._in_epoch.update(state.get("in_epoch", {}))
+
+    def _enter(self, epoch: int, drawn: int) -> None:
+        super()._enter(epoch, drawn)
+        self._in_epoch = Counter[str]()
 
     def _prompt(self, example: Example) -> Prompt | None:
         try:
@@ -95,10 +105,11 @@ class StreamingPrompts(ExampleStream[Prompt]):
             _pass_over(self.report, example, error)
             return None
         if self._tokenizer.too_long(example, ids):
-            if self._tokenizer.strategy == "delete":
-                self.report.num_deleted += 1
+            self._in_epoch["deleted" if self._tokenizer.deletes else "truncated"] += 1
+            self.report.num_deleted = max(self.report.num_deleted, self._in_epoch["deleted"])
+            self.report.num_truncated = max(self.report.num_truncated, self._in_epoch["truncated"])
+            if self._tokenizer.deletes:
                 return None
-            self.report.num_truncated += 1
         return Prompt(example.digest, example.messages, self._tokenizer.cut(ids), example.columns, example.is_chat)
 
 

@@ -260,6 +260,20 @@ def test_a_stream_deletes_long_prompts_and_ends_when_none_is_left(ten):
         stream(ten, limit=1, strategy="delete", system="S").next()
 
 
+@pytest.mark.parametrize(("strategy", "per_epoch"), [("left", 10), ("delete", 3)])
+def test_a_stream_counts_a_long_prompt_once_in_all_epochs_and_after_a_resume(ten, strategy, per_epoch):
+    def counts(source):
+        return source.report.num_truncated, source.report.num_deleted
+
+    source, resumed = (stream(ten, limit=3, strategy=strategy) for _ in range(2))
+    take(source, 3 * per_epoch + 1)
+    assert sum(counts(source)) == 7 and 0 in counts(source)
+    resumed.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    for each in (source, resumed):
+        take(each, 2 * per_epoch)
+        assert sum(counts(each)) == 7
+
+
 def test_a_stream_resumed_on_a_shorter_file_is_refused(ten):
     source = stream(ten)
     take(source, 9)
