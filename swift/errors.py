@@ -158,10 +158,13 @@ def unfinished() -> Unfinished | None:
     return _unfinished[0] if _unfinished else None
 
 
-def parse_json(text: str) -> Any:
+_DECODER = json.JSONDecoder()
+
+
+def parse_json(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
     """What a JSON text says; every failure is a JSONDecodeError: integers of 4,300 digits and deep nesting too."""
     try:
-        return json.loads(text)
+        return decoder.decode(text)
     except json.JSONDecodeError:
         raise
     except (ValueError, RecursionError) as error:

@@ -45,10 +45,10 @@ _MISSPELLED = 0.75
 """Likeness from which on a column is taken for another one that is misspelled."""
 
 RESERVED = frozenset(
-    {"completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
+    {"self", "completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
     | {"response_token_ids", "trainer_state", "environment_reward", "turn_rewards"}
 )
-"""Keywords of reward functions; a column so called would hide one."""
+"""Keywords of reward functions, and the `self` of methods; a column so called would hide one."""
 
 
 class ColumnPlan:

@@ -13,6 +13,7 @@ import codecs
 import csv
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -25,7 +26,8 @@ from swift.data.spec import DATA_SUFFIXES, DatasetSpec, is_data
 from swift.errors import ConfigError, counted, first_line, parse_json
 
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "configuration.json"}
-_MAX_CELL_CHARS = 2**31 - 1
+MAX_ROW_CHARS, MAX_ARRAY_CHARS, MAX_BLANK_LINES = 2**28, 2**30, 2**20
+"""Limits of what is held in memory before it is known to be a row; an array of rows is read as a whole."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
 
@@ -49,6 +51,8 @@ def data_files(spec: DatasetSpec) -> list[Path]:
         )
     if not files:
         raise spec.wrong(f"the folder has no {', '.join(DATA_SUFFIXES)} file; check the path")
+    if special := [file for file in files if not file.is_file()]:
+        raise spec.wrong(f"{special[0]}: not a regular file, or a link that leads nowhere; replace it by a file")
     return files
 
 
@@ -76,14 +80,38 @@ def is_lfs_pointer(file: Path) -> bool:
 
 
 def _below(folder: Path) -> list[Path]:
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and is_data(file)
-        and file.name not in _NOT_ROWS
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+    """What is called like a data file, also behind links; each folder once, whatever leads to it."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"--dataset: {error.filename}: cannot be read: {error.strerror}; check the folder") from error
+
+    found, seen = [], {os.path.realpath(folder)}
+    for path, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        inside = {name: os.path.realpath(Path(path, name)) for name in sorted(folders) if not name.startswith(".")}
+        folders[:] = [name for name, real in inside.items() if real not in seen]
+        seen |= {*inside.values()}
+        found += [Path(path, name) for name in names if not name.startswith(".") and name not in _NOT_ROWS]
+    return sorted(file for file in found if is_data(file))
+
+
+class _RowDecoder(json.JSONDecoder):
+    """JSON whose objects name each key once."""
+
+    def __init__(self) -> None:
+        self._twice: list[str] = []
+        super().__init__(object_pairs_hook=self._object)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            self._twice += [name for name in found if names.count(name) > 1]
+        return found
+
+    def row(self, value: Any, origin: str) -> Record:
+        """A row that was decoded just now."""
+        twice, self._twice = self._twice, []
+        return BadRow(origin, f"the key {twice[0]!r} is there twice; keep one") if twice else _row(value, origin)
 
 
 def _row(value: Any, origin: str) -> Record:
@@ -108,6 +136,17 @@ def _open(file: Path, *, newline: str = "\n", errors: str = "surrogateescape") -
     return cast(TextIO, opener(file, "rt", encoding=encoding, errors=errors, newline=newline))
 
 
+def _lines(content: TextIO, file: Path) -> Iterator[str]:
+    """The lines of a file, which may be a gzip bomb. Raises ConfigError: one is too long, or no row comes."""
+    number = blank = 0
+    while line := content.readline(MAX_ROW_CHARS):
+        number, blank = number + 1, blank + 1 if line.isspace() else 0
+        if len(line) == MAX_ROW_CHARS or blank > MAX_BLANK_LINES:
+            what = f"{blank} blank lines" if blank else f"a row of over {MAX_ROW_CHARS} characters"
+            raise ConfigError(f"--dataset: {file}:{number}: {what}; correct the file")
+        yield line
+
+
 def _no_text(text: str) -> int | None:
     """Where `_open` met the first byte that is no text."""
     try:
@@ -120,22 +159,23 @@ def _no_text(text: str) -> int | None:
 def _read_jsonl(file: Path) -> Iterator[Record]:
     """A row per line; an array that is merely called .jsonl is read as such."""
     with _open(file) as lines:
-        is_array = next((line for line in lines if line.strip()), "").lstrip().startswith("[")
+        is_array = next((line for line in _lines(lines, file) if line.strip()), "").lstrip().startswith("[")
     yield from _read_json(file) if is_array else _json_lines(file)
 
 
 def _json_lines(file: Path) -> Iterator[Record]:
+    decoder = _RowDecoder()
     with _open(file) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(_lines(lines, file), start=1):
             if line.strip():
-                yield _json_line(file, number, line)
+                yield _json_line(file, number, line, decoder)
 
 
-def _json_line(file: Path, number: int, line: str) -> Record:
+def _json_line(file: Path, number: int, line: str, decoder: _RowDecoder) -> Record:
     if (place := _no_text(line)) is not None:
         return _damaged(file, number, f"not UTF-8 text at column {place + 1}; save the file as UTF-8")
     try:
-        return _row(parse_json(line), f"{file}:{number}")
+        return decoder.row(parse_json(line, decoder), f"{file}:{number}")
     except json.JSONDecodeError as error:
         return _damaged(file, number, f"broken JSON: {error.msg} at column {error.colno}; correct or delete the line")
 
@@ -143,7 +183,9 @@ def _json_line(file: Path, number: int, line: str) -> Record:
 def _read_json(file: Path) -> Iterator[Record]:
     """An array of objects, or one object; a file of JSON lines that is merely called .json is read as such."""
     with _open(file) as content:
-        text = content.read()
+        text = content.read(MAX_ARRAY_CHARS)
+    if len(text) == MAX_ARRAY_CHARS:
+        raise ConfigError(f"--dataset: {file}: over {MAX_ARRAY_CHARS} characters in one array; save it as .jsonl")
     if not text.strip():
         return
     if (place := _no_text(text)) is not None:
@@ -178,7 +220,7 @@ def _key_around_rows(value: Any) -> str | None:
 
 def _array_rows(file: Path, text: str) -> Iterator[Record]:
     """The rows of a sound array with their lines, which `json.loads` does not tell."""
-    decoder = json.JSONDecoder()
+    decoder = _RowDecoder()
     line, passed, end = 1, 0, text.index("[") + 1
     while True:
         start = _BETWEEN_ROWS.match(text, end).end()  # type: ignore[union-attr]
@@ -186,15 +228,15 @@ def _array_rows(file: Path, text: str) -> Iterator[Record]:
             return
         line, passed = line + text.count("\n", passed, start), start
         value, end = decoder.raw_decode(text, start)
-        yield _row(value, f"{file}:{line}")
+        yield decoder.row(value, f"{file}:{line}")
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
     """Cells stay text, and those who need a number read it; an empty one is null. A row's line is its first."""
-    csv.field_size_limit(_MAX_CELL_CHARS)
+    csv.field_size_limit(MAX_ROW_CHARS)
     line = 1
     with _open(file, newline="", errors="strict") as lines:
-        reader = csv.reader(lines, delimiter="\t" if _format(file) == ".tsv" else ",", strict=True)
+        reader = csv.reader(_lines(lines, file), delimiter="\t" if _format(file) == ".tsv" else ",", strict=True)
         header: list[str] = []
         try:
             for cells in reader:

@@ -7,6 +7,7 @@ a path is an error here and never a question to a hub.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,7 +84,7 @@ def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> D
 
 def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
     """See `parse_spec`; here and below a ValueError says what is wrong."""
-    if _path(text).exists():
+    if os.path.lexists(_path(text)):  # a link that leads nowhere too, which reading tells
         return DatasetSpec(text, "local", str(_path(text)))
     if text.startswith(PROCEDURAL):
         return _procedural(text)

@@ -70,6 +70,7 @@ REFUSED = {
     """--columns '{"labl": "label"}'""": (["prompt", "id", "completion", "labl"], {}, "label"),
     """--columns '{"lables": "labels"}'""": (["prompt", "completions", "lables"], {}, "judged"),
     """--columns '{"txt": "text"}'""": (["id", "txt"], {}, "text"),
+    """--columns '{"self": "row_self"}'""": (["query", "self"], {}, "prompt"),
     """--columns '{"prompt_id": "row_prompt_id"}'""": (["query", "prompt_id"], {}, "prompt"),
     "answer and solution: each could be the response": (["query", "answer", "solution"], {}, "chat"),
     """--columns '{"label": "response"}'""": (["query", "label"], {}, "chat"),

@@ -2,10 +2,14 @@
 
 import gzip
 import json
+import os
 import random
+import socket
 
 import pytest
+from row_files import settings
 
+from swift.data import files
 from swift.data.arguments import PromptArguments
 from swift.data.loading import load_rows
 from swift.data.prompts import Tokenizer
@@ -61,3 +65,76 @@ def test_hostile_files(tmp_path, suffix):
         except SwiftError as error:
             assert error.exit_code == 2
     assert read or suffix == ".parquet"
+
+
+ROW = json.dumps({"query": "q", "solution": "1"}) + "\n"
+
+
+def packed(text):
+    return lambda path: path.with_name(f"{path.name}.gz").write_bytes(gzip.compress(text.encode()))
+
+
+def text(content):
+    return lambda path: path.write_text(content)
+
+
+def listening(path):
+    with socket.socket(socket.AF_UNIX) as one:
+        os.chdir(path.parent)
+        one.bind(path.name)
+
+
+SPECIAL = {
+    "pipe": (os.mkfifo, "not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+    "socket": (listening, "not a regular file"),
+    "link to nothing": (lambda path: path.symlink_to("nothing"), "a link that leads nowhere"),
+    "link loop": (lambda path: path.symlink_to(path.name), "a link that leads nowhere"),
+    "pipe in a folder": (lambda path: (path.mkdir(), os.mkfifo(path / "a.jsonl")), "not a regular file"),
+    "broken link in a folder": (lambda path: (path.mkdir(), (path / "a.csv").symlink_to("b")), "leads nowhere"),
+    "long line": (text(f'{{"query": "{"a" * 3000}"}}\n'), "d.jsonl:1: a row of over 2000 characters"),
+    "bomb of one line": (packed("a" * 10**6), "d.jsonl.gz:1: a row of over 2000 characters"),
+    "bomb of blank lines": (packed("\n" * 10**4), "d.jsonl.gz:101: 101 blank lines"),
+    "bomb of an array": (packed("[1]\n" + " \n" * 10**4), "over 9000 characters in one array"),
+    "open quote": (lambda path: path.with_suffix(".csv").write_text('q\n"' + "a\n" * 2000), "field larger than"),
+    "key twice": (text('{"query": "a", "query": "b"}'), "d.jsonl:1: the key 'query' is there twice"),
+    "key twice in a turn": (text('[{"query": [{"role": "user", "role": "a"}]}]'), "the key 'role' is there twice"),
+    "carriage returns": (text(ROW.replace("\n", "\r") * 3), "broken JSON"),
+    "nesting": (text('{"query": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}"), "nested too deeply"),
+    "long integer": (text('{"query": "a", "x": ' + "9" * 5000 + "}"), "an integer of too many digits"),
+    "late bytes": (lambda path: path.write_bytes(ROW.encode() * 999 + b"\xff\n"), "d.jsonl:1000: not UTF-8"),
+    "null byte": (text('{"query": "\0"}'), "broken JSON"),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_what_is_no_file_of_rows_is_one_line_of_the_right_size(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for limit, value in (("ROW_CHARS", 2000), ("ARRAY_CHARS", 9000), ("BLANK_LINES", 100)):
+        monkeypatch.setattr(files, f"MAX_{limit}", value if name not in ("nesting", "long integer") else 10**6)
+    make, says = SPECIAL[name]
+    make(tmp_path / "d.jsonl")
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(SwiftError, match=says) as refused:
+        load_rows(settings(path), "train", purpose="prompt")
+    assert refused.value.exit_code == 2 and all("\n" not in problem for problem in refused.value.problems)
+
+
+def test_folders_behind_links_are_read_once_and_unreadable_ones_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "rows" / "inner").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for folder in ("rows", "rows/inner", "other"):
+        (tmp_path / folder / "a.jsonl").write_text(ROW)
+    (tmp_path / "rows" / "inner" / "up").symlink_to("..")
+    (tmp_path / "rows" / "link").symlink_to("../other")
+    assert len(load_rows(settings(tmp_path / "rows"), "train", purpose="prompt")) == 3
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("inner"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SwiftError, match="inner: cannot be read: Permission denied"):
+        load_rows(settings(tmp_path / "rows"), "train", purpose="prompt")
