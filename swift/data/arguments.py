@@ -28,7 +28,7 @@ class DataArguments(HubArguments):
 
     dataset: list[str] = flag([])
     """Training data: `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A path is a jsonl, json, csv
-    or parquet file or a folder; `#n` takes n random rows."""
+    or parquet file or a folder; `#n` takes n random rows, `#:10%` or `#100:200` those of that place."""
 
     val_dataset: list[str] = flag([])
     """Evaluation data, in the form of `--dataset`."""

@@ -25,14 +25,17 @@ _INSTEAD = "or give a local .jsonl, .json, .csv or .parquet file"
 class HubRecords(Sequence[Record]):
     """A mapped hub dataset as records that are converted when they are looked at."""
 
-    def __init__(self, data: Any, name: str) -> None:
-        self._data, self._name = data, name
+    def __init__(self, data: Any, name: str, first: int = 0) -> None:
+        self._data, self._name, self._first = data, name, first
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, index: Any) -> Any:
-        return plain_row(self._data[index], f"{self._name}:{index + 1}")
+        if isinstance(index, slice):
+            rows = range(len(self))[index]
+            return HubRecords(self._data.select(rows), self._name, self._first + rows.start)
+        return plain_row(self._data[index], f"{self._name}:{self._first + index + 1}")
 
 
 def load_hub(spec: DatasetSpec, *, split: str) -> tuple[Sequence[Record], list[str]]:

@@ -293,9 +293,11 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
 def _open_table(spec: DatasetSpec, split: Split, seed: int) -> Table:
     if spec.kind == "hub":
         records, columns = load_hub(spec, split=split)
-        return Table(records, columns, [])
+        return Table(records[spec.part(len(records))] if spec.bounds else records, columns, [])
     found = list(read_local(spec) if spec.kind == "local" else read_procedural(spec, seed=seed))
     check_undamaged(found)
+    if spec.bounds:
+        found = found[spec.part(len(found))]
     return Table(found, *filled_columns(found))
 
 

@@ -1,5 +1,8 @@
 """What `--dataset` may say: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task.
 
+Instead of a number of random rows, `#first:last` takes the rows from `first` to before `last`, as Python counts, in the
+order of the dataset; `10%` is a share of its rows.
+
 A path that exists wins over `#` and `:`, so a file called `a#5` is a file. What does not exist and looks like
 a path is an error here and never a question to a hub.
 """
@@ -20,6 +23,7 @@ from swift.errors import ConfigError, join_problems, nearest, parse_json
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 PROCEDURAL = "reasoning_gym:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_BOUNDS = re.compile(r"(-?\d+%?)?:(-?\d+%?)?")
 
 Hub = Literal["hf", "ms"]
 Item = TypeVar("Item")
@@ -30,9 +34,9 @@ Result = TypeVar("Result")
 class DatasetSpec:
     """One entry of `--dataset`, understood.
 
-    `target` is a path, a hub id or a task name. `count` is n of `#n`, None for all rows. `hub` is "hf" or
-    "ms" when `kind` is "hub"; `split` is that of `--split`. `options` are the task settings of a procedural
-    dataset, `seed` among them.
+    `target` is a path, a hub id or a task name. `count` is n of `#n`, None for all rows; `bounds` are the two texts of
+    `#first:last`. `hub` is "hf" or "ms" when `kind` is "hub"; `split` is that of `--split`. `options` are the task
+    settings of a procedural dataset, `seed` among them.
     """
 
     text: str
@@ -41,6 +45,7 @@ class DatasetSpec:
     subsets: tuple[str, ...] = ()
     count: int | None = None
     hub: Hub | None = None
+    bounds: tuple[str, str] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = "--dataset"
     split: str | None = None
@@ -58,6 +63,21 @@ class DatasetSpec:
     def name(self) -> str:
         """How messages call this dataset: the text without its `#n`."""
         return self.text if self.count is None else self.text.replace(f"#{self.count}", "", 1)
+
+    def part(self, size: int) -> slice:
+        """The rows of `#first:last` among `size`.
+
+        Raises:
+            ConfigError: there are fewer rows, or none in that part.
+
+        >>> DatasetSpec("d#:10%", "hub", "d", bounds=("", "10%")).part(200)
+        slice(0, 20, None)
+        """
+        first, last = self.bounds or ("", "")
+        start, stop = _place(first, size) if first else 0, _place(last, size) if last else size
+        if not 0 <= start < stop <= size:
+            raise self.wrong(f"#{first}:{last}: rows {start} to {stop} of {size}; name rows that there are")
+        return slice(start, stop)
 
 
 def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> DatasetSpec:
@@ -91,16 +111,18 @@ def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
     prefix, mark, rest = text.partition("::")
     hub: Hub | None = "hf" if prefix == "hf" and mark else "ms" if prefix == "ms" and mark else None
     base, mark, number = (rest if hub else text).rpartition("#")
-    count = _count(number) if mark else None
-    base = base if mark else number
+    base, number = (base, number) if mark else (number, "")
+    bounds = _BOUNDS.fullmatch(number)
+    count = _count(number) if mark and not bounds else None
+    part = (bounds[1] or "", bounds[2] or "") if bounds else None
     if hub is None and (local := _local(text, base, count)) is not None:
-        return local
+        return replace(local, bounds=part)
     name, _, subset = base.partition(":")
     if hub is None and (_looks_like_path(name) or not _HUB_ID.fullmatch(name)):
         raise ValueError(f"no such file or folder; {beside(_path(name))}")
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"{name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
-    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or usual_hub)
+    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or usual_hub, part)
 
 
 def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:
@@ -159,8 +181,16 @@ def _subsets(text: str) -> tuple[str, ...]:
 
 def _count(count: str) -> int:
     if not re.fullmatch(r"[0-9]+", count) or int(count) < 1:
-        raise ValueError(f"bad row count {count!r} after '#'; write a whole number from 1, as in #500")
+        raise ValueError(
+            f"bad row count {count!r} after '#'; write a whole number from 1, as in #500, or first rows as in #:10%"
+        )
     return int(count)
+
+
+def _place(bound: str, size: int) -> int:
+    """A bound as a number of rows; a share is rounded, as `datasets` rounds that of `train[:10%]`."""
+    place = round(int(bound[:-1]) * size / 100) if bound.endswith("%") else int(bound)
+    return place + size if bound.startswith("-") else place
 
 
 def _local(text: str, base: str, count: int | None) -> DatasetSpec | None:

@@ -67,6 +67,8 @@ class ExampleStream(Generic[Item]):
         self._seed = args.data_seed
         self._buffer = args.shuffle_buffer_size if args.dataset_shuffle else 0
         self._specs = dataset_specs(args, "train")
+        if part := next((spec for spec in self._specs if spec.bounds), None):
+            raise part.wrong("a stream has no known number of rows to take a part of; use #n, or drop --streaming")
         peeked = [list(itertools.islice(self._records(spec), PEEKED_ROWS)) for spec in self._specs]
         check_undamaged(itertools.chain.from_iterable(peeked))
         tables = [Table(rows, *filled_columns(rows)) for rows in peeked]

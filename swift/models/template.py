@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, RefusedChat, first_line, join_problems, nearest
 from swift.models.source import read_json
-from swift.models.templates import NAMES
+from swift.models.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +71,7 @@ class Template:
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--template: none: the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat "
-                f"template; valid: {', '.join(NAMES)}, or a Jinja file"
+                f"template; valid: {', '.join(TEMPLATES)}, a name of TRL's, or a Jinja file"
             )
         self.tokenizer = tokenizer
         self.name = name or f"the chat template of {tokenizer.name_or_path or 'the model'}"

@@ -1,14 +1,17 @@
 """Chat templates for `--template NAME`: for base models without one, or with one that cannot be trained on.
 
-Each is a Jinja text in the dialect of transformers. `qwen2_5` and `qwen3` are those of the models, thinking and tools
-included, out of TRL's collection. In the others what an assistant says, end token included, stands between
-`{% generation %}` and `{% endgeneration %}`, so the loss mask needs no guessing.
+Each is a Jinja text in the dialect of transformers. TRL's collection is offered under the names of its files: those of
+the models, thinking and tools included, and their training templates (`qwen3_training`). In the built-in ones what an
+assistant says, end token included, stands between `{% generation %}` and `{% endgeneration %}`, so the loss mask needs
+no guessing.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
+from typing import cast
 
 from swift.errors import ConfigError, suggest
 
@@ -72,17 +75,13 @@ TEMPLATES: dict[str, str] = {
 """Built-in templates, under the names of ms-swift. `qwen` is ChatML with a default system prompt. `gemma` has a system
 turn, `gemma3_text` puts the system prompt before the question. `plain`, which is swift's own, has no roles at all."""
 
-OF_MODELS = ("qwen2_5", "qwen3", "qwen3_training")
-"""Names of templates that TRL ships as the models have them; qwen3_training keeps the thoughts of earlier turns."""
+_MARKER = re.compile(r"<[|\uff5c][^<>\s]*>|<[^<>\s]*[|\uff5c]>|<(?:start|end)_of_turn>")
 
-NAMES = (*TEMPLATES, *OF_MODELS)
 
-_IM = ("<|im_start|>", "<|im_end|>")
-_NEEDED_TOKENS = {
-    **dict.fromkeys(("chatml", "qwen", *OF_MODELS), _IM),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    **dict.fromkeys(("gemma", "gemma3_text"), ("<start_of_turn>", "<end_of_turn>")),
-}
+def names() -> list[str]:
+    """Names that `--template` knows: the built-in ones, and those of TRL's files."""
+    folder = _folder_of_trl()
+    return [*TEMPLATES, *sorted({one.stem for one in folder.glob("*.jinja")} - TEMPLATES.keys() if folder else ())]
 
 
 def read_template(value: str) -> str:
@@ -93,25 +92,23 @@ def read_template(value: str) -> str:
     """
     if value in TEMPLATES:
         return TEMPLATES[value]
-    if value in OF_MODELS:
-        return _of_trl(value)
+    if value in names():
+        return (cast(Path, _folder_of_trl()) / f"{value}.jinja").read_text(encoding="utf-8")
     path = Path(value).expanduser()
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ConfigError(f"--template: {value}: not a UTF-8 text; save it as UTF-8") from error
-    raise ConfigError(f"--template: {value}: neither a built-in name nor a Jinja file; {suggest(value, list(NAMES))}")
+    raise ConfigError(f"--template: {value}: neither a built-in name nor a Jinja file; {suggest(value, names())}")
 
 
-def missing_tokens(name: str, vocabulary: dict[str, int]) -> list[str]:
-    """The marker tokens a built-in template needs and a vocabulary lacks; [] for templates from files."""
-    return [token for token in _NEEDED_TOKENS.get(name, ()) if token not in vocabulary]
+def markers(rendered: str) -> list[str]:
+    """The special tokens in a rendered chat, such as `<|im_end|>`."""
+    return list(dict.fromkeys(_MARKER.findall(rendered)))
 
 
-def _of_trl(name: str) -> str:
+def _folder_of_trl() -> Path | None:
     spec = importlib.util.find_spec("trl")  # read, not imported: that takes seconds
-    if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"--template: {name}: comes with TRL, which is not installed; pip install trl")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    return (folder / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    folder = next(iter(spec.submodule_search_locations or ()), None) if spec else None
+    return Path(folder) / "chat_templates" if folder else None

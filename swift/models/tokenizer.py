@@ -9,7 +9,7 @@ from swift.errors import ConfigError, unusable
 from swift.models.policy import load_config
 from swift.models.source import has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
-from swift.models.templates import missing_tokens, read_template
+from swift.models.templates import markers, names, read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,11 +100,15 @@ def read_tokenizer(
 
 
 def _override_template(tokenizer: PreTrainedTokenizerBase, value: str) -> None:
-    text = read_template(value)
-    missing = missing_tokens(value, tokenizer.get_vocab())
-    if missing:
+    tokenizer.chat_template = read_template(value)
+    if value not in names():
+        return
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with unusable(f"--template: {value}: cannot be rendered with this tokenizer"):
+        rendered = str(tokenizer.apply_chat_template(chat, tokenize=False))
+    vocabulary = tokenizer.get_vocab()
+    if missing := [token for token in markers(rendered) if token not in vocabulary]:
         raise ConfigError(
             f"--template: {value}: the tokenizer lacks the tokens {', '.join(missing)}; "
             "use --template plain, or a Jinja file made for this model"
         )
-    tokenizer.chat_template = text

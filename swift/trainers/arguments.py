@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,8 +15,17 @@ Schedule = Literal[
 ]  # fmt: skip
 """The schedules of transformers."""
 
-Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adamw_cpu", "adafactor", "sgd"]
+Optimizer = Literal[
+    "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
+    "adamw_torch_4bit", "adamw_cpu", "adafactor", "sgd",
+]  # fmt: skip
 """The optimizers that tests train with."""
+
+OPTIMIZER_PACKAGES = {
+    **dict.fromkeys(("adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"), "bitsandbytes"),
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
+}
+"""The packages that optimizers come from, other than PyTorch."""
 
 
 @dataclass(kw_only=True)
@@ -44,12 +54,12 @@ class OptimizationArguments:
 
     optim: Optimizer = flag(
         "adamw_torch_fused",
-        values={"adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"},
+        values={"adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"},
         everyday=False,
         registry="optimizers",
     )
-    """Optimizer. adamw is adamw_torch_fused. adamw_8bit needs bitsandbytes; adamw_cpu keeps state and updates on the
-    host."""
+    """Optimizer. adamw is adamw_torch_fused. adamw_8bit and the paged ones need bitsandbytes; adamw_torch_8bit and
+    adamw_torch_4bit need torchao; adamw_cpu keeps state and updates on the host."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """Further settings of the optimizer, as `name=value,name=value`."""
@@ -205,8 +215,8 @@ class RunArguments:
     save_strategy: Literal["no", "steps", "epoch"] = flag("steps", everyday=False, values={"false": "no"})
     """Schedule of checkpoints; the last step is always saved."""
 
-    save_steps: int = flag(500, at_least=1)
-    """Number of steps between two checkpoints."""
+    save_steps: float = flag(500, above=0)
+    """Number of steps between two checkpoints. Below 1, a share of all steps."""
 
     save_total_limit: int | None = flag(at_least=1, unset="all are kept")
     """Maximum number of checkpoints. The oldest is deleted first; the best is kept."""
@@ -219,8 +229,8 @@ class RunArguments:
     )
     """Schedule of evaluation; off without evaluation data."""
 
-    eval_steps: int | None = flag(at_least=1)
-    """Number of steps between two evaluations."""
+    eval_steps: float | None = flag(above=0)
+    """Number of steps between two evaluations. Below 1, a share of all steps."""
 
     load_best_model_at_end: bool = flag(False, everyday=False)
     """Whether the run keeps the best checkpoint and ends with its weights."""
@@ -240,6 +250,9 @@ class RunArguments:
     def problems(self) -> Iterator[str]:
         if len(self.report_to) > 1 and "none" in self.report_to:
             yield f"--report_to: {' '.join(self.report_to)}: none excludes the others; drop none"
+        for steps, name in {self.eval_steps: "eval_steps", self.save_steps: "save_steps"}.items():
+            if steps and steps > 1 and steps % 1:
+                yield f"--{name}: {steps:g}: not a whole number; give one such as 500, or a share of all steps below 1"
         if self.load_best_model_at_end:
             yield from self._best_model_problems()
 
@@ -252,8 +265,13 @@ class RunArguments:
                 f"--load_best_model_at_end: true: --save_strategy {self.save_strategy} and --eval_strategy "
                 f"{self.eval_strategy} differ; make them equal" + fix
             )
-        elif self.eval_strategy == "steps" and self.eval_steps and self.save_steps % self.eval_steps:
+        elif self.eval_strategy == "steps" and self.eval_steps and not _is_multiple(self.save_steps, self.eval_steps):
             yield (
-                f"--save_steps: {self.save_steps}: not a multiple of --eval_steps {self.eval_steps}, which "
-                f"--load_best_model_at_end needs; e.g. --save_steps {self.eval_steps}"
+                f"--save_steps: {self.save_steps:g}: not a multiple of --eval_steps {self.eval_steps:g}, which "
+                f"--load_best_model_at_end needs; e.g. --save_steps {self.eval_steps:g}"
             )
+
+
+def _is_multiple(steps: float, of: float) -> bool:
+    """Of two numbers of steps, or of two shares of all steps."""
+    return (steps < 1) == (of < 1) and math.isclose(steps / of, round(steps / of))

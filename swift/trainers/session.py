@@ -83,6 +83,7 @@ def require_packages(args: Any) -> None:
     """Checks, before anything is loaded, that the optional packages behind settings are there, and can be used so."""
     import torch
 
+    from swift.trainers.arguments import OPTIMIZER_PACKAGES
     from swift.trainers.optimizers.choice import check_optimizer
     from swift.trainers.parallel.sharding import require_sharding
 
@@ -90,8 +91,8 @@ def require_packages(args: Any) -> None:
     if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
         raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]
-    if args.optim == "adamw_8bit":
-        needs.append(("--optim: adamw_8bit", "bitsandbytes", "use --optim adamw"))
+    if package := OPTIMIZER_PACKAGES.get(args.optim):
+        needs.append((f"--optim: {args.optim}", package, "use --optim adamw"))
     if args.quant_method:
         needs.append(("--quant_method: bnb", "bitsandbytes", "leave it out"))
     if getattr(args, "use_liger_kernel", False):

@@ -23,7 +23,8 @@ FLAGS = [
     ("--num_generations 4 8", ["--num_generations: 4 8: a list of 2 values where one is expected"]),
     ("--max_completion_length 0", ["--max_completion_length: 0: out of range"]),
     ("--learning_rate 0", ["--learning_rate: 0: out of range", "above 0"]),
-    ("--save_steps 0", ["--save_steps: 0: out of range", "at least 1"]),
+    ("--save_steps 0", ["--save_steps: 0: out of range", "above 0"]),
+    ("--save_steps 2.5", ["--save_steps: 2.5: not a whole number", "below 1"]),
     ("--lora_rank 0", ["--lora_rank: 0: out of range"]),
     ("--lora_dropout 1", ["--lora_dropout: 1: out of range", "below 1"]),
     ("--epsilon x", ["--epsilon: x: not a number"]),
@@ -133,6 +134,10 @@ FLAGS = [
     (
         "--load_best_model_at_end true --val_dataset v --save_steps 30 --eval_steps 20",
         ["--save_steps: 30: not a multiple of --eval_steps 20"],
+    ),
+    (
+        "--load_best_model_at_end true --val_dataset v --save_steps 0.5 --eval_steps 20",
+        ["--save_steps: 0.5: not a multiple of --eval_steps 20"],
     ),
     ("--quant_bits 4", ["--quant_bits: 4: no method is named; give --quant_method bnb"]),
     ("--quant_method bnb", ["--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"]),

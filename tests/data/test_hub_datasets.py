@@ -67,6 +67,12 @@ def test_split_names_the_split_to_train_on(hub):
         load_rows(args, "train", purpose="prompt")
 
 
+def test_a_part_of_a_hub_dataset_keeps_the_places_of_its_rows(hub):
+    found = rows("hf::openai/gsm8k:main#40%:80%")
+    assert [row["messages"][0]["content"] for row in found] == ["maintrain2", "maintrain3"]
+    assert found.examples[0].origin == "openai/gsm8k:main[train]:3"
+
+
 def test_validation_takes_the_test_split(hub):
     assert next(iter(rows("org/name", "val", use_hf=True)))["messages"][0]["content"] == "Nonetest0"
 

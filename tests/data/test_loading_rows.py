@@ -12,6 +12,7 @@ from refusals import problems_of
 from row_files import jsonl, settings
 
 from swift.data.loading import Example, load_rows, split_examples, write_examples
+from swift.data.spec import parse_spec
 from swift.data.system import resolve_system
 from swift.errors import ConfigError
 from swift.rewards.functions.gym import ReasoningGym
@@ -50,6 +51,31 @@ def test_n_beyond_the_rows_gives_copies_and_a_remainder(ten):
     assert sorted(counts.values()) == [2] * 7 + [3] * 3
     assert numbers(prompts(f"{ten}#4", dataset_shuffle=False)) == [0, 1, 2, 3]
     assert numbers(prompts(f"{ten}#12", dataset_shuffle=False)) == [*range(10), 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("part", "taken"),
+    [
+        (":3", range(3)), ("7:", range(7, 10)), ("2:4", range(2, 4)), (":10%", range(1)), ("25%:50%", range(2, 5)),
+        ("-2:", range(8, 10)), (":-80%", range(2)), ("4:11", None), ("5:5", None), (":0", None),
+    ],
+)  # fmt: skip
+def test_a_part_of_a_dataset_has_the_rows_of_that_place(ten, part, taken):
+    if taken is None:
+        with pytest.raises(ConfigError, match=f"#{part}: rows .* of 10; name rows that there are"):
+            prompts(f"{ten}#{part}")
+    else:
+        assert numbers(prompts(f"{ten}#{part}")) == list(taken)
+
+
+@pytest.mark.parametrize("part", [":10%", "10%:", ":1%", "95%:", "33%:66%", "-20%:", ":7", "-3:"])
+def test_a_part_is_what_it_is_in_datasets(part):
+    from datasets import ReadInstruction
+
+    for size in (200, 207, 1000):
+        [theirs] = ReadInstruction.from_spec(f"train[{part}]").to_absolute({"train": size})
+        ours = parse_spec(f"org/name#{part}").part(size)
+        assert (ours.start, ours.stop) == (theirs.from_ or 0, size if theirs.to is None else theirs.to)
 
 
 def test_n_counts_good_rows(tmp_path):

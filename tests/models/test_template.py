@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import pytest
@@ -132,9 +133,24 @@ def test_an_unknown_template_gets_the_nearest_name(qwen2):
         load_tokenizer(ModelArguments(model=qwen2, template="chatlm"))
 
 
-def test_a_built_in_template_needs_its_marker_tokens(qwen2):
-    with pytest.raises(ConfigError, match=r"lacks the tokens <\|start_header_id\|>"):
-        load_tokenizer(ModelArguments(model=qwen2, template="llama3"))
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        ("llama3", "<|start_header_id|>"), ("gemma", "<start_of_turn>"), ("gemma4", "<|turn>"),
+        ("phi3", "<|user|>"), ("deepseekv3", "<\uff5cUser\uff5c>"), ("llama3_1", "<|start_header_id|>"),
+    ],
+)  # fmt: skip
+def test_a_template_needs_its_marker_tokens(qwen2, name, token):
+    with pytest.raises(ConfigError, match=rf"--template: {name}: the tokenizer lacks the tokens {re.escape(token)}"):
+        load_tokenizer(ModelArguments(model=qwen2, template=name))
+
+
+def test_templates_of_trl_are_offered_by_the_names_of_their_files(qwen2):
+    from trl import chat_template_utils as trl_templates
+
+    chat = load_chat(ModelArguments(model=qwen2, template="qwen2_5_training"))
+    assert chat.tokenizer.chat_template == trl_templates.qwen2_5_training_chat_template
+    assert masked_text(chat, [USER, ANSWER]) == "5<|im_end|>"
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma", "gemma3_text", "chatml", "plain"])

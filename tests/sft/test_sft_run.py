@@ -53,6 +53,12 @@ def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
     assert (run_dir / "images" / "optimization.png").is_file()
 
 
+def test_checkpoints_and_evaluations_come_at_shares_of_all_steps(sft_argv, sums):
+    run_dir = sft([*sft_argv("--save_steps 0.5 --eval_steps 0.34"), "--val_dataset", f"{sums}#4"])
+    assert [path.name for path in list_checkpoints(run_dir)] == ["checkpoint-3", "checkpoint-6"]
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row] == [3, 6]
+
+
 def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_argv, tmp_path, capsys):
     data = tmp_path / "mixed.jsonl"
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * n}] for n in (1, 1, 500)]

@@ -117,6 +117,7 @@ WRONG = [
     ("sft", "--packing true --group_by_length true", "--group_by_length: true: packed rows are equally long"),
     ("sft", "--streaming true", "--max_steps: -1: a stream has no known end"),
     ("sft", "--streaming true --max_steps 3 --split_dataset_ratio 0.5", "a stream cannot be split"),
+    ("sft", "--streaming true --max_steps 3 --dataset org/name#:3", "a stream has no known number of rows"),
     ("sft", "--early_stopping_patience 2", "--early_stopping_patience: 2: nothing is evaluated"),
     ("sft", "--neftune_noise_alpha -1", "--neftune_noise_alpha: -1: out of range"),
     ("sft", "--use_liger_kernel true", "--use_liger_kernel: true: needs the package liger_kernel"),

@@ -250,6 +250,11 @@ def _sampling_engine(run: Attempt) -> InferenceEngine | None:
     )
 
 
+def _save_steps(args: Any, max_steps: int) -> int:
+    """Number of optimizer steps between two checkpoints."""
+    return math.ceil(args.save_steps * max_steps) if args.save_steps < 1 else int(args.save_steps)
+
+
 def _vocab_size(args: Any) -> int:
     return int(load_config(locate(args).base, args).get_text_config().vocab_size)
 
@@ -267,7 +272,7 @@ def _atropos_engine(run: Attempt, engine: InferenceEngine, sources: Sources) -> 
             starting_step=parts.start.step // updates,
             num_steps=math.ceil(plan.max_steps / updates),
             checkpoint_dir=str(run.folder),
-            save_checkpoint_interval=max(1, args.save_steps // updates),
+            save_checkpoint_interval=max(1, _save_steps(args, plan.max_steps) // updates),
         ),
         group_size=args.num_generations,
         timeout_s=args.atropos_timeout,
