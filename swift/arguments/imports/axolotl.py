@@ -137,14 +137,14 @@ def _fsdp_config(draft: Draft, key: str, raw: Any) -> None:
 
 
 def _chat_template(draft: Draft, key: str, raw: Any) -> None:
-    from swift.models.templates import NAMES
+    from swift.models.templates import names
 
     if str(raw).startswith("tokenizer_default"):
         draft.same(key, "the tokenizer's own template is used")
-    elif raw in NAMES:
+    elif raw in names():
         draft.take(key, "template", raw)
     else:
-        draft.lose(key, f"{raw}: the tokenizer's own template is used; --template: {', '.join(NAMES)}, or a Jinja file")
+        draft.lose(key, f"{raw}: the tokenizer's own template is used; --template: a name of TRL's templates, or a Jinja file")
 
 
 def _served(draft: Draft, key: str, raw: Any) -> None:
