@@ -144,7 +144,7 @@ def _chat_template(draft: Draft, key: str, raw: Any) -> None:
     elif raw in names():
         draft.take(key, "template", raw)
     else:
-        draft.lose(key, f"{raw}: the tokenizer's own template is used; --template: a name of TRL's templates, or a Jinja file")
+        draft.lose(key, f"{raw}: the tokenizer's own is used; --template: one of TRL's names, or a Jinja file")
 
 
 def _served(draft: Draft, key: str, raw: Any) -> None:
