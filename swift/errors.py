@@ -15,6 +15,7 @@ import difflib
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,9 @@ def unfinished() -> Unfinished | None:
     return _unfinished[0] if _unfinished else None
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""All but tabs and line breaks, and what turns the direction of text round."""
+
 _DECODER = json.JSONDecoder()
 
 
@@ -214,6 +218,15 @@ def unusable(problem: str, fix: str = "") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             fix = "; it needs Python code from its repository: read that code, then set --trust_remote_code true"
         raise ConfigError(f"{problem} ({first_line(error)}){fix}") from error
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal: control characters, such as those that begin escape sequences, are written out.
+
+    >>> printable("\x1b[31mred")
+    '\\x1b[31mred'
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def counted(number: float, noun: str) -> str:

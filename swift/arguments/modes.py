@@ -181,7 +181,7 @@ class DoctorArguments(CommonArguments):
     """`swift doctor`: the health alerts of a run."""
 
     run: str | None = flag(unset=REQUIRED)
-    """Folder of the run."""
+    """Folder of the run, or of runs, of which it is the newest."""
 
 
 @dataclass(kw_only=True)

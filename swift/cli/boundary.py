@@ -39,6 +39,7 @@ from swift.errors import (
     is_out_of_memory,
     note_unfinished,
     on_sudden_end,
+    printable,
     unfinished,
 )
 from swift.observability.files import free_bytes
@@ -144,7 +145,7 @@ def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
     shown = _traceback(error) if debug else ""
     prefix = "swift: " if isinstance(known, Interrupted) else "swift: error: "
     lines = [*known.problems, *getattr(error, "__notes__", ())]
-    return Ending(known.exit_code, shown + "".join(f"{prefix}{mask_text(line)}\n" for line in lines), advice)
+    return Ending(known.exit_code, shown + "".join(f"{prefix}{printable(mask_text(line))}\n" for line in lines), advice)
 
 
 def _keep_in_log(ending: Ending) -> None:

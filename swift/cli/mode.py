@@ -60,7 +60,7 @@ MODES = {
     "infer": Mode("answers at the terminal or over a dataset; scores", "swift.cli.infer:run", workers=True),
     "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
-    "doctor": Mode("health alerts of a run", "swift.observability.doctor:run"),
+    "doctor": Mode("health alerts of a run", "swift.observability.doctor:run", first="run"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
     "import-config": Mode(
         "a configuration of Axolotl, TRL or ms-swift as one of swift",

@@ -1,36 +1,62 @@
-"""`swift doctor --run DIR`: the health alerts of a run."""
+"""`swift doctor DIR`: the health alerts of a run."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, counted
+from swift.errors import ConfigError, counted, printable, unusable
 from swift.observability.curves import LOGGING
-from swift.observability.jsonl import read_log
+from swift.observability.jsonl import read_jsonl
+from swift.observability.run_dir import list_versions
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
 ALERTS = "alerts.jsonl"
+_PLACE = {"step": int, "attempt": int}
+_ALERT = {**_PLACE, "rule": str, "sentence": str}
 
 
 def run(resolved: Resolved) -> int:
     """The mode: prints the alerts that count, oldest first; returns 0."""
     args: Any = resolved.args
-    folder = Path(args.run).expanduser()
-    if not (folder / LOGGING).is_file():
+    given = Path(args.run).expanduser()
+    logged = [one for one in (given, *reversed(list_versions(given))) if (one / LOGGING).exists()]
+    if not logged:
         raise ConfigError(
             f"--run: {args.run}: no {LOGGING} in it; give the folder of a run, such as output/<model>/v0-..."
         )
-    alerts, lines = read_log(folder / ALERTS), read_log(folder / LOGGING)
-    attempts = {line["step"]: line["attempt"] for line in lines}
-    alerts = [alert for alert in alerts if alert["attempt"] >= attempts.get(alert["step"], 0)]  # others were redone
+    folder, attempts = logged[0], dict[int, int]()
+    for line in _rows(folder / LOGGING, _PLACE):
+        attempts[line["step"]] = max(line["attempt"], attempts.get(line["step"], 0))
+    if not attempts:
+        raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
+    found = [one for one in _rows(folder / ALERTS, _ALERT) if one["attempt"] >= attempts.get(one["step"], 0)]
+    newest: dict[int, int] = {}
+    for alert in found:  # what a later attempt has done again counts
+        newest[alert["step"]] = max(alert["attempt"], newest.get(alert["step"], 0))
+    alerts = sorted((one for one in found if one["attempt"] == newest[one["step"]]), key=lambda one: one["step"])
     if args.json:
         print(json.dumps(alerts, indent=2))
         return 0
+    if folder != given:
+        print(f"run: {folder}")
     for alert in alerts:
-        print(f"step {alert['step']}: {alert['rule']}: {alert['sentence']}")
-    print(f"{counted(len(alerts), 'alert')} in {counted(len(lines), 'log line')}")
+        print(printable(f"step {alert['step']}: {alert['rule']}: {alert['sentence']}"))
+    print(f"{counted(len(alerts), 'alert')} in {counted(len(attempts), 'logged step')}")
     return 0
+
+
+def _rows(path: Path, kinds: dict[str, type]) -> Iterator[dict[str, Any]]:
+    """The rows of a file, if there is one, each with values of these kinds."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--run: {path}: not a regular file; choose another run")
+    with unusable(f"--run: {path}: cannot be read", "; choose another run"):
+        for row in read_jsonl(path):
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
+                shown = printable(json.dumps(row))[:60]
+                raise ConfigError(f"--run: {path}: {shown}: no line of swift's, which has {', '.join(kinds)}")
+            yield row

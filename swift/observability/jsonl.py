@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, parse_json
 from swift.observability.files import writing
+
+MAX_LINE_BYTES = 2**30
+"""A longer line is none of ours."""
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -124,13 +127,15 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+            if len(line) == MAX_LINE_BYTES:
+                raise ConfigError(f"{path}:{number}: a line of over {MAX_LINE_BYTES} bytes; remove it")
             if not line.endswith(b"\n"):
                 return  # torn, even where what is left is JSON: the writer cuts it off too
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                yield parse_json(line.decode())
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: {line[:60]!r}: not JSON; remove the line") from error
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
+from swift.errors import printable
+
 _BAR_REFRESHES_PER_S = 4
 _BAR_WIDTH = 10
 _LEFT_WIDTH = len("59m59s left")
@@ -101,6 +103,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Show a line that stays, above the bar: the plan, a note, a warning."""
+        text = printable(text)
         self._record(text)
         self._print(text)
 

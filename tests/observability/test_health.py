@@ -202,9 +202,57 @@ def test_the_doctor_lists_the_alerts_that_count(tmp_path, capsys):
     steps = [(1, 3), (1, 5), (1, 9), (2, 3), (2, 9)]
     JsonlWriter(tmp_path / "logging.jsonl").write(*[{"attempt": a, "step": s} for a, s in steps])
     assert doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))) == 0
-    assert capsys.readouterr().out.splitlines() == ["step 5: kl: 1", "step 9: kl: 2", "2 alerts in 3 log lines"]
+    assert capsys.readouterr().out.splitlines() == ["step 5: kl: 1", "step 9: kl: 2", "2 alerts in 3 logged steps"]
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=True)))
     assert json.loads(capsys.readouterr().out) == [rows[0], rows[2]]
+
+
+ALERT = {"attempt": 1, "step": 1, "rule": "kl", "value": 3.0, "sentence": "\x1b[2Jhigh"}
+LINE = {"attempt": 1, "step": 1}
+
+
+def test_the_doctor_finds_the_newest_run_and_writes_control_characters_out(tmp_path, capsys):
+    for name in ("v2-20260101-000000", "v10-20250101-000000", "v11-20260101-000000"):
+        (tmp_path / name).mkdir()
+    for name in ("v2-20260101-000000", "v10-20250101-000000"):
+        JsonlWriter(tmp_path / name / "logging.jsonl").write(LINE)
+        JsonlWriter(tmp_path / name / "alerts.jsonl").write({**ALERT, "sentence": f"\x1b[2J{name}"})
+    assert doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"run: {tmp_path / 'v10-20250101-000000'}",
+        "step 1: kl: \\x1b[2Jv10-20250101-000000",
+        "1 alert in 1 logged step",
+    ]
+
+
+BROKEN = {
+    "cut": ("logging.jsonl", b'{"step": 1, "att', "no step is logged"),
+    "empty": ("logging.jsonl", b"", "no step is logged"),
+    "binary": ("logging.jsonl", bytes(range(256)) + b"\n", "logging.jsonl:1: .*not JSON"),
+    "nested": ("logging.jsonl", b"[" * 10**5 + b"\n", "logging.jsonl:1: .*not JSON"),
+    "other types": ("logging.jsonl", b'{"step": "1", "attempt": null}\n', "no line of swift's, which has step"),
+    "no object": ("logging.jsonl", b"[1]\n", "no line of swift's"),
+    "another program": ("logging.jsonl", b'{"level": "info", "msg": "\\u001b[2J"}\n', r"u001b.*no line of swift's"),
+    "alerts of another": ("alerts.jsonl", b'{"step": 1, "attempt": 1}\n', "no line of swift's, which has .*sentence"),
+    "huge line": ("logging.jsonl", b'{"x": "' + b"a" * 5000 + b'"}\n', "a line of over 4000 bytes"),
+    "folder": ("logging.jsonl", None, "not a regular file"),
+    "folder of alerts": ("alerts.jsonl", None, "not a regular file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_doctor_refuses_a_log_that_is_none(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("swift.observability.jsonl.MAX_LINE_BYTES", 4000 if name == "huge line" else 2**20)
+    file, content, says = BROKEN[name]
+    JsonlWriter(tmp_path / "logging.jsonl").write(LINE)
+    if content is None:
+        (tmp_path / file).unlink(missing_ok=True)
+        (tmp_path / file).mkdir()
+    else:
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as refused:
+        doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
+    assert len(refused.value.problems) == 1 and "\n" not in refused.value.problems[0]
 
 
 def test_other_names_are_added_in_training_and_evaluation():
