@@ -10,7 +10,7 @@ from types import TracebackType
 
 from swift.observability.jsonl import read_log
 
-LOGGING = "logging.jsonl"
+LOGGING, ALERTS = "logging.jsonl", "alerts.jsonl"
 IMAGES = "images"
 
 REST = 10
@@ -49,10 +49,13 @@ class Curves:
         self._drawing = self._pool.submit(self._draw)
 
     def _draw(self) -> None:
-        from swift.observability.plots import write_plots  # and with it matplotlib, where something is drawn
+        from swift.observability.plots import Marks, write_plots  # and with it matplotlib, where something is drawn
 
         began = time.monotonic()
         if rows := read_log(self._run_dir / LOGGING):
-            write_plots(rows, self._run_dir / IMAGES)
+            alerts = [alert["step"] for alert in read_log(self._run_dir / ALERTS)]
+            names = (path.name.partition("-")[2] for path in self._run_dir.glob("checkpoint-*"))
+            saved = [int(name) for name in names if name.isdecimal()]
+            write_plots(rows, self._run_dir / IMAGES, Marks(self._run_dir.name, alerts, saved))
         now = time.monotonic()
         self._rests_until = now + REST * (now - began)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, counted, printable, unusable
-from swift.observability.curves import LOGGING
+from swift.observability.curves import ALERTS, LOGGING
 from swift.observability.jsonl import read_jsonl
 from swift.observability.run_dir import list_versions
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
-ALERTS = "alerts.jsonl"
 _PLACE = {"step": int, "attempt": int}
 _ALERT = {**_PLACE, "rule": str, "sentence": str}
 

@@ -151,6 +151,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one key, where it is a number."""
+    """Steps and values of one key, where it is a finite number."""
     points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    points = [(step, value) for step, value in points if math.isfinite(value)]
     return [step for step, _ in points], [float(value) for _, value in points]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.errors import printable
 from swift.observability.files import writing
 from swift.observability.jsonl import series
 from swift.observability.metrics import OUTSIDE_STEP
@@ -28,24 +30,30 @@ _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN, _BETWEEN_IN = 0.95, 0.2, 0.45, 0.55, 0
 """Margins: room for tick labels of nine characters, a title and one axis label. A layout engine finds the same by
 drawing everything three times, which takes as long as the last step of a short run."""
 
-_SMOOTHING_SHARE = 0.05
+_SMOOTHING_SHARE = 0.1
 _TICKS, _NARROWEST = 10, 200
 _STYLES = ("-", "--", ":", "-.")
 """Of the curves of a panel, in turn; each is thinner than those below it, so that equal ones are all seen."""
 _CUT_OFF, _CLIPPED = "share cut off", "clipped ratios"
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is marked beside the curves: the run's name, the steps of its alerts and of its checkpoints."""
+
+    name: str = ""
+    alerts: Sequence[int] = ()
+    checkpoints: Sequence[int] = ()
+
+
 def smooth(values: Sequence[float]) -> list[float]:
-    """A centred moving average over about a twentieth of the curve on each side; short curves stay as they are."""
-    reach = math.ceil(len(values) * _SMOOTHING_SHARE) if len(values) >= 10 else 0
-    result = []
-    for index in range(len(values)):
-        part = values[max(0, index - reach) : index + reach + 1]
-        result.append(math.fsum(part) / len(part))
-    return result
+    """The mean of each value and those before it, over a tenth of the curve; short curves stay as they are."""
+    window = math.ceil(len(values) * _SMOOTHING_SHARE) if len(values) >= 10 else 1
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [math.fsum(part) / len(part) for part in parts]
 
 
-def write_plots(rows: Rows, folder: Path) -> None:
+def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
     """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one."""
     train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
     evaluation = [row for row in rows if any(key.startswith("eval_") for key in row)]
@@ -80,8 +88,8 @@ def write_plots(rows: Rows, folder: Path) -> None:
         ],
     }
     for name, parts in panels.items():
-        _draw_panels(folder / f"{name}.png", parts, train, evaluation)
-    _draw_time(folder / "time.png", train)
+        _draw_panels(folder / f"{name}.png", parts, train, evaluation, marks)
+    _draw_time(folder / "time.png", train, marks)
 
 
 def _with_evaluation(keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -112,15 +120,15 @@ def _panels(count: int, height_in: float) -> list[Axes]:
     return list(figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows) -> None:
+def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows, marks: Marks) -> None:
     """One picture of panels on top of each other; those without a value are left out."""
     filled = []
     for title, keys, eval_keys in parts:
-        curves = [(label, *series(train, key), False) for key, label in keys.items()]
-        curves += [(label, *series(evaluation, key), True) for key, label in eval_keys.items()]
+        curves = [(_text(label), *series(train, key), False) for key, label in keys.items()]
+        curves += [(_text(label), *series(evaluation, key), True) for key, label in eval_keys.items()]
         curves = [curve for curve in curves if curve[1]]
         if curves:
-            filled.append((title, curves))
+            filled.append((_text(title), curves))
     if not filled:
         return
     panels = _panels(len(filled), _PANEL_HEIGHT_IN)
@@ -135,7 +143,7 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
             axes.set_ylim(-0.04 * (most or 1.0), 1.04 * (most or 1.0))
         if len(curves) > 1:
             axes.legend(loc="best", fontsize="small", framealpha=0.7)
-    panels[-1].set_xlabel("optimizer step")
+    _mark(panels, marks)
     _save(panels[-1].figure, path)
 
 
@@ -150,7 +158,28 @@ def _draw_curve(
     axes.plot(steps, smooth(values), label=label, **style)
 
 
-def _draw_time(path: Path, rows: Rows) -> None:
+def _text(text: str) -> str:
+    """A name from outside, which matplotlib shall not take for a formula or for something to hide."""
+    return printable(text).replace("$", r"\$").lstrip("_")
+
+
+def _mark(panels: Sequence[Axes], marks: Marks) -> None:
+    """The name of the run above, checkpoints below and alerts above each panel, where its steps are."""
+    panels[0].set_title(_text(marks.name), loc="right", fontsize="small", color="gray")
+    panels[-1].set_xlabel("optimizer step")
+    kinds = (("checkpoints", marks.checkpoints, "^", 0.0, "gray"), ("alerts", marks.alerts, "v", 1.0, "red"))
+    for axes in panels:
+        low, high = axes.get_xlim()
+        for name, steps, shape, height, colour in kinds:
+            inside = sorted({step for step in steps if low <= step <= high})
+            style = {"marker": shape, "color": colour, "linestyle": "", "markersize": 5, "clip_on": False}
+            if inside:
+                axes.plot(inside, [height] * len(inside), transform=axes.get_xaxis_transform(), gid=name, **style)
+    if shown := [f"{'▲' if shape == '^' else '▼'} {name}" for name, steps, shape, _, _ in kinds if steps]:
+        panels[-1].figure.text(0.01, 0.01, "  ".join(shown), fontsize="small", color="gray")
+
+
+def _draw_time(path: Path, rows: Rows, marks: Marks) -> None:
     """Seconds of a step, stacked by phase; what no phase accounts for is "other".
 
     A bar is as wide as the steps whose mean it is. Evaluation and saving follow a step that is logged, so they are in
@@ -180,7 +209,7 @@ def _draw_time(path: Path, rows: Rows) -> None:
             heights = [height + after.get(i, 0.0) for i, height in enumerate(heights)]
     _finish(axes, "seconds per step, by phase", steps)
     axes.set_ylim(0.0, max(max(heights) * 1.2, 1e-9))  # room for the legend above the bars
-    axes.set_xlabel("optimizer step")
+    _mark([axes], marks)
     axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers) + len(OUTSIDE_STEP))
     _save(axes.figure, path)
 

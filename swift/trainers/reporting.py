@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.observability.completions_log import CompletionsLog, completion_rows, sample_line
-from swift.observability.curves import LOGGING, Curves
-from swift.observability.doctor import ALERTS
+from swift.observability.curves import ALERTS, LOGGING, Curves
 from swift.observability.health import Alert, HealthMonitor
 from swift.observability.jsonl import JsonlWriter, read_log
 from swift.observability.metrics import MetricStore

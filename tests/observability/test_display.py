@@ -10,7 +10,7 @@ import pytest
 from swift.errors import ResourceError
 from swift.observability.curves import Curves
 from swift.observability.jsonl import JsonlWriter
-from swift.observability.plots import smooth, write_plots
+from swift.observability.plots import Marks, smooth, write_plots
 from swift.observability.progress import Progress, format_seconds
 from swift.observability.rank_log import RankLog
 from swift.observability.summary import summarise
@@ -106,8 +106,8 @@ def drawn(tmp_path, monkeypatch):
     initialise = Figure.__init__
     monkeypatch.setattr(Figure, "__init__", lambda self, *a, **k: (figures.append(self), initialise(self, *a, **k))[1])
 
-    def draw(rows):
-        write_plots(rows, tmp_path)
+    def draw(rows, **marks):
+        write_plots(rows, tmp_path, Marks(**marks))
         return {axes.get_title(loc="left"): axes for figure in figures for axes in figure.axes}
 
     return draw
@@ -150,6 +150,39 @@ def test_saving_stands_on_the_step_that_was_saved(drawn):
     assert (bar.get_x(), bar.get_width(), bar.get_y(), bar.get_height()) == (1.5, 1.0, 2.0, 3.0)
 
 
+def test_alerts_and_checkpoints_are_marked_beside_the_name_of_the_run(drawn):
+    panels = drawn(train_rows(range(1, 31)), name="v0-$run$", alerts=[7, 7, 20, 99], checkpoints=[10, 30])
+    for title, axes in panels.items():
+        marked = {line.get_gid(): list(line.get_xdata()) for line in axes.lines if line.get_gid()}
+        assert marked == {"alerts": [7, 20], "checkpoints": [10, 30]}, title
+    names = [axes.get_title(loc="right") for axes in panels.values()]
+    assert names.count(r"v0-\$run\$") == 5, "of each picture"
+
+
+def test_the_curves_of_a_run_have_its_alerts_and_checkpoints(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("swift.observability.plots.write_plots", lambda *given: drawn.append(given[-1]))
+    JsonlWriter(tmp_path / "logging.jsonl").write(*train_rows([1, 2]))
+    JsonlWriter(tmp_path / "alerts.jsonl").write({"attempt": 1, "step": 2})
+    for name in ("checkpoint-2", "checkpoint-x"):
+        (tmp_path / name).mkdir()
+    with Curves(tmp_path):
+        pass
+    assert drawn == [Marks(tmp_path.name, [2], [2])]
+
+
+@pytest.mark.parametrize("name", ["$\\frac{1}$", "_hidden", "\x1b[2Jred", "a\nb"])
+def test_any_name_of_a_reward_function_can_be_drawn(drawn, name):
+    rows = [row | {f"rewards/{name}/mean": 1.0} for row in train_rows([1, 2])]
+    texts = drawn(rows)["per function"].get_legend().get_texts()
+    assert len(texts) == 2 and "\x1b" not in texts[1].get_text()
+
+
+def test_values_that_are_no_numbers_make_no_picture(tmp_path):
+    write_plots([{"step": 1, "reward": float("nan"), "kl": None, "loss": float("inf")}], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("rows", [train_rows([1]), [{"step": 1, "reward": None, "eval_reward": 0.5}]])
 def test_one_point_can_be_drawn(tmp_path, rows):
     write_plots(rows, tmp_path)
@@ -158,7 +191,7 @@ def test_one_point_can_be_drawn(tmp_path, rows):
 
 def test_curves_are_drawn_at_a_save_and_at_an_end_of_any_kind(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("swift.observability.plots.write_plots", lambda rows, folder: drawn.append(len(rows)))
+    monkeypatch.setattr("swift.observability.plots.write_plots", lambda rows, *where: drawn.append(len(rows)))
     log = JsonlWriter(tmp_path / "logging.jsonl")
     log.write(*train_rows([1]))
     with pytest.raises(KeyError), Curves(tmp_path) as curves:
@@ -187,7 +220,9 @@ def test_nothing_to_draw_makes_no_folder(tmp_path):
 def test_smoothing_keeps_length_and_constants_and_short_curves():
     assert smooth([1.0, 5.0, 2.0]) == [1.0, 5.0, 2.0]
     assert smooth([2.0] * 50) == [2.0] * 50
-    assert smooth([0.0] * 9 + [3.0] + [0.0] * 9)[8:11] == [1.0, 1.0, 1.0]
+    assert smooth([0.0] * 9 + [3.0] + [0.0] * 9)[8:12] == [0.0, 1.5, 1.5, 0.0]
+    falling = [50.0 - step for step in range(40)]
+    assert smooth(falling)[:2] == [50.0, 49.5], "it begins at the first value, and looks back only"
 
 
 def test_the_summary_says_what_was_reached_and_where_it_lies(tmp_path):
