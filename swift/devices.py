@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,23 @@ if TYPE_CHECKING:
     import torch
 
 CGROUP = Path("/sys/fs/cgroup")
+
+
+def is_worker(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher (ours, torchrun or another) has started this process as a rank.
+
+    A platform that starts one process per node sets RANK and WORLD_SIZE too, but no LOCAL_RANK; NPROC_PER_NODE or
+    NNODES tell that processes are still to be started there.
+    """
+    ranked = bool(environ.get("RANK")) and bool(environ.get("WORLD_SIZE"))
+    return ranked and (bool(environ.get("LOCAL_RANK")) or not {"NPROC_PER_NODE", "NNODES"} & environ.keys())
+
+
+def launch_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables of a launch; where a platform starts one process per node, its WORLD_SIZE nodes and their RANK."""
+    if not environ.get("RANK") or not environ.get("WORLD_SIZE") or is_worker(environ):
+        return environ
+    return {"NNODES": environ["WORLD_SIZE"], "NODE_RANK": environ["RANK"], **environ}
 
 
 def count_accelerators() -> tuple[int, str]:

@@ -16,7 +16,7 @@ from swift.arguments.bridges import lay_bridge
 from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
-from swift.devices import allowed_cores, torch_is_for_cpu_only
+from swift.devices import allowed_cores, is_worker, launch_variables, torch_is_for_cpu_only
 from swift.flags import registered, typed
 from swift.rollout.arguments import ENVIRONMENT_REWARDS
 from swift.rollout.placement import has_own_engine
@@ -36,8 +36,9 @@ class Machine:
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
         """The machine this process runs on, without importing torch."""
-        sizes = ("WORLD_SIZE",) if environ.get("RANK") else ("NPROC_PER_NODE", "NNODES")
-        counts = [int(environ[name]) for name in sizes if environ.get(name, "").isdigit()]
+        sizes = ("WORLD_SIZE",) if is_worker(environ) else ("NPROC_PER_NODE", "NNODES")
+        given = launch_variables(environ)
+        counts = [int(given[name]) for name in sizes if given.get(name, "").isdigit()]
         return cls(_has_accelerator(environ), len(allowed_cores()), max(1, math.prod(counts)))
 
 
@@ -136,6 +137,8 @@ RULES: tuple[Rule, ...] = (
         f"else max(1, ceil({USUAL_BATCH} / per_device_train_batch_size / processes))",
         lambda args, machine: -(-USUAL_BATCH // (args.per_device_train_batch_size * machine.processes)),
     ),
+    _fixed("dataloader_drop_last", True, "true in online reinforcement learning", _samples),
+    _fixed("dataloader_drop_last", False, "else false"),
     _same_as("steps_per_generation", "gradient_accumulation_steps", lambda args, _: args.generation_batch_size is None),
     _same_as("num_generations_eval", "num_generations"),
     _same_as("epsilon_high", "epsilon", lambda args, machine: "epsilon" in entry_of(args, "loss_type").settings),

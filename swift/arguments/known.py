@@ -34,7 +34,7 @@ _SPEED = _names(
 """Flags that change no result here, whatever their value."""
 
 _REFUSED = _names(
-    "device_map dataloader_drop_last enable_thinking add_non_thinking_prefix "
+    "device_map enable_thinking add_non_thinking_prefix "
     "context_manager reward_model_plugin hub_strategy log_level group_size"
 )
 """Flags without a value that asks for nothing."""
@@ -53,7 +53,7 @@ _KNOWN = _names(
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
     lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels
-    merge_device_map metric missing_eos_penalty model_author model_kwargs model_name
+    merge_device_map metric missing_eos_penalty model_kwargs
     new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
     optim_target_modules predict_with_generate problem_type profile
@@ -79,13 +79,6 @@ _FAMILIES = (
 )  # fmt: skip
 
 _REPLACED = {
-    "bf16": "use --torch_dtype bfloat16",
-    "fp16": "use --torch_dtype bfloat16, or float16 in swift sft",
-    "sft_type": "use --tuner_type",
-    "model_id_or_path": "use --model",
-    "lora_target_modules": "use --target_modules",
-    "custom_train_dataset_path": "use --dataset",
-    "dataloader_drop_last": "leave it out: an incomplete last batch is left out always",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
 }
 """Known flags -> what to do instead."""
@@ -109,7 +102,7 @@ def changes_nothing(name: str, text: str) -> bool:
         return True
     if same := _SAME.get(name):
         return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
-    return name not in _REFUSED and (name not in _REPLACED or name == "fp16") and text.lower() in _OFF
+    return name not in _REFUSED and name not in _REPLACED and text.lower() in _OFF
 
 
 def refusal(name: str) -> str:

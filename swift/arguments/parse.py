@@ -13,6 +13,7 @@ from typing import Any
 
 from swift.arguments import known
 from swift.arguments.derived import Machine, complete, load_plugins
+from swift.arguments.foreign import translation
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES, command_of, mode_of
 from swift.arguments.plugins import plugin_paths, settings_class, unread
@@ -165,14 +166,9 @@ class Reader:
 
     def take(self, layer: Iterable[Given]) -> None:
         """One layer, in the order in which it was written."""
-        spellings = spellings_of(self.cls)
         by_name: dict[str, dict[str, Given]] = {}
         repeated: set[str] = set()
-        for given in layer:
-            if given.spelling not in spellings:
-                self._foreign(given)
-                continue
-            name = spellings[given.spelling]
+        for name, given in self._named(layer):
             if is_masked(name, given.raw):
                 self.masked[name] = given
                 continue
@@ -184,6 +180,19 @@ class Reader:
             for given in (said[spelling] for spelling in said if spelling in repeated):
                 self.notes.append(f"{given.subject}: given more than once; the last value counts: {self.shown(given)}")
             self._settle(self.flags[name], list(said.values()))
+
+    def _named(self, layer: Iterable[Given]) -> Iterator[tuple[str, Given]]:
+        """The values of a layer with the settings that they are for; other projects' names are translated."""
+        spellings = spellings_of(self.cls)
+        for given in layer:
+            if given.spelling in spellings:
+                yield spellings[given.spelling], given
+            elif found := translation(given, self.mode, f"{given.subject}: {self.shown(given)}"):
+                self.notes += found.notes
+                self.problems += found.problems
+                yield from found.settings.items()
+            else:
+                self._foreign(given)
 
     def follows(self, given: Given, provenance: Mapping[str, Any]) -> bool:
         """Whether nobody gave this value of an args.json, then or since: it follows again from those that are given."""

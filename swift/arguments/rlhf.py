@@ -275,6 +275,8 @@ class RLHFArguments(
         return [name for name, is_given in given.items() if is_given]
 
     def notes(self) -> Iterator[str]:
+        if self.dataloader_drop_last is False:
+            yield "--dataloader_drop_last: false: changes nothing: an incomplete last batch is left out always"
         if not has_own_engine(self):
             idle = {"vllm_sync_interval": self.vllm_sync_interval > 1, "vllm_enable_lora": self.vllm_enable_lora}
             for name in (name for name, given in idle.items() if given):

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from swift.cli.boundary import EXIT_DIR
-from swift.devices import allowed_cores
+from swift.devices import allowed_cores, is_worker, launch_variables
 from swift.errors import ConfigError, EngineError, Interrupted, ResourceError, join_problems
 from swift.signals import INSISTING, answered
 
@@ -61,10 +61,11 @@ class LaunchPlan:
 def plan_launch(environ: Mapping[str, str]) -> LaunchPlan | None:
     """What the variables ask for; None when this process shall train itself.
 
-    That is so for a single process, and under an outer launcher (RANK and WORLD_SIZE are set).
+    That is so for a single process, and under an outer launcher; see `is_worker`.
     """
     if is_worker(environ):
         return None
+    environ = launch_variables(environ)
     problems: list[str] = []
     local_ranks = _count("NPROC_PER_NODE", environ, 1, 1, problems)
     num_nodes = _count("NNODES", environ, 1, 1, problems)
@@ -91,11 +92,6 @@ def plan_launch(environ: Mapping[str, str]) -> LaunchPlan | None:
         master_addr=environ.get("MASTER_ADDR") or "127.0.0.1",
         master_port=port if num_nodes > 1 or environ.get("MASTER_PORT") else None,
     )
-
-
-def is_worker(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher (ours, torchrun or another) has started this process."""
-    return bool(environ.get("RANK")) and bool(environ.get("WORLD_SIZE"))
 
 
 def world_size(environ: Mapping[str, str]) -> int:
@@ -190,7 +186,7 @@ def _worker_environment(
     """What torch, accelerate and our own worker read."""
     return {
         "OMP_NUM_THREADS": str(max(1, len(allowed_cores()) // plan.local_ranks)),
-        **environ,
+        **launch_variables(environ),
         "RANK": str(plan.node_rank * plan.local_ranks + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(plan.world_size),

@@ -42,6 +42,13 @@ class DataArguments(HubArguments):
     columns: dict[str, Any] = flag({})
     """Columns to rename, such as `{"answer":"solution"}`."""
 
+    model_name: list[str] = flag([], everyday=False)
+    """Name for `{{NAME}}` in rows about the model, such as those of swift/self-cognition. Of two names, the first is
+    for rows with `tag` zh."""
+
+    model_author: list[str] = flag([], everyday=False)
+    """Name of the model's author for `{{AUTHOR}}`, likewise."""
+
     system: str | None = flag(unset="the chat template's own")
     """System prompt: text, a text file or a shipped example. A row's own has precedence."""
 
@@ -77,6 +84,9 @@ class DataArguments(HubArguments):
                 f"--columns: {json.dumps(self.columns)}: {wrong[0]} must be renamed to a name; "
                 'write --columns \'{"answer":"solution"}\''
             )
+        for name in ("model_name", "model_author"):
+            if len(names := getattr(self, name)) > 2:
+                yield f"--{name}: {' '.join(names)}: {len(names)} names; give one, or a Chinese and an English one"
         shares = self.interleave_prob
         shown = " ".join(f"{share:g}" for share in shares)
         if shares and self.dataset and len(shares) != len(self.dataset):

@@ -21,6 +21,7 @@ from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import Message, chat_in, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
+from swift.data.placeholders import filled
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
@@ -174,15 +175,16 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> None:
             lines.write(line + b"\n")
 
 
-def understood(record: Record, plan: ColumnPlan, system: str | None) -> Example | BadRow:
+def understood(record: Record, plan: ColumnPlan, system: str | None, args: DataArguments) -> Example | BadRow:
     """A record read by its dataset's plan."""
     if isinstance(record, BadRow):
         return record
+    values = filled(record.values, record.origin, args)
     try:
-        messages, columns = plan.read(record.values, system)
+        messages, columns = plan.read(values, system)
     except RowError as error:
         return BadRow(record.origin, str(error))
-    return Example(messages, columns, record.origin, plan.holds_chat(record.values))
+    return Example(messages, columns, record.origin, plan.holds_chat(values))
 
 
 def check_undamaged(records: Iterable[Record]) -> None:
@@ -274,7 +276,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
     problems: list[str] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
         records = (table.records[row] for row in _order(spec, len(table.records), args, index))
-        found, refused = _examples(records, plan, system, spec.count)
+        found, refused = _examples(records, plan, system, spec.count, args)
         if not found:
             raise _no_rows(spec, table, refused)
         problems += too_many_bad(refused, len(found) + len(refused), spec, args)
@@ -316,13 +318,13 @@ def _order(spec: DatasetSpec, size: int, args: DataArguments, index: int) -> Ite
 
 
 def _examples(
-    records: Iterable[Record], plan: ColumnPlan, system: str | None, count: int | None
+    records: Iterable[Record], plan: ColumnPlan, system: str | None, count: int | None, args: DataArguments
 ) -> tuple[list[Example], list[BadRow]]:
     """Rows until `count` good ones are found, and the bad ones met on the way."""
     found: list[Example] = []
     bad: list[BadRow] = []
     for record in records:
-        example = understood(record, plan, system)
+        example = understood(record, plan, system, args)
         if isinstance(example, BadRow):
             bad.append(example)
             continue

@@ -160,7 +160,7 @@ class ExampleStream(Generic[Item]):
         join_problems(too_many_bad(bad, number, spec, self._args))
 
     def _understood(self, record: Record, index: int) -> Example | BadRow:
-        return understood(record, self._plans[index], self._system)
+        return understood(record, self._plans[index], self._system, self._args)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":

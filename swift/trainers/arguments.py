@@ -92,6 +92,9 @@ class OptimizationArguments:
     gradient_accumulation_steps: int | None = flag(at_least=1)
     """Number of micro-batches per optimizer step."""
 
+    dataloader_drop_last: bool | None = flag(everyday=False)
+    """Whether an incomplete last batch is left out."""
+
     dataloader_num_workers: int = flag(1, at_least=0, everyday=False)
     """Number of processes that prepare batches."""
 

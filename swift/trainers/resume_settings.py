@@ -31,6 +31,7 @@ FIXED = frozenset(
         "shuffle_buffer_size", "split", "packing", "packing_strategy", "packing_length", "padding_free",
         "group_by_length", "loss_scale", "assistant_only_loss", "completion_only_loss", "interleave_prob",
         "stopping_strategy", "curriculum_column", "curriculum_order", "curriculum_bins", "chat_template_kwargs",
+        "model_name", "model_author", "dataloader_drop_last",
         "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",

@@ -110,7 +110,7 @@ def test_other_spellings_of_names_and_values(alias, word, name, expected):
 
 
 def test_one_spelling_twice_takes_the_last_value_with_one_note():
-    resolved = rlhf("--beta", "0.1", "--beta", "0.2", "--beta", "0.3")
+    resolved = rlhf("--beta", "0.1", "--beta", "0.2", "--beta", "0.3", "--tuner_type", "full")
     assert resolved.args.beta == 0.3
     assert resolved.notes == ["--beta: given more than once; the last value counts: 0.3"]
 
@@ -306,6 +306,7 @@ def test_dropout_of_supervised_tuning_is_on():
 @pytest.mark.parametrize(
     "words",
     [
+        "--eval_steps 5",
         "--eval_steps 5 --split_dataset_ratio 0",
         "--eval_strategy steps",
         "--eval_steps 5 --streaming true --max_steps 9",
@@ -318,9 +319,37 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
     assert not any("evaluation" in note for note in rlhf().notes)
 
 
+@pytest.mark.parametrize(
+    ("mode", "words", "settings", "note"),
+    [
+        ("sft", "--model_name_or_path a", {"model": "a"}, "--model_name_or_path: TRL's name of --model a"),
+        ("sft", "--base_model a", {"model": "a"}, "--base_model: Axolotl's name of --model a"),
+        ("sft", "--model_id_or_path a", {"model": "a"}, "--model_id_or_path: ms-swift's name of --model a"),
+        ("sft", "--dataset_name a", {"dataset": ["a"]}, "--dataset_name: TRL's name of --dataset a"),
+        ("sft", "--use_peft", {"tuner_type": "lora"}, "--use_peft: TRL's name of --tuner_type lora"),
+        ("dpo", "--lora_r 4", {"lora_rank": 4}, "--lora_r: TRL's name of --lora_rank 4"),
+        ("rlhf", "--max_prompt_length 9", {"max_length": 9}, "--max_prompt_length: TRL's name of --max_length 9"),
+        ("sft", "--sequence_len 9", {"max_length": 9}, "--sequence_len: Axolotl's name of --max_length 9"),
+        ("sft", "--load_in_4bit true", {"quant_bits": 4}, "--load_in_4bit: TRL's name of --quant_bits 4"),
+        ("sft", "--load_in_4bit false", {"quant_bits": None}, "--load_in_4bit: false: false changes nothing here"),
+        ("sft", "--bf16 true", {"torch_dtype": "bfloat16"}, "--bf16: ms-swift's name of --torch_dtype bfloat16"),
+        ("sft", "--bf16 false", {"torch_dtype": "float32"}, "--bf16: false: --torch_dtype is the precision"),
+        ("rlhf", "--fp16 false", {"torch_dtype": "float32"}, "--fp16: false: --torch_dtype is the precision"),
+        ("rlhf", "--dataloader_drop_last false", {}, "--dataloader_drop_last: false: changes nothing"),
+    ],
+)
+def test_names_of_other_projects_are_ours_where_they_mean_the_same(mode, words, settings, note):
+    needed = {"model": "m", "dataset": "d", **({"reward_funcs": "format"} if mode == "rlhf" else {})}
+    rest = [f"--{name} {value}" for name, value in needed.items() if name not in settings]
+    method = {"rlhf": "--rlhf_type grpo", "dpo": "--rlhf_type dpo"}.get(mode, "")
+    run = parse("rlhf" if method else mode, " ".join([method, *rest, words]).split(), {})
+    assert {name: getattr(run.args, name) for name in settings} == settings
+    assert any(one.startswith(note) for one in run.notes)
+
+
 def test_known_flags_that_change_nothing_are_noted():
     words = "--freeze_vit true --use_liger_kernel no --sequence_parallel_size 1 --use_liger_loss true"
-    notes = rlhf(*words.split(), "--use_data_producer", "true").notes
+    notes = rlhf(*words.split(), "--use_data_producer", "true", "--tuner_type", "full").notes
     assert [note.split(":")[0] for note in notes] == [*words.split()[::2], "--use_data_producer"]
 
 

@@ -48,7 +48,7 @@ def losses():
 
 @pytest.mark.usefixtures("losses")
 def test_an_entry_is_a_choice_and_its_parameters_are_flags():
-    resolved = rlhf("--loss_type", "clamp", "--clamp-limit", "3", "--clamp_words", "a", "b")
+    resolved = rlhf("--loss_type", "clamp", "--clamp-limit", "3", "--tuner_type", "full", "--clamp_words", "a", "b")
     assert (resolved.args.loss_type, resolved.args.clamp_at, resolved.args.clamp_words) == ("clamp", 3.0, ["a", "b"])
     assert parameters_of(registry.losses["clamp"], resolved.args) == ClampParameters(
         clamp_at=3.0, clamp_words=["a", "b"]
@@ -75,8 +75,10 @@ def test_parameters_are_checked_like_other_settings(words, said):
 
 @pytest.mark.usefixtures("losses")
 def test_a_parameter_of_an_entry_that_is_not_chosen_has_no_effect():
-    assert rlhf("--clamp_at", "3").notes == ["--clamp_at: 3: no effect without --loss_type clamp or clamp2"]
-    assert rlhf("--loss_type", "clamp2", "--clamp_at", "3").notes == []
+    assert rlhf("--clamp_at", "3", "--tuner_type", "full").notes == [
+        "--clamp_at: 3: no effect without --loss_type clamp or clamp2"
+    ]
+    assert rlhf("--loss_type", "clamp2", "--clamp_at", "3", "--tuner_type", "full").notes == []
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,12 @@ FLAGS = [
         ["--vllm_enable_lora: true: --weight_bridge none is --vllm_enable_lora false; leave one of them out"],
     ),
     ("--force_restart", ["--force_restart: true: only servers with --weight_bridge lora_restart"]),
-    ("--fp16 true", ["--fp16: true: known in ms-swift, not supported here; use --torch_dtype bfloat16"]),
+    ("--fp16 true", ["--torch_dtype: float16: gradients of a step"]),
+    ("--fp16 true --torch_dtype bfloat16", ["--torch_dtype: --fp16 float16, --torch_dtype bfloat16: the same setting"]),
+    ("--eval_dataset d", ["--eval_dataset: d: ms-swift's name: benchmarks", "--val_dataset"]),
+    ("--wandb_project p", ["--wandb_project: p: Axolotl's name; set the variable WANDB_PROJECT"]),
+    ("--model_init_kwargs {", ["--model_init_kwargs: {: TRL's name: {: not a map; write JSON"]),
+    ("--model_name a b c", ["--model_name: a b c: 3 names; give one, or a Chinese and an English one"]),
     ("--torch_dtype int8", ["--torch_dtype: int8: not a choice", "float16"]),
     ("--optim adam", ["--optim: adam: not a choice", "nearest:"]),
     ("--optim adamw_cpu --deepspeed zero2", ["--optim: adamw_cpu: --deepspeed zero2 keeps", "use --optim adamw with"]),
@@ -246,7 +251,6 @@ FLAGS = [
     ),
     ("--reward_funcs environment --rollout_func f.py:g", ["--reward_funcs: environment: nothing rewards"]),
     ("--padding_free", ["--padding_free: true: not a flag of swift rlhf; a flag of: sft, pt"]),
-    ("--bf16 true", ["--bf16: true:", "--torch_dtype bfloat16"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
     *(
         (f"--optim {name}", [f"--optim: {name}: not a choice"])
@@ -258,8 +262,7 @@ FLAGS = [
     ),
     ("--acc_strategy seq", ["--acc_strategy: seq: known in ms-swift, not supported here"]),
     ("--device_map auto", ["--device_map: auto: known in ms-swift, not supported here"]),
-    ("--dataloader_drop_last false", ["--dataloader_drop_last: false: known in ms-swift, not supported here"]),
-    ("--vllm_max_model_length 9", ["--vllm_max_model_length: 9: unknown flag", "nearest: vllm_max_model_len"]),
+    ("--vllm_max_model_lengt 9", ["--vllm_max_model_lengt: 9: unknown flag", "nearest: vllm_max_model_len"]),
     ("--config run.txt", ["--config: run.txt: not a config file"]),
 ]
 

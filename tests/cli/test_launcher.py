@@ -10,6 +10,7 @@ import time
 import pytest
 from processes import alive, wait_for
 
+from swift.arguments.derived import Machine
 from swift.cli.launcher import LaunchPlan, launch, plan_launch, world_size
 from swift.errors import ConfigError, ResourceError
 
@@ -23,7 +24,13 @@ def worker(tmp_path, body):
 
 
 @pytest.mark.parametrize(
-    "environ", [{}, {"NPROC_PER_NODE": "1"}, {"RANK": "0", "WORLD_SIZE": "2", "NPROC_PER_NODE": "2"}]
+    "environ",
+    [
+        {},
+        {"NPROC_PER_NODE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NPROC_PER_NODE": "2", "NNODES": "1"},
+    ],
 )
 def test_a_single_process_and_a_worker_start_nothing(environ):
     assert plan_launch(environ) is None
@@ -36,6 +43,14 @@ def test_two_nodes_need_rank_and_address():
     plan = plan_launch({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "NPROC_PER_NODE": "4"})
     assert plan == LaunchPlan(4, 2, 1, "10.0.0.1", 29500)
     assert plan.world_size == 8
+
+
+@pytest.mark.parametrize("given", [{}, {"NNODES": "2", "NODE_RANK": "1"}])
+def test_a_platform_that_starts_a_process_per_node_names_the_nodes(given):
+    platform = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}
+    environ = {**platform, "NPROC_PER_NODE": "8", **given}
+    assert plan_launch(environ) == LaunchPlan(8, 2, 1, "10.0.0.1", 23456)
+    assert world_size(environ) == Machine.look(environ).processes == 16
 
 
 @pytest.mark.parametrize(
@@ -56,7 +71,7 @@ def test_a_wrong_variable_is_one_line(environ, line):
 def test_the_world_is_known_before_and_after_the_start():
     assert world_size({}) == 1
     assert world_size({"NPROC_PER_NODE": "3"}) == 3
-    assert world_size({"RANK": "1", "WORLD_SIZE": "5", "NPROC_PER_NODE": "3"}) == 5
+    assert world_size({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "5", "NPROC_PER_NODE": "3"}) == 5
 
 
 def test_workers_see_their_place(tmp_path):

@@ -13,6 +13,7 @@ from row_files import jsonl, settings
 
 from swift.data.loading import Example, load_rows, split_examples, write_examples
 from swift.data.spec import parse_spec
+from swift.data.stream import ExampleStream
 from swift.data.system import resolve_system
 from swift.errors import ConfigError
 from swift.rewards.functions.gym import ReasoningGym
@@ -333,3 +334,42 @@ def test_system_files_that_cannot_be_used(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=says):
             resolve_system(value)
+
+
+ABOUT = [
+    {"query": "{{NAME}}?", "response": "{{NAME}} of {{AUTHOR}}", "tag": "zh"},
+    {"messages": None, "query": "q", "response": "by {{AUTHOR}}", "tag": "en"},
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("names", "texts"),
+    [
+        (["小黄", "Huang"], ["小黄 of A", "by A"]),
+        (["One"], ["One of A", "by A"]),
+        (["{{NAME}}"], ["{{NAME}} of A", "by A"]),
+    ],
+)
+def test_rows_about_the_model_get_its_names(tmp_path, streaming, names, texts):
+    args = settings(jsonl(tmp_path / "about.jsonl", ABOUT), model_name=names, model_author=["A"], dataset_shuffle=False)
+    if streaming:
+        stream = ExampleStream(args, lambda row: row, purpose="chat")
+        found = [stream.next(), stream.next()]
+    else:
+        found = load_rows(args, "train", purpose="chat").examples
+    assert [row.messages[-1]["content"] for row in found] == texts
+    assert found[0].messages[0]["content"] == f"{names[0]}?"
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"model_name": ["N"]}, "--model_author: missing: {{AUTHOR}} stands in "),
+        ({"model_author": ["A"]}, "--model_name: missing: {{NAME}} stands in "),
+    ],
+)
+def test_a_placeholder_without_a_name_is_refused(tmp_path, given, line):
+    with pytest.raises(ConfigError) as caught:
+        load_rows(settings(jsonl(tmp_path / "about.jsonl", ABOUT), **given), "train", purpose="chat")
+    assert str(caught.value).startswith(line) and "about.jsonl:1" in str(caught.value)

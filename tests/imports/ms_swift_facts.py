@@ -89,7 +89,8 @@ SCRIPTS = {  # path -> variables, mode, flags
         "--num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --learning_rate 1e-4 "
         "--lora_rank 8 --lora_alpha 32 --target_modules all-linear --gradient_accumulation_steps 16 --eval_steps "
         "50 --save_steps 50 --save_total_limit 2 --logging_steps 5 --max_length 2048 --output_dir output --system "
-        "'You are a helpful assistant.' --warmup_ratio 0.05 --dataset_num_proc 4 --dataloader_num_workers 4",
+        "'You are a helpful assistant.' --warmup_ratio 0.05 --dataset_num_proc 4 --dataloader_num_workers 4 "
+        "--model_author swift --model_name swift-robot",
     ),
     "full/train": (
         "",
@@ -99,7 +100,8 @@ SCRIPTS = {  # path -> variables, mode, flags
         "--num_train_epochs 1 --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --learning_rate 1e-5 "
         "--gradient_accumulation_steps 16 --eval_steps 100 --save_steps 100 --save_total_limit 2 --logging_steps "
         "5 --max_length 2048 --output_dir output --system 'You are a helpful assistant.' --warmup_ratio 0.05 "
-        "--dataloader_num_workers 4",
+        "--dataloader_num_workers 4 "
+        "--model_author swift --model_name swift-robot",
     ),
     "early_stop/lora_sft": (
         "",
@@ -110,7 +112,8 @@ SCRIPTS = {  # path -> variables, mode, flags
         "1 --learning_rate 1e-4 --lora_rank 8 --lora_alpha 32 --early_stop_interval 3 --target_modules all-linear "
         "--gradient_accumulation_steps 16 --eval_steps 50 --save_steps 50 --save_total_limit 2 --logging_steps 5 "
         "--max_length 2048 --output_dir output --system 'You are a helpful assistant.' --warmup_ratio 0.05 "
-        "--dataloader_num_workers 4 --metric_for_best_model loss",
+        "--dataloader_num_workers 4 --metric_for_best_model loss "
+        "--model_author swift --model_name swift-robot",
     ),
     "bare/grpo": (
         "",

@@ -70,7 +70,7 @@ PUBLISHED = {
             ("grpo/internal/gspo.sh", "rlhf", set()),
             ("grpo/external/grpo_7b.sh", "rlhf", set()),
             ("grpo/internal/transformers.sh", "rlhf", set()),
-            ("demo.sh", "sft", {"model_author", "model_name"}),
+            ("demo.sh", "sft", set()),
             ("rlhf/dpo/lora.sh", "dpo", set()),
             ("rlhf/rm.sh", "rm", {"gradient_accumulation_steps"}),
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift.arguments.foreign import one_value
 from swift.arguments.imports import axolotl, ms_swift, shell, trl
 from swift.arguments.imports.draft import Draft, Renamed, Rule, known_mode
 from swift.arguments.layers import CONFIG_SUFFIXES, read_config
@@ -144,7 +145,7 @@ def _import_script(path: str) -> Imported:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"{path}: script: cannot be read ({reason}); check the path") from error
     script = shell.read_script(path, text)
-    config = {one.spelling: _words(one.raw) for one in script.given}
+    config = {one.spelling: one_value(one) for one in script.given}
     if script.project == "trl":
         config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
     project = {"trl": "TRL", "swift": "ms-swift"}[script.project]
@@ -152,13 +153,6 @@ def _import_script(path: str) -> Imported:
     for name, why in script.lost:
         imported.draft.lose(name, why)
     return imported
-
-
-def _words(raw: Any) -> Raw:
-    """The words after a flag as a value: none is a switch, one is no list."""
-    if len(raw) > 1:
-        return list(raw)
-    return raw[0] if raw else "true"
 
 
 def _told_by_keys(path: str, config: Mapping[str, Raw]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments.imports.draft import Renamed, Rule, same
+from swift.arguments.imports.draft import Renamed, Rule, lost, same
 from swift.arguments.imports.trl import take_precision
 
 RULES: dict[str, Rule] = {
@@ -16,6 +16,7 @@ RULES: dict[str, Rule] = {
     "gpu_memory_utilization": Renamed("vllm_gpu_memory_utilization"),
     "bf16": take_precision("bfloat16"),
     "fp16": take_precision("float16"),
+    "eval_dataset": lost("benchmarks of EvalScope are not run; --val_dataset has the rows for evaluation"),
 }
 
 OFF_POLICY = ("async_generate", "dynamic_sample")

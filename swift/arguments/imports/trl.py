@@ -67,7 +67,7 @@ def take_precision(dtype: str) -> Rule:
         if show(raw).lower() in ("true", "full"):
             draft.take(key, "torch_dtype", dtype)
         else:
-            draft.same(key, "the machine decides")
+            draft.same(key, "--torch_dtype is the precision, by default that of the machine")
 
     return rule
 
@@ -80,7 +80,12 @@ def take_targets(draft: Draft, key: str, raw: Any) -> None:
 
 def _model_settings(draft: Draft, key: str, raw: Any) -> None:
     """`model_init_kwargs`: a map, or its JSON on a command line."""
-    draft.translate((json.loads(raw) if isinstance(raw, str) else raw).items(), RULES)
+    try:
+        settings = dict(json.loads(raw) if isinstance(raw, str) else raw)
+    except (ValueError, TypeError):
+        draft.lose(key, f"{raw}: not a map; write JSON")
+        return
+    draft.translate(settings.items(), RULES)
 
 
 def _prompt_limit(draft: Draft, key: str, raw: Any) -> None:

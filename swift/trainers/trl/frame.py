@@ -89,6 +89,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         **training_options(args, folder, evaluates=evaluates),
         "max_steps": args.max_steps,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "dataloader_drop_last": args.dataloader_drop_last,
         # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
         **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},

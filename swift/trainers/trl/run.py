@@ -115,7 +115,8 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> s
     )
     if not isinstance(train, Sized):
         return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}"
-    per_rank = -(-len(train) // (world_size * args.per_device_train_batch_size))
+    per_round = world_size * args.per_device_train_batch_size
+    per_rank = len(train) // per_round if args.dataloader_drop_last else -(-len(train) // per_round)
     per_epoch = -(-per_rank // args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else int(-(-per_epoch * args.num_train_epochs // 1))
     return (

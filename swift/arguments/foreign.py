@@ -1,0 +1,60 @@
+"""Names of other projects where ours are expected, read by the tables of `swift.arguments.imports`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from swift.arguments.layers import Given
+from swift.arguments.modes import METHODS
+from swift.arguments.values import Raw, show
+
+TRAINING = ("rlhf", "sft", "pt", *METHODS)
+"""Modes whose settings other projects name."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Translation:
+    """What a foreign name comes to: settings of ours, notes, problems."""
+
+    settings: dict[str, Given]
+    notes: list[str]
+    problems: list[str]
+
+
+def translation(given: Given, mode: str, where: str) -> Translation | None:
+    """What another project's name means in a mode; None where no table has it. `where`: the name with its value."""
+    from swift.arguments.imports.command import PROJECTS
+    from swift.arguments.imports.draft import Draft, text_of
+
+    project = next((one for one in ("ms-swift", "TRL", "Axolotl") if given.spelling in PROJECTS[one][0]), None)
+    if project is None or mode not in TRAINING:
+        return None
+    draft = Draft(mode)
+    draft.translate([(given.spelling, one_value(given))], PROJECTS[project][0])
+    values = {name: text_of(value) for name, value in draft.settings.items()}
+    settings = {name: dataclasses.replace(given, raw=_raw(given, value)) for name, value in values.items()}
+    notes = [f"{given.subject}: {project}'s name of --{name} {show(value)}" for name, value in values.items()]
+    notes += [f"{where}: {why}" for _, fate, why in draft.lines if fate == "same"]
+    problems = [f"{where}: {project}'s name: {why}" for _, fate, why in draft.lines if fate == "no counterpart"]
+    problems += [f"{where}: {project}'s name; set the variable {name}" for name in draft.environment]
+    return Translation(settings, notes, problems)
+
+
+def one_value(given: Given) -> Raw:
+    """The words after a flag as a value: none is a switch, one is no list."""
+    if given.source != "command line":
+        return given.raw
+    words: Any = given.raw
+    if len(words) > 1:
+        return list(words)
+    return words[0] if words else "true"
+
+
+def _raw(given: Given, value: Any) -> Raw:
+    if given.source != "command line":
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, list):
+        return value
+    return [json.dumps(value) if isinstance(value, dict) else str(value)]

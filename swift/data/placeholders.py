@@ -1,0 +1,43 @@
+"""`{{NAME}}` and `{{AUTHOR}}` in rows about the model itself, such as those of swift/self-cognition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swift.data.arguments import DataArguments
+from swift.errors import ConfigError
+
+PLACEHOLDERS = {"{{NAME}}": "model_name", "{{AUTHOR}}": "model_author"}
+"""Text -> the setting that replaces it."""
+
+
+def filled(values: Mapping[str, Any], origin: str, args: DataArguments) -> dict[str, Any]:
+    """A row with the names of `--model_name` and `--model_author`, the first ones where its `tag` is zh.
+
+    Raises:
+        ConfigError: the row has a placeholder whose setting is not given; it would be trained on as it stands.
+    """
+    place = 0 if values.get("tag") == "zh" else -1
+
+    def name_of(placeholder: str) -> str:
+        flag = PLACEHOLDERS[placeholder]
+        names: list[str] = getattr(args, flag)
+        if not names:
+            raise ConfigError(
+                f"--{flag}: missing: {placeholder} stands in {origin}; give --{flag} <name>, or --{flag} "
+                f"'{placeholder}' to keep the text"
+            )
+        return names[place]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, str):
+            for placeholder in PLACEHOLDERS:
+                if placeholder in value:
+                    value = value.replace(placeholder, name_of(placeholder))
+            return value
+        if isinstance(value, dict):
+            return {key: replaced(item) for key, item in value.items()}
+        return [replaced(item) for item in value] if isinstance(value, list) else value
+
+    return {key: replaced(value) for key, value in values.items()}
