@@ -15,7 +15,7 @@ from swift.observability.run_dir import list_versions
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
-_PLACE = {"step": int, "attempt": int}
+_PLACE: dict[str, type] = {"step": int, "attempt": int}
 _ALERT = {**_PLACE, "rule": str, "sentence": str}
 
 

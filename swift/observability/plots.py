@@ -172,7 +172,13 @@ def _mark(panels: Sequence[Axes], marks: Marks) -> None:
         low, high = axes.get_xlim()
         for name, steps, shape, height, colour in kinds:
             inside = sorted({step for step in steps if low <= step <= high})
-            style = {"marker": shape, "color": colour, "linestyle": "", "markersize": 5, "clip_on": False}
+            style: dict[str, Any] = {
+                "marker": shape,
+                "color": colour,
+                "linestyle": "",
+                "markersize": 5,
+                "clip_on": False,
+            }
             if inside:
                 axes.plot(inside, [height] * len(inside), transform=axes.get_xaxis_transform(), gid=name, **style)
     if shown := [f"{'▲' if shape == '^' else '▼'} {name}" for name, steps, shape, _, _ in kinds if steps]:
