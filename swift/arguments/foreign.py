@@ -25,14 +25,15 @@ class Translation:
 
 def translation(given: Given, mode: str, where: str) -> Translation | None:
     """What another project's name means in a mode; None where no table has it. `where`: the name with its value."""
-    from swift.arguments.imports.command import PROJECTS
+    from swift.arguments.imports import axolotl, ms_swift, trl
     from swift.arguments.imports.draft import Draft, text_of
 
-    project = next((one for one in ("ms-swift", "TRL", "Axolotl") if given.spelling in PROJECTS[one][0]), None)
+    tables = {"ms-swift": ms_swift.RULES, "TRL": trl.RULES, "Axolotl": axolotl.RULES}
+    project = next((one for one, rules in tables.items() if given.spelling in rules), None)
     if project is None or mode not in TRAINING:
         return None
     draft = Draft(mode)
-    draft.translate([(given.spelling, one_value(given))], PROJECTS[project][0])
+    draft.translate([(given.spelling, one_value(given))], tables[project])
     values = {name: text_of(value) for name, value in draft.settings.items()}
     settings = {name: dataclasses.replace(given, raw=_raw(given, value)) for name, value in values.items()}
     notes = [f"{given.subject}: {project}'s name of --{name} {show(value)}" for name, value in values.items()]
