@@ -132,10 +132,17 @@ def client_of_service(service, **headers):
     return httpx.AsyncClient(transport=transport, base_url="http://server", headers=headers)
 
 
+def three_tokens(text, add_special_tokens):
+    return {"input_ids": [1, 2, 3]}
+
+
+three_tokens.get_vocab = lambda: {"a token": 1}
+
+
 def scripted_service(engines, folder, **settings):
     """What the routes share, over engines of this process."""
     template = SimpleNamespace(
-        tokenizer=lambda text, add_special_tokens: {"input_ids": [1, 2, 3]},
+        tokenizer=three_tokens,
         decode=lambda ids, skip_special_tokens: "".join(f"<{one}>" for one in ids),
         stop_token_ids=(),
     )

@@ -4,17 +4,20 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
+import threading
 import time
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 from oracle import load
 from processes import wait_for
 from server_parts import KEY, PROMPT, LocalServer, Wakeful
 
-from swift.rollout.server import access, process
+from swift.rollout.server import access, openai, process
 from swift.rollout.server.app import make_app
 
 MIB = 1 << 20
@@ -220,6 +223,98 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(small):
     assert deaf.recv(8) == b"HTTP/1.1"
     assert wait_for(lambda: not small.uvicorn.server_state.connections)
     deaf.close()
+
+
+# --- long texts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenized(server, monkeypatch):
+    """Lengths of the texts that the server's tokenizer gets."""
+    lengths, plain = [], server.service.template.tokenizer.__class__.__call__
+
+    def noting(tokenizer, text, **more):
+        lengths.append(len(text))
+        return plain(tokenizer, text, **more)
+
+    monkeypatch.setattr(server.service.template.tokenizer.__class__, "__call__", noting)
+    return lengths
+
+
+def said_by(text, **more):
+    return {"messages": [{"role": "user", "content": text, **more}]}
+
+
+LONG = "long " * 40_000
+TOOL = {"type": "function", "function": {"name": "a", "description": LONG, "parameters": {}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": ["a", LONG]}),
+        ("/generate", {"prompt": LONG}),
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", said_by(LONG)),
+        ("/v1/chat/completions", said_by(LONG)),
+        ("/v1/chat/completions", said_by([{"type": "text", "text": LONG}])),
+        ("/v1/chat/completions", said_by("a", reasoning_content=LONG)),
+        ("/v1/chat/completions", {**said_by("a"), "tools": [TOOL]}),
+        ("/v1/chat/completions", {**said_by("a"), "chat_template_kwargs": {"a": {LONG: [1]}}}),
+    ],
+)
+def test_a_text_that_cannot_fit_the_context_is_refused_before_it_is_tokenized(http, tokenized, path, body):
+    reply = http.post(path, json=body)
+    assert reply.status_code == 422, reply.text
+    assert "too long for the context of 512 tokens" in reply.json()["error"]["message"]
+    assert max(tokenized, default=0) < len(LONG)
+
+
+def test_three_bodies_of_60_mib_are_refused_and_others_are_answered_meanwhile(server, http):
+    body = json.dumps({"prompt": "a word " * (60 * MIB // 7)}).encode()
+    codes, began = [], time.monotonic()
+
+    def ask_for_much():
+        with server.client() as client:
+            headers = {"Content-Type": "application/json"}
+            codes.append(client.post("/v1/completions", content=body, headers=headers, timeout=60).status_code)
+
+    clients = [threading.Thread(target=ask_for_much) for _ in range(3)]
+    for one in clients:
+        one.start()
+    waits = []
+    while any(one.is_alive() for one in clients):
+        asked = time.monotonic()
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        waits.append(time.monotonic() - asked)
+    assert codes == [422] * 3
+    assert max(waits) < 10 and time.monotonic() - began < 60, "limits of the test"
+
+
+def test_a_long_text_is_tokenized_in_turns_until_it_is_too_long(server, http, tokenized, monkeypatch):
+    monkeypatch.setattr(openai, "TURN", 64)
+    fits = "The quick brown fox. " * 5
+    ids = http.post("/tokenize", json={"prompt": fits}).json()["tokens"]
+    assert max(tokenized) == len(fits) and min(tokenized) <= 64
+    assert server.service.template.tokenizer(fits)["input_ids"] == ids
+    tokenized.clear()
+    reply = http.post("/tokenize", json={"prompt": "\u00e9\u4e00\U0001f600" * 200})
+    assert "tokens: too long for the context" in reply.json()["error"]["message"]
+    assert max(tokenized) <= 64
+
+
+def test_large_bodies_have_room_for_some_of_them_and_the_room_comes_back(server, http, monkeypatch):
+    monkeypatch.setattr(access, "LIMITS", replace(access.LIMITS, bodies_bytes=8 * MIB))
+    begun = [connect(server, posted("/v1/completions", 5 * MIB) + b" " * (5 * MIB - 1)) for _ in range(2)]
+    refused, _, _ = select.select(begun, [], [], 20)
+    assert [one.recv(12) for one in refused] == [b"HTTP/1.1 429"]
+    for one in begun:
+        one.close()
+    body = b'{"prompt": [1], "max_tokens": 1, "user": "' + b"a" * (5 * MIB) + b'"}'
+    headers = {"Content-Type": "application/json"}
+    assert wait_for(lambda: http.post("/v1/completions", content=body, headers=headers).status_code == 200)
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,12 +41,13 @@ LIFETIME_S = 60.0
 class Limits:
     """What one client can make the server hold.
 
-    body_bytes: of a JSON body. prompts, samples_per_prompt: of one request. queue: samples that wait or run, of all
-    clients together. adapter_bytes: of an adapter that is uploaded. update_idle_s: silence after which a weight update
-    is aborted.
+    body_bytes: of a JSON body. bodies_bytes: of all JSON bodies over `LARGE_BYTES` that are being read. prompts,
+    samples_per_prompt: of one request. queue: samples that wait or run, of all clients together. adapter_bytes: of an
+    adapter that is uploaded. update_idle_s: silence after which a weight update is aborted.
     """
 
     body_bytes: int = 64 << 20
+    bodies_bytes: int = 256 << 20
     prompts: int = 4096
     samples_per_prompt: int = 1024
     queue: int = 20_000
@@ -123,13 +124,40 @@ class Gate:
 # --- bodies -----------------------------------------------------------------------------------------------------------
 
 
-async def read_body(http: HttpRequest, limit: int, came: Callable[[], object] = lambda: None) -> bytearray:
+class LargeBodies:
+    """Bodies over `LARGE_BYTES`, of all clients: how much memory they may take together."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Callable[[int], None]]:
+        """For one body, until the end: what is to be called with its size as it grows. That raises Refused (429)."""
+        own = 0
+
+        def grow(size: int) -> None:
+            nonlocal own
+            if size <= LARGE_BYTES:
+                return
+            if self.held + size - own > LIMITS.bodies_bytes:
+                limit = LIMITS.bodies_bytes
+                raise Refused(429, "bodies", f"body: large ones would be over {limit} bytes together; try again later")
+            self.held += size - own
+            own = size
+
+        try:
+            yield grow
+        finally:
+            self.held -= own
+
+
+async def read_body(http: HttpRequest, limit: int, came: Callable[[int], object] = lambda size: None) -> bytearray:
     """The body of a request.
 
     Args:
         http: the request.
         limit: longest allowed, in bytes, whatever its headers say.
-        came: called as its parts arrive.
+        came: called as its parts arrive, with its size so far.
 
     Raises:
         Refused: it is longer (413), or stops on the way (408).
@@ -151,9 +179,9 @@ async def read_body(http: HttpRequest, limit: int, came: Callable[[], object] = 
         if part is None:
             return data
         data += part
-        came()
         if len(data) > limit:
             raise Refused(413, "body", f"body: {too_long}")
+        came(len(data))
 
 
 def kind_of(http: HttpRequest) -> str:
@@ -162,26 +190,41 @@ def kind_of(http: HttpRequest) -> str:
     return "json" if kind.startswith("application/") and kind.endswith(("/json", "+json")) else kind
 
 
-async def read_json(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> Shape:
-    """A JSON body, decoded. Raises Refused: it is too long (413), or no JSON of this shape (422)."""
+@contextlib.asynccontextmanager
+async def json_of(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> AsyncIterator[Shape]:
+    """A JSON body, decoded; it counts among the large ones until the end.
+
+    Raises Refused: it is too long (413), no JSON of this shape (422), or one large body too many (429).
+    """
     if (kind := kind_of(http)) != "json":  # a page in somebody's browser may send others without asking
         raise Refused(422, "body", f"body: its content type is {kind}; send application/json")
-    data = await read_body(http, LIMITS.body_bytes)
-    if len(data) < LARGE_BYTES:
-        return decode(data)
-    async with http.app.state.large:
-        return await asyncio.to_thread(decode, data)
+    with http.app.state.bodies.room() as grow:
+        data = await read_body(http, LIMITS.body_bytes, grow)
+        if len(data) < LARGE_BYTES:
+            shape = decode(data)
+        else:
+            async with http.app.state.large:
+                shape = await asyncio.to_thread(decode, data)
+        del data
+        yield shape
 
 
 def json_body(shape: type[Any], *, needed: bool = True) -> Any:
     """What annotates the parameter of a route that is its JSON body; None if it is not `needed` and there is none."""
+    return body_by(lambda data: decoded(shape, data), needed=needed)
 
-    async def read(http: HttpRequest) -> Any:
+
+def body_by(decode: Callable[[bytearray], Any], *, needed: bool = True) -> Any:
+    """As `json_body`, with what decodes it. A body that is streamed to counts no longer."""
+
+    async def read(http: HttpRequest) -> AsyncIterator[Any]:
         if not needed and http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
-            return None
-        return await read_json(http, lambda data: decoded(shape, data))
+            yield None
+            return
+        async with json_of(http, decode) as body:
+            yield body
 
-    return Depends(read)
+    return Depends(read, scope="function")
 
 
 def decoded(shape: type[Shape], data: bytes | bytearray) -> Shape:

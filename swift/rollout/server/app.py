@@ -27,7 +27,7 @@ from swift.errors import (
 from swift.rollout.engines.completion_stream import QueueFull
 from swift.rollout.engines.wire import error_body
 from swift.rollout.server import control, infer, openai, weights
-from swift.rollout.server.access import Gate, Refused, field_error, json_response
+from swift.rollout.server.access import Gate, LargeBodies, Refused, field_error, json_response
 from swift.rollout.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda er
         watching.cancel()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.large = service.large
+    app.state.large, app.state.bodies = service.large, LargeBodies()
     for module in (infer, control, weights, openai):
         app.include_router(module.router(service))
     for kind in (Refused, SwiftError, RequestValidationError, HTTPException, ClientDisconnect, Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -18,9 +18,9 @@ from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
-from swift.errors import RefusedChat
+from swift.errors import PromptTooLong, RefusedChat
 from swift.rollout.engines import wire
-from swift.rollout.server.access import Refused, field_error, json_response
+from swift.rollout.server.access import LIMITS, Refused, check_count, field_error, json_response
 from swift.rollout.server.chats import call_reader, read_chat
 from swift.rollout.server.service import Answers, AnswersResponse, Service
 from swift.rollout.server.shapes import (
@@ -38,6 +38,9 @@ from swift.types import Completion, Request
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's for plain completions; chats may use the rest of the context."""
+
+TURN = 1 << 18
+"""Characters that are tokenised at once; others have their turn in between."""
 
 T = TypeVar("T")
 Choice = Callable[[int, Request, Completion], dict[str, Any]]
@@ -63,24 +66,49 @@ class Texts:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
         self._tokens: dict[int, str] = {}
+        self.context = service.engine.capabilities.max_model_len
+        self.longest = max(map(len, service.template.tokenizer.get_vocab()), default=1)  # characters of a token
 
     async def run(self, work: Callable[[], T]) -> T:
         """Work with tokenizer, template and long answers."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, in turns of `TURN` characters. Raises Refused: it cannot fit the context (422)."""
+        self.check_length(text)
+        count = 0
+        for place, start in enumerate(range(0, len(text), TURN) if len(text) > TURN else ()):
+            count += len(await self.run(partial(self._ids, text[start : start + TURN], special=False)))
+            if count - place * self.longest > self.context:  # a cut may add the characters of one token
+                raise self._too_long(f"over {count} tokens")
+        return await self.run(partial(self._ids, text, special=special))
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
         return list(self.service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
 
-    def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
+    def check_length(self, *parts: Any) -> None:
+        """Refuse texts that cannot fit the context, before anything is made of them (422)."""
+        most = self.context * self.longest
+        if count_characters(parts, most) > most:
+            raise self._too_long(f"over {most} characters")
+
+    def _too_long(self, seen: str) -> Refused:
+        return field_error(f"prompt: {seen}: too long for the context of {self.context} tokens; shorten it")
+
+    async def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
         """Messages to ids, with the template of the server. Raises Refused: it does not take them (422)."""
-        messages = read_chat(body.messages or [])
-        try:
-            text = self.service.template.render(
-                messages, add_generation_prompt=prompt, tools=body.tools, kwargs=body.chat_template_kwargs
-            )
-        except RefusedChat as error:
-            raise Refused(422, "messages", error.problems[0]) from error
-        return self.tokenize(text, special=False)
+
+        def rendered() -> str:
+            self.check_length(body.messages, body.tools, body.chat_template_kwargs)
+            messages = read_chat(body.messages or [])
+            try:
+                return self.service.template.render(
+                    messages, add_generation_prompt=prompt, tools=body.tools, kwargs=body.chat_template_kwargs
+                )
+            except RefusedChat as error:
+                raise Refused(422, "messages", error.problems[0]) from error
+
+        return await self.tokenize(await self.run(rendered), special=False)
 
     def said(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
         """The text of a completion, and the stop text that ended it.
@@ -143,16 +171,17 @@ def _facts(routes: APIRouter, texts: Texts) -> None:
         if (body.prompt is None) == (body.messages is None):
             raise field_error("tokenize: one of prompt and messages is needed")
 
-        def tokenized() -> Response:
-            if body.messages is not None:
-                ids = texts.chat_ids(body, prompt=body.add_generation_prompt)
-            else:
-                ids = texts.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
-            strings = service.template.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-            limit = service.engine.capabilities.max_model_len
-            return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+        if body.messages is not None:
+            ids = await texts.chat_ids(body, prompt=body.add_generation_prompt)
+        else:
+            ids = await texts.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
 
-        return await texts.run(tokenized)
+        def answer() -> Response:
+            strings = service.template.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+            content = {"count": len(ids), "max_model_len": texts.context, "tokens": ids, "token_strs": strings}
+            return json_response(content)
+
+        return await texts.run(answer)
 
 
 def _completions(routes: APIRouter, texts: Texts) -> None:
@@ -162,7 +191,7 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
     ) -> Response:
         check_logprobs(body.logprobs)
         check_model(texts.service, body.model)
-        prompts = await texts.run(lambda: _prompts(texts, body))
+        prompts = await _prompts(texts, body)
         requests = requests_of(texts.service, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
@@ -188,9 +217,8 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
         check_model(texts.service, body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        prompt = await texts.run(lambda: texts.chat_ids(body))
-        limit = texts.service.engine.capabilities.max_model_len
-        requests = requests_of(texts.service, [prompt], body, max_tokens=limit)
+        prompt = await texts.chat_ids(body)
+        requests = requests_of(texts.service, [prompt], body, max_tokens=texts.context)
         said = "delta" if body.stream else "message"
 
         def choice(index: int, request: Request, completion: Completion) -> dict[str, Any]:
@@ -223,7 +251,7 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
         given = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
         if isinstance(given, list):
             raise field_error(f"prompt: {len(given)} texts: this route takes one; use /v1/completions")
-        prompt, text = await texts.run(lambda: _plain_prompt(texts, given))
+        prompt, text = await _plain_prompt(texts, given)
         requests = requests_of(texts.service, [prompt], body, max_tokens=DEFAULT_MAX_TOKENS)
         done = await texts.service.all_of(requests, http.is_disconnected)
 
@@ -256,19 +284,39 @@ def check_model(service: Service, name: str | None) -> None:
         raise Refused(404, "model", f"model: {name[:80]}: not served here; served: {', '.join(filter(None, served))}")
 
 
-def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
+async def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
     given: list[Any] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if given and isinstance(given[0], int):
         return [token_ids(given)]
+    check_count("prompts", len(given), LIMITS.prompts)
     special = body.add_special_tokens
-    return [texts.tokenize(one, special=special) if isinstance(one, str) else token_ids(one) for one in given]
+    return [await texts.tokenize(one, special=special) if isinstance(one, str) else token_ids(one) for one in given]
 
 
-def _plain_prompt(texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
+async def _plain_prompt(texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
     if isinstance(given, str):
-        return texts.tokenize(given), given
+        return await texts.tokenize(given), given
     ids = token_ids(given.get("prompt_token_ids"))
-    return ids, texts.service.template.decode(ids, skip_special_tokens=False)
+    if len(ids) > texts.context:
+        raise PromptTooLong(len(ids), texts.context)
+    return ids, await texts.run(lambda: texts.service.template.decode(ids, skip_special_tokens=False))
+
+
+def count_characters(value: Any, most: int) -> int:
+    """Characters of all texts in a JSON value, and one for each other entry; counting ends beyond `most`."""
+    left, count = [value], 0
+    while left and count <= most:
+        one = left.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, Mapping):
+            left += one.values()
+            count += sum(map(len, one))
+        elif isinstance(one, Sequence):
+            left += one
+        else:
+            count += 1
+    return count
 
 
 def _head(kind: str, prefix: str) -> dict[str, Any]:

@@ -12,12 +12,10 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from fastapi import Depends
-from fastapi import Request as HttpRequest
 from msgspec import Struct
 
 from swift.rollout.seeds import sample_seed
-from swift.rollout.server.access import LIMITS, check_count, decoded, field_error, read_json
+from swift.rollout.server.access import LIMITS, body_by, check_count, decoded, field_error
 from swift.rollout.server.service import Service
 from swift.types import Request, SamplingParams
 
@@ -144,10 +142,7 @@ def open_body(shape: type[Shape]) -> Any:
         _refuse_extras(shape, decoded(dict[str, msgspec.Raw], data))
         return wanted
 
-    async def read(http: HttpRequest) -> Shape:
-        return await read_json(http, decode)
-
-    return Depends(read)
+    return body_by(decode)
 
 
 def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:

@@ -26,10 +26,10 @@ from swift.rollout.server.access import (
     decoded,
     field_error,
     json_body,
+    json_of,
     json_response,
     kind_of,
     read_body,
-    read_json,
 )
 from swift.rollout.server.infer import RunId, needs_lease
 from swift.rollout.server.service import Service
@@ -89,12 +89,13 @@ def _updates(routes: APIRouter, service: Service) -> None:
         http: HttpRequest, run: RunId = None, update: Annotated[int | None, Query(ge=0)] = None
     ) -> Response:
         if kind_of(http) == "json":
-            await _deliver_named(service, await read_json(http, functools.partial(decoded, NamedBucket)))
+            async with json_of(http, functools.partial(decoded, NamedBucket)) as named:
+                await _deliver_named(service, named)
         elif update is None:
             raise field_error("update: missing: a safetensors body needs it in its query")
         else:
             left = sum(info.nbytes for info in updates.missing(update))
-            data = await read_body(http, left + HEADER_ROOM, lambda: updates.missing(update))
+            data = await read_body(http, left + HEADER_ROOM, lambda size: updates.missing(update))
             service.authorize(run)  # another run may have taken the server meanwhile
             await service.job(
                 updates.send(update, lambda missing: disk.in_order(disk.from_bytes(data, "bucket"), "bucket", missing))
