@@ -129,6 +129,9 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     vllm_max_num_seqs: int = flag(256, at_least=1, group="Engine", everyday=False)
     """Maximum number of sequences decoded at a time, for every backend."""
 
+    system: str | None = flag(unset="that of the training, else none")
+    """System prompt of chats without one: text, a text file or a shipped example. `''` for none."""
+
     host: str = flag("127.0.0.1")
     """Address to listen on. Other addresses than loopback need `--api_key`."""
 

@@ -20,6 +20,7 @@ from swift.arguments.plugins import plugin_paths, settings_class, unread
 from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.rlhf import OF_PRESETS
 from swift.arguments.values import convert
+from swift.data.system import names_file, resolve_system
 from swift.errors import ConfigError, join_problems, nearest
 from swift.flags import Flag, flags_of, spellings_of
 from swift.observability.secrets import MASK, is_masked, mask
@@ -68,10 +69,12 @@ class Resolved:
     def to_json(self) -> dict[str, Any]:
         """The content of args.json: flat canonical values and `_provenance`; secrets are `***`.
 
-        A value that a rule or a preset gave stands there once more: whoever starts the run again from this file may
-        have edited it.
+        A system prompt stands there itself, not the file that it came from: it belongs to what is trained. A value that
+        a rule or a preset gave stands there once more: whoever starts the run again from this file may have edited it.
         """
         values = {name: mask(name, getattr(self.args, name)) for name in flags_of(self.args.__class__)}
+        if values.get("system") and not names_file(text := resolve_system(values["system"])[0] or ""):
+            values["system"] = text
         origins = {
             name: {**origin, "value": values[name]} if origin["rule"] else origin
             for name, origin in self.provenance.items()
@@ -102,6 +105,8 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     layers[0] = [given for given in file.given if not reader.follows(given, file.provenance)]
     for layer in layers:
         reader.take(layer)
+    if reader.of_trainer:
+        reader.notes.append(f"{file.config}: of the trainer, not used by swift rollout: {', '.join(reader.of_trainer)}")
     reader.miss_secrets()
     reader.lay_preset()
 
@@ -125,7 +130,8 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
 class Reader:
     """Takes the layers from the lowest to the highest; what it keeps is the values of the highest.
 
-    args: the settings that these values make. rules: name -> why a value is what it is.
+    args: the settings that these values make. rules: name -> why a value is what it is. of_trainer: keys of a server's
+    file that only trainers have.
     """
 
     mode: str
@@ -137,6 +143,7 @@ class Reader:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     rules: dict[str, str] = field(default_factory=dict)
+    of_trainer: list[str] = field(default_factory=list)
     args: Any = None
 
     def derive(self, name: str, value: Any, rule: str) -> None:
@@ -264,6 +271,8 @@ class Reader:
         elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
         if known.is_known(name) and known.changes_nothing(name, shown):
             self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
+        elif elsewhere and self.mode == "rollout" and given.source == "file":  # one file for trainer and server
+            self.of_trainer.append(name)
         elif elsewhere and _is_default(settings_class(elsewhere[0]), given):
             self.notes.append(f"{where}: not used by swift {command_of(self.mode)}")
         elif elsewhere:

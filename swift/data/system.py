@@ -21,7 +21,7 @@ def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
         return None, []
     name = value.strip()
     file = Path(name).expanduser()
-    if "\n" in name or not (name.lower().endswith(_TEXT_SUFFIXES) or _is_file(file)):
+    if not names_file(value):
         return value, []
     notes = []
     if not _is_file(file):
@@ -38,10 +38,16 @@ def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
     return text, notes
 
 
+def names_file(value: str) -> bool:
+    """Whether a value is the name of a file and not the text itself."""
+    name = value.strip()
+    return "\n" not in name and (name.lower().endswith(_TEXT_SUFFIXES) or _is_file(Path(name).expanduser()))
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a prompt of many words can be too long for a file name
+    except (OSError, ValueError):  # a prompt of many words can be too long for a file name
         return False
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from swift.devices import cache_room, own_device
 from swift.errors import ConfigError, PromptTooLong, ResourceError, counted
 from swift.models.source import locate
+from swift.models.trained import take_trained
 from swift.rollout.collector import launches_of
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.seeds import sample_seed
@@ -61,6 +62,8 @@ def run(resolved: Resolved) -> int:
 
         require(args.infer_backend, args.vllm_guided_decoding_regex)
     result_path = new_file(args.result_path, args) if asked else None
+    for line in take_trained(args, resolved.given):
+        print(f"swift: {line}", file=sys.stderr)
     template, engine = load_engine(args)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")

@@ -1,6 +1,7 @@
 """Calls of a client to a server that fails in every way, without any engine behind it."""
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -248,8 +249,13 @@ def flood(handler, part, *, head=b"", pause_s=0.0):
     handler.server.flooded = sent
 
 
+@functools.cache
+def bomb_of(size):
+    return gzip.compress(bytes(size))
+
+
 def zipped(handler, _):
-    bomb = gzip.compress(bytes(64 << 20))
+    bomb = bomb_of(64 << 20)
     handler.send_response(200)
     handler.send_header("Content-Encoding", "gzip")
     handler.send_header("Content-Length", str(len(bomb)))
@@ -286,7 +292,8 @@ def test_a_hostile_server_is_given_up_in_one_line_with_bounds_on_size_and_time(
 ):
     monkeypatch.setattr(server_client, "BACKOFF_S", (0.01,))
     one, url = fake(script)
-    engine = alone(server, url, replace(SHORT, reply_s=1.0))
+    engine = alone(server, url, replace(SHORT, reply_s=2.0))
+    bomb_of(64 << 20)
     began = time.monotonic()
     with pytest.raises(EngineError) as caught:
         run(engine, [ask("a")])

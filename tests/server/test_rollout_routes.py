@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 import threading
+from dataclasses import replace
 from http.client import HTTPConnection
 from importlib.util import find_spec
 
@@ -257,6 +258,16 @@ def test_the_last_numbers_that_are_taken_give_logprobs_of_the_distribution(http,
 def test_neutral_values_of_such_fields_change_nothing(http):
     body = {"prompt": PROMPT, "max_tokens": 1, "frequency_penalty": 0, "best_of": 1, "echo": False, "user": "me"}
     assert len(ok(http.post("/v1/completions", json=body))["choices"]) == 1
+
+
+def test_chats_without_a_system_prompt_get_that_of_the_server(server, http, monkeypatch):
+    asked = [{"role": "user", "content": "a"}]
+    own = [{"role": "system", "content": "mine"}, *asked]
+    plain, others = (ok(http.post("/tokenize", json={"messages": one}))["tokens"] for one in (asked, own))
+    monkeypatch.setattr(server.service, "settings", replace(server.service.settings, system="mine"))
+    assert ok(http.post("/tokenize", json={"messages": asked}))["tokens"] == others != plain
+    own[0]["role"] = "developer"
+    assert ok(http.post("/tokenize", json={"messages": own}))["tokens"] == others
 
 
 @XGRAMMAR

@@ -196,6 +196,9 @@ def test_texts_of_one_client_do_not_hold_up_the_others(made, path, body):
         def __len__(self):
             return 10
 
+        def get_vocab(self):
+            return {"abc": 1}
+
         def work(self, result):
             begun.set()
             assert go_on.wait(LIMIT_S)

@@ -65,6 +65,7 @@ class Sources:
         settings |= {"host": "127.0.0.1", "port": port, "weights_folder": str(weights), "seed": self.args.seed}
         settings |= {
             "model": served_name(self.args),
+            "system": "",  # chats are the environment's
             "use_vllm": self.args.use_vllm,
             "external_plugins": self.args.external_plugins,
         }

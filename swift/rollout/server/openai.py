@@ -101,6 +101,9 @@ class Texts:
         def rendered() -> str:
             self.check_length(body.messages, body.tools, body.chat_template_kwargs)
             messages = read_chat(body.messages or [])
+            system = self.service.settings.system
+            if system and not any(one.get("role") in ("system", "developer") for one in messages):
+                messages.insert(0, {"role": "system", "content": system})
             try:
                 return self.service.template.render(
                     messages, add_generation_prompt=prompt, tools=body.tools, kwargs=body.chat_template_kwargs

@@ -23,12 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swift.data.system import resolve_system
 from swift.devices import allowed_cores, count_accelerators
 from swift.errors import ConfigError, counted
 from swift.models import context_length, load_chat
 from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
+from swift.models.trained import take_trained
 from swift.rollout.engines import guard
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.events import Timeouts
@@ -75,6 +77,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
     regex = args.vllm_guided_decoding_regex
     if regex is not None:
         require_guidance(args.infer_backend, regex)
+    trained = take_trained(args, given)
     source = locate(args)
     config = load_config(source.base, args)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
@@ -98,11 +101,12 @@ def check(args: Any, given: Collection[str]) -> Plan:
         model=args.model or str(source.base),
         specs=specs,
         defaults=_sampling_defaults(args, given),
+        system=resolve_system(args.system)[0],
         api_key=args.api_key,
         weights_folder=folder,
         stall_s=args.stall_timeout,
     )
-    return Plan(settings, load_chat(args), notes)
+    return Plan(settings, load_chat(args), (*trained, *notes))
 
 
 def run(resolved: Any) -> int:

@@ -51,13 +51,15 @@ class Settings:
     """What the server was started with.
 
     model: name under which clients know it. specs: one per engine. defaults: sampling settings for what a request
-    leaves out. weights_folder: below which paths may be named. sync_s: bound on one job. drain_s: how long a job waits
-    for what runs. stall_s: without any progress for so long the engines are given up.
+    leaves out. system: of chats without one, or None. weights_folder: below which paths may be named. sync_s: bound on
+    one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so long the engines are
+    given up.
     """
 
     model: str
     specs: tuple[EngineSpec, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
+    system: str | None = None
     api_key: str | None = None
     weights_folder: Path | None = None
     sync_s: float = 600.0
