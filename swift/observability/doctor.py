@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ def run(resolved: Resolved) -> int:
     return 0
 
 
-def _rows(path: Path, kinds: dict[str, type]) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, kinds: Mapping[str, type]) -> Iterator[dict[str, Any]]:
     """The rows of a file, if there is one, each with values of these kinds."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"--run: {path}: not a regular file; choose another run")
