@@ -57,9 +57,9 @@ def _import(module: str, subject: str) -> Any:
         with _working_folder_first(), watched(subject):
             importlib.invalidate_caches()  # a file may be younger than the last look into its folder
             return importlib.import_module(module)
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module}.".startswith(f"{missing}."):
             near = nearest(missing, [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py"])

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from swift.errors import ConfigError, end_process, join_problems, nearest
+from swift.plugin.kept import process_kept
 from swift.plugin.registry import REGISTRIES, Recorded, register_again, registering
 
 logger = logging.getLogger("swift.plugin")
@@ -108,10 +109,10 @@ def _load(path: Path, given: str) -> ModuleType:
         with registering(given) as entries, watched(f"--external_plugins: {given}", path):
             spec.loader.exec_module(module)
         _loaded[name] = entries
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         del sys.modules[name]
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
         raise ConfigError(_import_problem(error, path, given)) from error
     return module
@@ -120,6 +121,8 @@ def _load(path: Path, given: str) -> ModuleType:
 @contextlib.contextmanager
 def watched(subject: str, path: Path | None = None) -> Iterator[None]:
     """Tells of an import that takes long, ends the process if it hangs, and turns `os._exit` into a SystemExit.
+
+    What a run depends on in the process is put back, and a child that the import has forked ends there.
 
     subject: what messages begin with. path: the file, whose line they name.
     """
@@ -147,8 +150,11 @@ def watched(subject: str, path: Path | None = None) -> Iterator[None]:
         timer.start()
     os._exit = leave_by_error
     try:
-        yield
+        with process_kept(subject):
+            yield
     finally:
+        if os.getpid() != pid:
+            leave(0)
         os._exit = leave
         for timer in timers:
             timer.cancel()

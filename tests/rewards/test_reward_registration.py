@@ -66,6 +66,73 @@ def test_a_child_of_a_plugin_may_leave(plugin):
     assert os.waitstatus_to_exitcode(module.STATUS) == 7
 
 
+def test_a_child_of_a_plugin_does_not_go_on_as_a_second_run(plugin):
+    source = "import os\npid = os.fork()\nSTATUS = pid and os.waitpid(pid, 0)[1]\n"
+    (module,) = load_external_plugins([plugin(source)])
+    assert os.waitstatus_to_exitcode(module.STATUS) == 0
+
+
+TORCH = "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64); torch.set_default_device('meta')"
+CHANGES = {
+    f"import torch; {TORCH}": "torch's gradients, default type or device",
+    "import sys; sys.modules.clear()": "sys.modules",
+    "import sys; sys.modules = {}": "sys.modules",
+    "import sys; sys.stdout.close()": "sys.stdout",
+    "import sys; sys.stderr = None": "sys.stderr",
+    "import sys; sys.stderr.close()\n1/0": "sys.stderr",
+    "import os; os.close(2)": "sys.stderr",
+    "import os; os.chdir('/')": "the working folder",
+    "import os; os.umask(0)": "the umask",
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)": "signal handlers",
+    "import time; time.time = time.monotonic = lambda: 0.0": "the clock",
+    "import time; time.sleep = print": "the clock",
+}
+PROBE = """
+import os, signal, sys, time
+from swift.errors import SwiftError
+from swift.plugin import load_external_plugins
+
+def state():
+    os.umask(mask := os.umask(0o77))
+    torch = sys.modules.get("torch")
+    return (os.getcwd(), mask, signal.getsignal(signal.SIGTERM), time.time, time.monotonic, time.sleep,
+            sorted({"os", "signal", "swift.errors"} & sys.modules.keys()),
+            torch and (torch.is_grad_enabled(), torch.zeros(1).dtype, torch.zeros(1).device))
+
+if "torch" in sys.argv:
+    import torch
+before = state()
+try:
+    load_external_plugins(["plugin.py"])
+except SwiftError as error:
+    print(error)
+if before[-1] is None and "torch" in sys.modules:
+    import torch
+    before = (*before[:-1], (True, torch.float32, torch.device("cpu")))
+assert state() == before
+print("to stdout")
+print("to stderr", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("change", "words"), [*((change, []) for change in CHANGES), (next(iter(CHANGES)), ["torch"])])
+def test_what_a_run_depends_on_is_put_back_after_an_import(tmp_path, change, words):
+    (tmp_path / "plugin.py").write_text(change)
+    (tmp_path / "probe.py").write_text(PROBE)
+    ended = subprocess.run(
+        [sys.executable, "probe.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    note = f"note: --external_plugins: plugin.py: changed {CHANGES[change]} while it was imported"
+    assert (ended.returncode, note in ended.stderr) == (0, True), ended.stderr
+    assert ended.stdout.endswith("to stdout\n") and ended.stderr.endswith("to stderr\n")
+    assert ("ZeroDivisionError" in ended.stdout) == ("1/0" in change)
+
+
+def test_an_import_that_only_loads_torch_is_no_change(plugin, caplog):
+    load_external_plugins([plugin("import torch, random; random.seed(0); torch.set_num_threads(1)\n")])
+    assert "put back" not in caplog.text
+
+
 def test_a_missing_plugin_names_the_nearest_file(plugin, tmp_path):
     plugin("", name="plugin.py")
     (line,) = problems_of(load_external_plugins, [str(tmp_path / "plugni.py")])
@@ -79,6 +146,7 @@ def test_a_missing_plugin_names_the_nearest_file(plugin, tmp_path):
         ("raise KeyError('no key')", "KeyError: 'no key'"),
         ("import no_such_module_here", "ModuleNotFoundError"),
         ("exit(3)", "SystemExit: 3"),
+        ("raise type('Own', (BaseException,), {})('of mine')", "Own: of mine"),
         ("def broken(:", "SyntaxError"),
     ],
 )
