@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
-from cli_runs import ROOT, assert_gone, completion_rows, log_rows
-from message_api import FOLDER, REAL, StandIn
+from cli_runs import ROOT, assert_gone, completion_rows, environment, log_rows
+from message_api import REAL, StandIn
 from rollout_process import RolloutProcess
 
 from swift.models.tiny import build_tiny
@@ -181,7 +184,6 @@ def whole(cli):
         **OURS, "atropos_env": f"{sys.executable} {cli.folder / example.name} serve", "num_generations": 8,
         "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1, "max_length": 64,
         "max_completion_length": 16,
-        "variables": {"PYTHONPATH": f"{ROOT}:{FOLDER}"},
     }  # fmt: skip
 
 
@@ -208,6 +210,20 @@ def test_one_command_trains_on_the_real_message_api(cli, whole):
     assert any(row["off_policy/max"] > 0 for row in log_rows(folder))  # the server knows what sampled the others
     logs = {path.name for path in (folder / "logs").rglob("*.log")}
     assert {"atropos-api.log", "rollout-server.log", "environment-0.log"} <= logs
+
+
+@needs_atroposlib
+@pytest.mark.long
+def test_the_example_runs_as_installed(tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = tmp_path / "examples" / "train" / "grpo" / "atropos" / "digits.sh"
+    ended = subprocess.run(
+        ["bash", str(script), "--max_steps", "2"],
+        cwd="/", env=environment(PATH=path), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert len(log_rows(tmp_path / "output" / "atropos" / "run")) == 2
 
 
 @needs_atroposlib

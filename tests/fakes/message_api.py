@@ -7,18 +7,17 @@ api.post(group(), env=0)        what an environment does
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import httpx
 
-_found = importlib.util.find_spec("atroposlib")
-FOLDER = Path(_found.origin).parents[1] if _found is not None else Path(sys.prefix, "atropos")
-"""Where atroposlib is: `make install` puts it into a folder of its own."""
-REAL = (FOLDER / "atroposlib").exists()
+from swift.rollout.atropos.processes import library
+
+FOLDER = library()
+"""Where atroposlib is."""
+REAL = FOLDER is not None
 
 
 class StandIn:

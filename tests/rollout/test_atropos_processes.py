@@ -53,7 +53,7 @@ def test_with_adapters_alone_the_server_and_environments_are_told_their_base(tmp
     (base / "model.safetensors").touch()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     (tmp_path / "adapter_model.safetensors").touch()
-    monkeypatch.setattr("swift.rollout.atropos.arguments.find_spec", lambda name: name)
+    monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
     flags = f"--rlhf_type grpo --adapters {tmp_path} --rollout_source atropos --max_steps 5 --atropos_env 'true $X'"
     sources = Sources(parse("rlhf", shlex.split(flags), {"CUDA_VISIBLE_DEVICES": ""}).args)
     told, variables = [], []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from swift.errors import ConfigError
@@ -75,9 +74,9 @@ def _combinations(args: Any) -> Iterator[str]:
 
 def _commands(args: Any) -> Iterator[str]:
     """What keeps the message API and the environments from being started."""
-    from swift.rollout.atropos.processes import words
+    from swift.rollout.atropos.processes import library, words
 
-    if args.atropos_env and args.atropos_url is None and find_spec("atroposlib") is None:
+    if args.atropos_env and args.atropos_url is None and library() is None:
         yield (
             "--atropos_env: the message API needs atroposlib, which is not installed; "
             "pip install -r requirements/atropos.txt, or give --atropos_url"

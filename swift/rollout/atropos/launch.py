@@ -15,7 +15,7 @@ from swift.flags import flags_of
 from swift.models.arguments import CheckpointArguments
 from swift.models.source import served_name
 from swift.rollout.arguments import EngineArguments, GenerationArguments
-from swift.rollout.atropos.processes import Processes, answers, free_port, words
+from swift.rollout.atropos.processes import Processes, answers, free_port, with_library, words
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API, SERVER = "atropos-api", "rollout-server"
@@ -49,7 +49,7 @@ class Sources:
         port = free_port()
         self.api_url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
-        self.processes.start(API, command, advice=ADVICE)
+        self.processes.start(API, command, with_library(), advice=ADVICE)
         self.processes.wait_until(lambda: answers(f"{self.api_url}/info"), API, API_START_S)
 
     def start_server(self, max_model_len: int | None) -> None:
@@ -80,7 +80,7 @@ class Sources:
 
     def start_environments(self) -> None:
         """Start the environments; what they need to know is in their variables, and in `$NAME` of their commands."""
-        variables = {
+        variables = with_library() | {
             "ATROPOS_URL": self.api_url,
             "OPENAI_BASE_URL": f"{self.server_url}/v1",
             "OPENAI_API_KEY": self.args.vllm_server_api_key or "none",

@@ -10,16 +10,20 @@ the very process), it ends the run itself.
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import socket
 import string
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 
@@ -132,6 +136,21 @@ class Processes:
                     self.close()
                     end_process(error)
             return
+
+
+def library() -> Path | None:
+    """The folder that holds atroposlib: of this environment, or the one beside it that `make install` fills."""
+    spec = find_spec("atroposlib")
+    if spec is not None and spec.origin is not None:
+        return Path(spec.origin).parents[1]
+    folder = Path(sys.prefix, "atropos")
+    return folder if (folder / "atroposlib").is_dir() else None
+
+
+def with_library(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Variables of a process that finds atroposlib."""
+    given, folder = os.environ.get("PYTHONPATH"), library()
+    return {**variables, "PYTHONPATH": os.pathsep.join(str(one) for one in (given, folder) if one)}
 
 
 def answers(url: str) -> bool:

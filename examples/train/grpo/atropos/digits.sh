@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An Atropos environment trains a tiny random model on a CPU: message API, policy server and environment from one command.
 #
-# Needs atroposlib (pip install -r requirements/atropos.txt).
+# Needs atroposlib: `make install` has it beside the environment; elsewhere pip install -r requirements/atropos.txt.
 set -euo pipefail
 cd "$(dirname "$0")/../../../.."
 
