@@ -101,13 +101,13 @@ def own_parameters(model: nn.Module) -> dict[int, str]:
 def read_unit(model: nn.Module, unit: CheckpointUnit, whole: Whole) -> dict[str, Tensor]:
     """A unit's tensors under the names of the checkpoint's files, while its sources are gathered."""
     tensors = {one.name: one.read(whole) for one in unit.tensors}
-    return _as_saved(base_model(model), tensors)
+    return as_saved(base_model(model), tensors)
 
 
 def describe_unit(model: nn.Module, unit: CheckpointUnit) -> dict[str, Tensor]:
     """The same as `read_unit`, without data: tensors on the meta device; no collective."""
     tensors = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in unit.tensors}
-    return _as_saved(base_model(model), tensors)
+    return as_saved(base_model(model), tensors)
 
 
 def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -182,7 +182,7 @@ def _unwrapped(model: nn.Module) -> Any:
     return model.module if isinstance(getattr(model, "module", None), nn.Module) else model
 
 
-def _as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Undo what loading did to names and shapes (fused experts, renamed parts), as `save_pretrained` does."""
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
+from swift.models.adapter_config import check_adapter
 from swift.models.policy import load_base
 from swift.models.source import adapter_folder, find_base, find_folder, is_adapter, locate
 from swift.models.tuners import merge_in
@@ -244,7 +245,9 @@ def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_
     """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
     if is_adapter(Path(name)):
         folder = adapter_folder(name)
-        return merge_in(load_base(find_base(None, [folder], use_hf=args.use_hf), args, device=device), folder)
+        base = find_base(None, [folder], use_hf=args.use_hf)
+        check_adapter(folder, base)
+        return merge_in(load_base(base, args, device=device), folder)
     return load_base(find_folder(name, flag=flag, use_hf=args.use_hf), args, device=device)
 
 

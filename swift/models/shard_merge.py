@@ -2,15 +2,16 @@
 
 A module tree without data carries each adapter in turn, and PEFT's layers say which tensors an adapter changes, and to
 what (`swift.models.checkpoint_tensors`). Other tensors are copied as they are. In memory are the adapters, the tensors
-of one output file, and one changed tensor in float32. Tensors go by their names in the tree; those that the files
-store in another form (experts one by one, say) by their keys in the files, and no adapter can change them.
+of one output file, and one changed tensor in float32. Tensors go by their names in the tree. Those that make one of the
+tree together (experts that loading fuses) go by their keys in the files, and are fused, merged and taken apart again.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from swift.errors import ConfigError, unusable
+from swift.models.adapter_config import check_finite
 from swift.models.adapter_merge import check_start, load_adapter
-from swift.models.checkpoint_tensors import CheckpointTensor, checkpoint_tensors, own_parameters
+from swift.models.checkpoint_tensors import CheckpointTensor, as_saved, checkpoint_tensors, own_parameters
 from swift.models.policy import HEADS, Head, load_config, quiet_loading
 from swift.models.source import ModelSource, head_of, weight_files
 from swift.models.tuners import adapter_errors
@@ -63,22 +65,36 @@ class MergedModel:
         if dtype is not None:
             self.config.dtype = dtype
         self._tied = tree._tied_weights_keys or {} if self.config.get_text_config().tie_word_embeddings else {}
-        self._files = _stored(tree, source.base)
+        self._files, self._fused = _stored(tree, source.base)
         self._adapters: list[_Adapter] = []
         for folder in source.adapters:
             self._adapters.append(self._adapter(folder))
-        self._described = self._describe(set(tree.state_dict()) if head else set(self._files), dtype)
+        changed = {
+            name: one for name, one in self._fused.items() if any(name in each.changes for each in self._adapters)
+        }
+        self._parts = {key: one for one in changed.values() for key in one.parts}
+        self._apart: tuple[str, dict[str, Tensor]] = ("", {})  # the fused tensor that was taken apart last
+        own = {
+            key for name in tree.state_dict() for key in (self._fused[name].parts if name in self._fused else [name])
+        }
+        self._described = self._describe(own if head else set(self._files), dtype)
 
     def write(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-        """Writes the safetensors files, and their index if there are several. Raises OSError: it cannot."""
+        """Writes the safetensors files, and their index if there are several.
+
+        Raises:
+            ConfigError: a merged weight is not finite.
+            OSError: it cannot write.
+        """
         from huggingface_hub import split_torch_state_dict_into_shards
         from safetensors.torch import save_file
 
-        names = {self._files[name].key if name in self._files else name: name for name in self._described}
+        order = sorted(self._described, key=lambda name: self._parts[name].name if name in self._parts else "")
+        names = {self._files[name].key if name in self._files else name: name for name in order}
         described = {key: self._described[name] for key, name in names.items()}
         plan = split_torch_state_dict_into_shards(described, max_shard_size=file_bytes)
         for file, keys in plan.filename_to_tensors.items():
-            tensors = {key: self._read(names[key]).to(described[key].dtype).contiguous() for key in keys}
+            tensors = {key: self._merged(names[key], described[key].dtype) for key in keys}
             save_file(tensors, folder / file, {"format": "pt"})
             del tensors  # before the next ones are made
         if plan.is_sharded:
@@ -109,6 +125,7 @@ class MergedModel:
         from safetensors.torch import load_file
 
         with adapter_errors(folder):
+            check_finite(folder)
             config: Any = PeftConfig.from_pretrained(str(folder))
             check_start(config.to_dict())
             if hasattr(config, "init_lora_weights"):
@@ -118,7 +135,7 @@ class MergedModel:
             load_adapter(policy, load_file(folder / "adapter_model.safetensors"))
         changed = [one for one in checkpoint_tensors(policy) if not all(source.is_meta for source in one.sources)]
         adapter = _Adapter({one.name: one for one in changed}, own_parameters(policy))
-        known = {*self._files, *self._tied}.union(*(one.changes for one in self._adapters))
+        known = {*self._files, *self._fused, *self._tied}.union(*(one.changes for one in self._adapters))
         wanted = {adapter.names[id(source)] for one in changed for source in one.sources if source.is_meta}
         if lacking := sorted(wanted - known):
             raise ConfigError(
@@ -139,8 +156,29 @@ class MergedModel:
             described.setdefault(head, described[embedding])
             described.setdefault(embedding, described[head])
         for change in changes:
+            if change.name in self._fused:
+                continue  # described by its parts
             described.setdefault(change.name, torch.empty(change.shape, dtype=usual, device="meta"))
         return {name: one.to(dtype) if one.is_floating_point() and dtype else one for name, one in described.items()}
+
+    def _merged(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor as it is written."""
+        if fused := self._parts.get(name):
+            if self._apart[0] != fused.name:
+                self._apart = ("", {})
+                self._apart = (fused.name, fused.taken_apart(self._read(fused.name)))
+            tensor = self._apart[1][name]
+        elif any(name in adapter.changes for adapter in self._adapters) or name not in self._files:
+            tensor = self._read(name)
+        else:
+            return self._files[name].read().to(dtype)
+        tensor = tensor.to(dtype).contiguous()
+        if not bool(tensor.isfinite().all()):
+            raise ConfigError(
+                f"--adapters: {name}: merging gives values that are not finite ({str(dtype).removeprefix('torch.')}); "
+                "check lora_alpha and the adapter's weights, or give another --torch_dtype"
+            )
+        return tensor
 
     def _read(self, name: str, depth: int | None = None) -> Tensor:
         """A tensor with the first `depth` adapters merged; all of them with None."""
@@ -150,7 +188,7 @@ class MergedModel:
                 return change.read(
                     lambda one: self._read(adapter.names[id(one)], at).float() if one.is_meta else one  # noqa: B023
                 )
-        return (self._files.get(name) or self._files[self._tied[name]]).read()
+        return (self._fused.get(name) or self._files.get(name) or self._files[self._tied[name]]).read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +212,55 @@ class _Stored:
         return torch.empty(shape, dtype=part.dtype, device="meta")
 
 
-def _stored(tree: Any, folder: Path) -> dict[str, _Stored]:
-    """The tensors of a folder's files, by their names in the tree."""
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """A tensor of the tree that loading makes of several in the files.
+
+    parts: by their keys, each with the pattern of `converter` (transformers') that it fits.
+    """
+
+    tree: Any
+    name: str
+    converter: Any
+    parts: dict[str, tuple[str, _Stored]] = field(default_factory=dict)
+
+    def read(self) -> Tensor:
+        from transformers.core_model_loading import dot_natural_key
+
+        converter = copy.deepcopy(self.converter)
+        for key in sorted(self.parts, key=dot_natural_key):
+            pattern, stored = self.parts[key]
+            converter.add_tensor(self.name, key, pattern, stored.read())
+        found = converter.convert(self.name, model=self.tree, config=self.tree.config)[self.name]
+        tensor: Tensor = found[0] if isinstance(found, list) else found
+        return tensor
+
+    def taken_apart(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The parts that make `tensor`."""
+        return {key: one.clone() for key, one in as_saved(self.tree, {self.name: tensor}).items()}
+
+
+def _stored(tree: Any, folder: Path) -> tuple[dict[str, _Stored], dict[str, _Fused]]:
+    """The tensors of a folder's files: by their names in the tree, or keys; and what some of them make together."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    mapping, wanted, stored = get_model_conversion_mapping(tree), tree.state_dict(), {}
+    mapping, wanted = get_model_conversion_mapping(tree), tree.state_dict()
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in reversed(converters) for pattern in one.source_patterns}
+    stored: dict[str, _Stored] = {}
+    fused: dict[str, _Fused] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
-                name, _ = rename_source_key(key, renamings, converters, tree.base_model_prefix, wanted)
-                converted = any(converter.rename_source_key(key)[1] for converter in converters)
-                stored[key if converted else name] = _Stored(file, key)
-    return stored
+                name, pattern = rename_source_key(key, renamings, converters, tree.base_model_prefix, wanted)
+                one = stored[name if pattern is None else key] = _Stored(file, key)
+                if pattern is not None:
+                    fused.setdefault(name, _Fused(tree, name, by_pattern[pattern])).parts[key] = (pattern, one)
+    return stored, {name: one for name, one in fused.items() if _is_whole(one, wanted)}
+
+
+def _is_whole(fused: _Fused, wanted: dict[str, Tensor]) -> bool:
+    """Whether taking it apart gives what it is made of."""
+    return fused.name in wanted and as_saved(fused.tree, {fused.name: wanted[fused.name]}).keys() == fused.parts.keys()

@@ -47,12 +47,16 @@ def locate(args: CheckpointArguments) -> ModelSource:
         ConfigError: a folder lacks its files, or a hub does not have the name.
         ResourceError: the hub's client package is not installed.
     """
+    from swift.models.adapter_config import check_adapter
+
     adapters = [adapter_folder(path) for path in args.adapters]
     model = args.model
     if model and is_adapter(Path(model)):
         adapters.insert(0, adapter_folder(model))
         model = None
     base = find_base(model, adapters, use_hf=args.use_hf, revision=args.model_revision)
+    for folder in adapters:
+        check_adapter(folder, base)
     with_tokenizer = [folder for folder in adapters if has_tokenizer(folder)]
     return ModelSource(base, adapters, with_tokenizer[-1] if with_tokenizer else base)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
+from swift.models.adapter_config import check_finite
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -198,7 +199,7 @@ def check_head(policy: Any, args: TunerArguments) -> None:
 
 
 def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftConfig
 
     with adapter_errors(folder):
         start: Any = PeftConfig.from_pretrained(str(folder))
@@ -214,8 +215,7 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
     for name, field in TUNERS[kind].fields.items():
         if name.endswith("dropout"):  # a rate left from supervised tuning must not enter RL
             setattr(start, field, getattr(args, name) or 0.0)
-    with adapter_errors(folder):
-        return PeftModel.from_pretrained(model, str(folder), config=start, is_trainable=True)
+    return with_adapter(model, folder, config=start, is_trainable=True)
 
 
 def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
@@ -245,8 +245,8 @@ def merge_in(model: Any, folder: Path) -> Any:
             f"--adapters: {folder}: a second adapter on quantised weights; merge the first one with "
             "`swift merge-lora`, or leave --quant_method out"
         )
+    policy = with_adapter(model, folder)
     with adapter_errors(folder):
-        policy = PeftModel.from_pretrained(model, str(folder))
         _untie(policy)
         return policy if quantised else policy.merge_and_unload(safe_merge=True)
 
@@ -259,6 +259,15 @@ def _untie(policy: nn.Module) -> None:
     for name, layer in policy.named_modules():
         if name.endswith(".base_layer") and owners[id(getattr(layer, "weight", None))] > 1:
             layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
+def with_adapter(model: Any, folder: Path, **options: Any) -> Any:
+    """`model` below a `peft.PeftModel` with the adapter in `folder`. Raises ConfigError: it does not fit."""
+    from peft import PeftModel
+
+    with adapter_errors(folder):
+        check_finite(folder)
+        return PeftModel.from_pretrained(model, str(folder), **options)
 
 
 def adapter_errors(folder: Path) -> AbstractContextManager[None]:

@@ -42,6 +42,7 @@ class RewardModelSource:
 
 def find_reward_models(args: Any) -> list[RewardModelSource]:
     """Resolves and checks `reward_model` before anything heavy is loaded: configs are read, no weights."""
+    from swift.models.adapter_config import check_adapter
     from swift.models.source import adapter_folder, find_base, find_folder, is_adapter
 
     models = [str(model) for model in args.reward_model]
@@ -54,6 +55,8 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
                 adapter, model = model, str(find_base(None, [adapter_folder(model)], use_hf=args.use_hf))
             folder = find_folder(model, flag="--reward_model", use_hf=args.use_hf, revision=revision or None)
             top = adapter_folder(adapter) if adapter else None
+            if top is not None:
+                check_adapter(top, folder)
             _check_head(model, folder, top)
             found.append(RewardModelSource(name, folder, top))
         except ConfigError as error:
@@ -250,7 +253,7 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
 
     from swift.models.policy import HEADS, quiet_loading
     from swift.models.quantisation import is_quantised_layer, quantisation_config, settle
-    from swift.models.tuners import adapter_errors
+    from swift.models.tuners import adapter_errors, with_adapter
 
     kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
     config = quantisation_config(quantised, dtype)
@@ -276,10 +279,8 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
             f"({', '.join(missing[:3])}); a reward model needs a trained score head"
         )
     if source.adapter is not None:
-        from peft import PeftModel
-
         with adapter_errors(source.adapter):
-            model = PeftModel.from_pretrained(model, str(source.adapter))
+            model = with_adapter(model, source.adapter)
             model = model.merge_and_unload(safe_merge=True) if config is None else model
     model = model if placed else model.to(device)
     return model.requires_grad_(False).eval()

@@ -270,6 +270,71 @@ DAMAGED = {
     "weights that are not numbers": (with_nan, "--model | model.norm.weight | not finite"),
 }
 
+
+def with_adapter(mode, damage):
+    """A command that takes an adapter with wrong values in its config, or another damage."""
+
+    def words(desk):
+        folder = adapter(desk)
+        if callable(damage):
+            damage(folder / "adapter_model.safetensors")
+        else:
+            file = folder / "adapter_config.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+        merge = ["merge-lora", "--model", desk.model, "--adapters", folder, "--output_dir", desk.output]
+        return merge if mode == "merge" else desk.rlhf("--adapters", folder, mode)
+
+    return words
+
+
+def with_value(value):
+    """Damages the file of an adapter: every tensor ends with this."""
+
+    def write(file):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            tensor.view(-1)[-1] = value
+        save_file(tensors, file, {"format": "pt"})
+
+    return write
+
+
+DRY = "--dry_run true"
+ADAPTERS = {
+    "scale that is no number": (with_adapter("merge", {"lora_alpha": math.nan}), "--adapters | lora_alpha: nan"),
+    "scale without end": (with_adapter(DRY, {"lora_alpha": 1e308}), "--adapters | lora_alpha: 1e+308"),
+    "scale of a module without end": (
+        with_adapter(DRY, {"alpha_pattern": {"q_proj": math.inf}}),
+        "--adapters | alpha_pattern: q_proj: inf",
+    ),
+    "rank above its tensors": (with_adapter(DRY, {"r": 10**9}), "--adapters | r: 1000000000: 1 to"),
+    "rank of a module above its tensors": (
+        with_adapter(DRY, {"rank_pattern": {"q_proj": 10**9}}),
+        "--adapters | rank_pattern: q_proj",
+    ),
+    "start of many iterations": (
+        with_adapter(DRY, {"init_lora_weights": "pissa_niter_9999999"}),
+        "--adapters | init_lora_weights: pissa_niter_9999999",
+    ),
+    "layers that are copied": (
+        with_adapter(DRY, {"layer_replication": [[0, 10**9]]}),
+        "--adapters | layer_replication",
+    ),
+    "targets that are no expression": (with_adapter(DRY, {"target_modules": "(q_proj"}), "--adapters | (q_proj"),
+    "targets that take for ever": (
+        with_adapter(DRY, {"target_modules": r"(([a-z0-9_.])+)+\$"}),
+        "--adapters | target_modules | takes more than",
+    ),
+    "ranks that take for ever": (
+        with_adapter("merge", {"rank_pattern": {r"([a-z_.0-9]+)+\$": 2}}),
+        "--adapters | rank_pattern | takes more than",
+    ),
+    "NaN in an adapter to merge": (with_adapter("merge", with_value(math.nan)), "--adapters | lora_A | not finite"),
+    "NaN in an adapter to train": (with_adapter("--seed 1", with_value(math.nan)), "--adapters | lora_A | not finite"),
+    "merge beyond the type": (with_adapter("merge", with_value(3e38)), "--adapters | merging gives | not finite"),
+    "torn adapter": (with_adapter(DRY, cut_in_half), "--adapters | adapter_model.safetensors"),
+}
+
 CHECKPOINTS = {
     "no checkpoint": (lambda d: d.rlhf("--resume_from_checkpoint", d.model), "--resume_from_checkpoint"),
     "output that is read-only": ("--output_dir /proc/run", "--output_dir: /proc/run"),
@@ -286,7 +351,7 @@ CHECKPOINTS = {
 }
 
 
-TABLE = {**MODES, **FLAGS, **CONFIGS, **DATA, **REWARDS, **BATCHES, **MODELS, **CHECKPOINTS}
+TABLE = {**MODES, **FLAGS, **CONFIGS, **DATA, **REWARDS, **BATCHES, **MODELS, **ADAPTERS, **CHECKPOINTS}
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from experts import EXPERTS, on_experts
 from policies import IDS, moved
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -101,6 +102,36 @@ def test_architectures_whose_files_have_other_names_than_their_modules(small_mod
     merged.write(tmp_path / "out")
     merged.config.save_pretrained(tmp_path / "out")
     assert torch.allclose(logits_of(AutoModelForCausalLM, tmp_path / "out"), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", EXPERTS)
+def test_adapters_on_experts_are_merged_into_the_files_of_single_experts(small_model, tmp_path, arch):
+    model = small_model(arch, **EXPERTS[arch][0]).eval()
+    model.save_pretrained(tmp_path / "base")
+    policy = on_experts(arch, model)
+    policy.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        wanted = policy(input_ids=IDS % policy.config.vocab_size).logits
+    given = ModelArguments(model=str(tmp_path / "base"), adapters=[str(tmp_path / "adapter")])
+    merged = MergedModel(locate(given), given)
+    (tmp_path / "out").mkdir()
+    merged.write(tmp_path / "out", file_bytes=30_000)
+    merged.config.save_pretrained(tmp_path / "out")
+    assert torch.allclose(logits_of(AutoModelForCausalLM, tmp_path / "out"), wanted, atol=1e-5)
+    keys = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"].keys()
+    assert keys == load_file(tmp_path / "base" / "model.safetensors").keys()
+
+
+def test_the_adapter_of_a_reward_model_with_experts_becomes_a_whole_reward_model(small_model, tmp_path):
+    small_model("qwen3_moe").save_pretrained(tmp_path / "base")
+    adapter, wanted = adapted(str(tmp_path / "base"), tmp_path / "adapter", "answer")
+    given = ModelArguments(model=str(tmp_path / "base"), adapters=[adapter])
+    merged = MergedModel(locate(given), given)
+    (tmp_path / "out").mkdir()
+    merged.write(tmp_path / "out")
+    merged.config.pad_token_id = merged.config.vocab_size - 1
+    merged.config.save_pretrained(tmp_path / "out")
+    assert torch.allclose(logits_of(AutoModelForSequenceClassification, tmp_path / "out"), wanted, atol=1e-5)
 
 
 def test_a_quantised_base_and_an_unfit_adapter_are_refused(qwen2, tmp_path):

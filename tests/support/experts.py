@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+EXPERTS = {
     "qwen3_moe": ({}, {}),
     "mixtral": ({}, {}),  # other names in files
     "deepseek_v3": ({"first_k_dense_replace": 1}, {}),  # shared experts, and a dense layer

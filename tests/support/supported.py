@@ -30,6 +30,7 @@ SECTIONS = {
         ("Weight sync of fused experts", "tests/rollout/test_transformers_copy.py::FUSED"),
         ("Adapters merged into files", "tests/models/test_shard_merge.py"
          "::test_architectures_whose_files_have_other_names_than_their_modules"),
+        ("Adapters on fused experts, sent and merged into files", "tests/support/experts.py::EXPERTS"),
     ],
     "Tuners": [
         ("Started, trained, sent, saved, merged, loaded", "tests/models/test_tuners.py::TUNERS"),

@@ -99,6 +99,18 @@ def load_vllm() -> SimpleNamespace:
     return found
 
 
+def pack_experts_anew(model: Any) -> None:
+    """Before a reload on a CPU: has vLLM pack fused experts again, not only when it loads them first.
+
+    `UnquantizedFusedMoEMethod` packs where it has no kernel yet, and else leaves checkpoint rows where the kernel reads
+    packed ones. Delete this once vLLM packs them at every reload (github.com/vllm-project/vllm/issues/48312).
+    """
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
+
+
 def lora_rank_at_least(rank: int) -> int:
     """The smallest `max_lora_rank` of vLLM that holds adapters of this rank; its largest when none does."""
     return next((allowed for allowed in LORA_RANKS if allowed >= rank), LORA_RANKS[-1])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
-from swift.rollout.engines.vllm.versions import load_vllm
+from swift.rollout.engines.vllm.versions import load_vllm, pack_experts_anew
 from swift.rollout.weights.base import Live
 from swift.rollout.weights.broadcast import Entry, unpack
 from swift.rollout.weights.digest import StreamDigest
@@ -45,6 +45,8 @@ class WorkerExtension:
         self._swift_loaded: set[str] | None = set()
         self._swift_digest = StreamDigest()
         self._swift_count = self._swift_bytes = 0
+        if load_vllm().platform.is_cpu():
+            pack_experts_anew(self.model_runner.get_model())
         with load_vllm().set_config(self.vllm_config):
             load_vllm().begin_reload(self.model_runner.get_model())
 
