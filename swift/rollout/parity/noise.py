@@ -21,14 +21,18 @@ from swift.rollout.seeds import sample_seed
 RELATIVE = 0.5
 """Noise as a share of the tensor's root mean square."""
 
+_ROUTED = re.compile(r"\bexperts\.|\b(mlp\.gate|router)\b")
+"""Parts of a mixture of experts, of which a token computes few and adds their outputs at a fraction."""
+
 RELATIVE_OF = (
+    (_ROUTED, 4.0),
     (re.compile(r"\b(q|k|kv)(_[ab])?_proj|\.(query|key)\."), 4.0),
     (re.compile(r"\b(gate|up|gate_up|down)_proj|\.(w[123]|fc[12]|c_fc)\."), 1.0),
 )
 """The same where it moves log-probs less: measured, so that each tensor moves them by about 0.05 nats or more."""
 
-FLOOR = 0.05
-"""Standard deviation where the tensor is zero, such as a fresh bias or LoRA's B."""
+FLOOR, FLOOR_ROUTED = 0.05, 0.1
+"""Standard deviation where the tensor is zero, such as a fresh bias or LoRA's B; the latter on experts and routers."""
 
 _BLOCK = 1_000_003
 """Random numbers per tensor; longer ones repeat them. A prime, so that no two rows of a matrix get the same."""
@@ -66,8 +70,10 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
             chosen.append(name)
         elif not adapter_only and _has_noise(name, len(whole_shape(parameter))):
             places.setdefault(_NUMBER.sub("N", name), []).append(name)
-    for number, names in enumerate(places.values()):
+    for number, (place, names) in enumerate(places.items()):
         depth = (number * 0.618) % 1.0  # golden ratio: places spread evenly over the layers
+        if _ROUTED.search(place):  # all in one layer, where they show more of each other
+            depth = 0.618
         chosen.append(names[int(depth * len(names))])
     return chosen
 
@@ -85,5 +91,6 @@ def _with_noise(name: str, tensor: Tensor, seed: int) -> Tensor:
     noise = block.repeat(-(-count // block.numel()))[:count].view(tensor.shape)
     own = float(tensor.float().square().mean().sqrt())
     share = next((share for pattern, share in RELATIVE_OF if pattern.search(name)), RELATIVE)
-    deviation = share * own if own > 1e-3 and not _LORA_B.search(name) else FLOOR
+    floor = FLOOR_ROUTED if _ROUTED.search(name) else FLOOR
+    deviation = share * own if own > 1e-3 and not _LORA_B.search(name) else floor
     return (tensor.float() + deviation * noise).to(tensor.dtype)
