@@ -11,12 +11,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swift.errors import ConfigError, first_line
-from swift.models.source import read_json, weight_files
 
 LARGEST_ALPHA = 1e6
 MOST_ROUNDS = 100
@@ -35,9 +34,14 @@ for one in map(re.compile, patterns):
 """
 
 
-def check_adapter(folder: Path, base: Path) -> None:
-    """Raises ConfigError: a value in adapter_config.json that no adapter on the model in `base` needs."""
-    config = read_json(folder / "adapter_config.json")
+def check_config(folder: Path, config: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """Raises ConfigError: a value that no adapter needs.
+
+    Args:
+        folder: of the adapter.
+        config: its adapter_config.json.
+        files: weights of the base.
+    """
     where = f"--adapters: {folder}: adapter_config.json"
     for field, value, problem in _faults(config, _largest_dimension(folder)):
         raise ConfigError(f"{where}: {field}: {str(value)[:60]}: {problem}")
@@ -47,7 +51,7 @@ def check_adapter(folder: Path, base: Path) -> None:
             re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as error:
             raise ConfigError(f"{where}: {field}: no regular expression ({first_line(error)})") from error
-    if patterns and _take_too_long(tuple(patterns), base):
+    if patterns and _take_too_long(tuple(patterns), tuple(files)):
         raise ConfigError(
             f"{where}: {next(iter(patterns.values()))}: to match it with the names of the modules takes more than "
             f"{MATCHING_S} s; name the modules in a list"
@@ -100,10 +104,10 @@ def _patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def _take_too_long(patterns: tuple[str, ...], base: Path) -> bool:
+def _take_too_long(patterns: tuple[str, ...], files: tuple[Path, ...]) -> bool:
     """Whether matching takes more than the limit, in a process of its own, which can be ended."""
     command = [sys.executable, "-I", "-S", "-c", _MATCH]
-    names = json.dumps([patterns, _module_names(base)])
+    names = json.dumps([patterns, _module_names(files)])
     try:
         subprocess.run(command, input=names, text=True, timeout=MATCHING_S, check=True)
     except subprocess.TimeoutExpired:
@@ -111,12 +115,12 @@ def _take_too_long(patterns: tuple[str, ...], base: Path) -> bool:
     return False
 
 
-def _module_names(base: Path) -> list[str]:
+def _module_names(files: Sequence[Path]) -> list[str]:
     """Names of the modules that hold the tensors of a model's files, and of those around them."""
     from safetensors import safe_open
 
     names: set[str] = set()
-    for file in weight_files(base):
+    for file in files:
         with safe_open(file, framework="numpy") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 while "." in key:

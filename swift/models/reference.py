@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.models.adapter_config import check_adapter
 from swift.models.policy import load_base
-from swift.models.source import adapter_folder, find_base, find_folder, is_adapter, locate
+from swift.models.source import adapter_folder, check_adapter, find_base, find_folder, is_adapter, locate
 from swift.models.tuners import merge_in
 
 if TYPE_CHECKING:

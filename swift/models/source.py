@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from swift.data.files import is_lfs_pointer
 from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json
+from swift.models.adapter_config import check_config
 
 if TYPE_CHECKING:
     from swift.models.arguments import CheckpointArguments
@@ -47,8 +48,6 @@ def locate(args: CheckpointArguments) -> ModelSource:
         ConfigError: a folder lacks its files, or a hub does not have the name.
         ResourceError: the hub's client package is not installed.
     """
-    from swift.models.adapter_config import check_adapter
-
     adapters = [adapter_folder(path) for path in args.adapters]
     model = args.model
     if model and is_adapter(Path(model)):
@@ -188,6 +187,11 @@ def adapter_folder(path: str | Path) -> Path:
         raise ConfigError(f"--adapters: {path}: sought adapter_model.safetensors there and found none")
     _refuse_pointers(folder, "--adapters")
     return folder.resolve()
+
+
+def check_adapter(folder: Path, base: Path) -> None:
+    """Raises ConfigError: an adapter asks for what no adapter on this base needs."""
+    check_config(folder, read_json(folder / "adapter_config.json"), weight_files(base))
 
 
 def recorded_base(adapter: Path) -> str | None:

@@ -42,8 +42,7 @@ class RewardModelSource:
 
 def find_reward_models(args: Any) -> list[RewardModelSource]:
     """Resolves and checks `reward_model` before anything heavy is loaded: configs are read, no weights."""
-    from swift.models.adapter_config import check_adapter
-    from swift.models.source import adapter_folder, find_base, find_folder, is_adapter
+    from swift.models.source import adapter_folder, check_adapter, find_base, find_folder, is_adapter
 
     models = [str(model) for model in args.reward_model]
     revisions = args.reward_model_revision or [None] * len(models)
