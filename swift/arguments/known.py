@@ -88,7 +88,21 @@ _VALUES = {
     "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
 }
-_MODES = _names("sample eval deploy app web-ui merge-adapter megatron")
+_MODES = {
+    "train": "swift sft, or swift rlhf --rlhf_type grpo",
+    "grpo": "swift rlhf --rlhf_type grpo",
+    "gdpo": "swift rlhf --rlhf_type gdpo",
+    "rloo": "swift rlhf --rlhf_type rloo",
+    "ppo": "swift rlhf --rlhf_type grpo",
+    "deploy": "swift rollout, which serves a model",
+    "eval": "swift infer, which answers a dataset, and swift reward-test, which scores the answers",
+    "sample": "swift infer, which answers a dataset",
+    "app": "swift infer, which answers at the terminal",
+    "web-ui": "swift infer, which answers at the terminal",
+    "merge-adapter": "swift merge-lora",
+    "megatron": "swift sft or swift rlhf with --deepspeed or --fsdp",
+}
+"""Modes elsewhere -> the nearest here."""
 
 
 def is_known(name: str) -> bool:
@@ -115,6 +129,8 @@ def is_known_value(name: str, text: str) -> bool:
     return text in _VALUES.get(name, "").split()
 
 
-def is_known_mode(name: str) -> bool:
-    """Whether ms-swift has a mode of this name."""
-    return name in _MODES
+def nearest_mode(name: str) -> str | None:
+    """What does here what another command line has a mode of this name for."""
+    from swift.arguments.modes import METHODS, command_of
+
+    return f"swift {command_of(name)}" if name in METHODS else _MODES.get(name)

@@ -89,7 +89,8 @@ def show(raw: Raw) -> str:
 def _prepared(flag: Flag, raw: Raw) -> Any:
     """A raw value as pydantic takes it: lists for list flags, no other words for values, None where one is meant."""
     if flag.is_list:
-        return [_word(flag, item) for item in (raw if isinstance(raw, list) else [] if raw is None else [raw])]
+        items = raw if isinstance(raw, list) else [] if raw is None else [raw]
+        return [_word(flag, item) for item in (_json_list(items) if flag.kind == "dict" else items)]
     if isinstance(raw, list):
         raise ValueError(
             f"a list of {counted(len(raw), 'value')} where one is expected; give one, in quotes if it contains spaces"
@@ -98,6 +99,16 @@ def _prepared(flag: Flag, raw: Raw) -> Any:
     if flag.optional and text in ("none", "null") and "none" not in (*flag.choices, *flag.details.values):
         return None
     return _word(flag, raw)
+
+
+def _json_list(items: list[Any]) -> list[Any]:
+    """The maps of a list that is written as one JSON text."""
+    if len(items) != 1 or not isinstance(items[0], str) or not items[0].lstrip().startswith("["):
+        return items
+    try:
+        return list(json.loads(items[0]))
+    except ValueError:
+        return items
 
 
 def _word(flag: Flag, raw: Any) -> Any:

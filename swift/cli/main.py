@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def route(words: Sequence[str]) -> int | None:
     """Runs the mode that `words` name."""
     if not words:
-        raise ConfigError(f"mode: none given; valid: {', '.join(MODES)}; `swift --help` explains them")
+        raise ConfigError(
+            f"mode: none given; start with swift sft or swift rlhf --rlhf_type grpo; valid: {', '.join(MODES)}; "
+            "`swift --help` explains them"
+        )
     first = words[0]
     if first in ("-h", "--help", "help", "--help-all", "--help_all"):
         print(overview())
@@ -37,10 +40,10 @@ def route(words: Sequence[str]) -> int | None:
         return 0
     name = first.replace("_", "-")
     if name not in MODES:
-        from swift.arguments.known import is_known_mode
+        from swift.arguments.known import nearest_mode
 
-        if is_known_mode(name):
-            raise ConfigError(f"mode: {first}: known in ms-swift, not supported here; valid: {', '.join(MODES)}")
+        if nearest := nearest_mode(name):
+            raise ConfigError(f"mode: {first}: not a mode of swift; use {nearest}")
         raise ConfigError(f"mode: {first}: unknown; {suggest(name, list(MODES))}")
     return start(name, list(words[1:]))
 

@@ -38,6 +38,10 @@ def test_booleans_have_many_spellings(words, meant):
 
 WRITTEN = {
     "a bare boolean is true": ("--overlong_filter --strict", {"overlong_filter": True, "strict": True}),
+    "maps as one JSON list": (
+        """--nemo_gym_datasets '[{"path": "a"}, {"path": "b"}]'""",
+        {"nemo_gym_datasets": [{"path": "a"}, {"path": "b"}]},
+    ),
     "dashes and equal signs": ("--num-generations=4", {"num_generations": 4}),
     "underscores and spaces": ("--num_generations 4", {"num_generations": 4}),
     "negative numbers are values": (

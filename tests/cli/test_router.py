@@ -50,6 +50,24 @@ def test_the_module_runs_like_the_script():
     assert done.stderr.startswith("swift: error: mode: nonsense: unknown; valid: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "mode: none given; start with swift sft or swift rlhf --rlhf_type grpo"),
+        (["train"], "mode: train: not a mode of swift; use swift sft, or swift rlhf --rlhf_type grpo"),
+        (["grpo"], "mode: grpo: not a mode of swift; use swift rlhf --rlhf_type grpo"),
+        (["dpo"], "mode: dpo: not a mode of swift; use swift rlhf --rlhf_type dpo"),
+        (["deploy"], "mode: deploy: not a mode of swift; use swift rollout"),
+        (["eval"], "mode: eval: not a mode of swift; use swift infer"),
+        (["web_ui"], "mode: web_ui: not a mode of swift; use swift infer"),
+    ],
+)
+def test_a_mode_of_others_is_answered_with_the_nearest_of_ours(words, line, capsys):
+    assert main(words) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"swift: error: {line}")
+
+
 @pytest.mark.parametrize("name", ["rlhf", "sft", "infer", "export", "reward-test", "reward_test", "merge-lora"])
 def test_every_mode_has_help(name, capsys):
     assert main([name, "--help"]) == 0

@@ -65,7 +65,7 @@ def jinja(desk, text):
 
 MODES = {
     "no mode": (lambda d: [], "mode: none given | rlhf, sft"),
-    "mode of ms-swift": (lambda d: ["deploy"], "mode: deploy: known in ms-swift, not supported here | rlhf, sft"),
+    "mode of ms-swift": (lambda d: ["deploy"], "mode: deploy: not a mode of swift | swift rollout"),
 }
 
 FLAGS = {

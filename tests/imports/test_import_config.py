@@ -66,13 +66,12 @@ PUBLISHED = {
     **{
         f"ms-swift: {path}": (script(path), mode, expected)
         for path, mode, expected in (
-            ("grpo/internal/rloo.sh", "rlhf", set()),
             ("grpo/internal/gspo.sh", "rlhf", set()),
             ("grpo/external/grpo_7b.sh", "rlhf", set()),
             ("grpo/internal/transformers.sh", "rlhf", set()),
             ("demo.sh", "sft", set()),
             ("rlhf/dpo/lora.sh", "dpo", set()),
-            ("rlhf/rm.sh", "rm", {"gradient_accumulation_steps"}),
+            ("rlhf/rm.sh", "rm", set()),
         )
     },
 }
@@ -203,6 +202,9 @@ WRONG = {
     "nothing given": (None, [], "--file: missing"),
     "no swift in it": ("echo hello\n", ["f.sh"], "none"),
     "two commands": ("swift sft --model a\nswift sft --model b\n", ["f.sh"], "one command"),
+    "images": ("swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-VL-3B-Instruct\n", ["f.sh"], "images and sound"),
+    "GPTQ": ("swift sft --model Qwen/Qwen2-7B-Instruct-GPTQ-Int4\n", ["f.sh"], "quantised weights"),
+    "AWQ": ("model: m\nquant_method: awq\n", ["f.yaml"], "--quant_method: awq: not supported"),
     "megatron": ("megatron sft --model a\n", ["f.sh"], "Megatron"),
     "open quote": ("swift sft --model 'a\n", ["f.sh"], "quotes"),
     "no map": ("- a\n", ["f.yaml"], "not a map"),

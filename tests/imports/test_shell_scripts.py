@@ -55,12 +55,25 @@ SCRIPTS = {
         """if [ ! -d out ]; then mkdir out; fi
         for lr in 1e-4 1e-5; do
           WANDB_API_KEY=hunter2 MAX_PIXELS=9 swift pt --model nano --dataset text.jsonl --learning_rate $lr \\
-            --max_length $(expr 4 / 2) --bf16 true; done
+            --max_length $(expr 1024 / 2) --bf16 true; done
         swift infer --model x
         """,
         "pt",
-        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "ENV": {"MAX_PIXELS": "9"}},
-        {"learning_rate", "max_length", "WANDB_API_KEY", "swift infer"},
+        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "max_length": 512, "ENV": {"MAX_PIXELS": "9"}},
+        {"learning_rate", "WANDB_API_KEY", "swift infer"},
+    ),
+    "a text of several lines, arithmetic": (
+        """n=2
+        PROMPT="Think first, don't guess.
+        Then 'answer'."
+        NPROC_PER_NODE=$n swift sft --model nano --dataset rows.jsonl --system "$PROMPT" \\
+          --gradient_accumulation_steps $(expr 16 / $n) --max_length $((60 * n + 1)) --lora_rank `expr 2 \\* 2` \\
+          --seed $(date +%s)
+        """,
+        "sft",
+        {"system": "Think first, don't guess.\n        Then 'answer'.", "gradient_accumulation_steps": 8,
+         "max_length": 121, "lora_rank": 4, "ENV": {"NPROC_PER_NODE": "2"}},
+        {"seed"},
     ),
     "quoted operators": (
         """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments.imports.draft import Renamed, Rule, lost, same
+from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same
 from swift.arguments.imports.trl import take_precision
+from swift.errors import ConfigError
+
+MULTIMODAL = re.compile(
+    r"(?:^|[-_/.\d])(?:vl|omni|audio|ocr)\d*(?:[-_.]|$)|internvl|llava|minicpm-[vo]|ovis|pixtral|paligemma|molmo|janus",
+    re.IGNORECASE,
+)
+"""Names of models with images or sound."""
+QUANTISED = re.compile(r"gptq|awq|-int[48]\b", re.IGNORECASE)
+"""Names of models whose weights are stored in few bits."""
+
+
+def _model(draft: Draft, key: str, raw: Any) -> None:
+    """Refuses a script whose text part alone would be another training."""
+    if MULTIMODAL.search(str(raw)):
+        raise ConfigError(f"--{key}: {raw}: images and sound are not supported; a text run would be another training")
+    if QUANTISED.search(str(raw)):
+        raise ConfigError(f"--{key}: {raw}: quantised weights are not supported; --quant_method bnb quantises the base")
+    draft.take(key, "model", raw)
+
+
+def _quantisation(draft: Draft, key: str, raw: Any) -> None:
+    if raw != "bnb":
+        raise ConfigError(f"--{key}: {raw}: not supported; --quant_method bnb with --quant_bits 4 or 8 is")
+    draft.take(key, "quant_method", raw)
+
 
 RULES: dict[str, Rule] = {
+    "model": _model,
+    "quant_method": _quantisation,
     "rlhf_type": same("the method"),
     "sft_type": Renamed("tuner_type"),
-    "model_id_or_path": Renamed("model"),
+    "model_id_or_path": _model,
     "custom_train_dataset_path": Renamed("dataset"),
     "gpu_memory_utilization": Renamed("vllm_gpu_memory_utilization"),
     "bf16": take_precision("bfloat16"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from swift.arguments.imports.draft import known_mode
 from swift.arguments.layers import Given, Layer, read_command_line
@@ -38,7 +41,12 @@ _REST = ("$@", "$*", "${@}")
 _QUOTED = r"""('[^']*'|"[^"]*")|"""
 _COMMENT = re.compile(_QUOTED + r"(?<!\S)#.*")
 _REDIRECTION = re.compile(_QUOTED + r"(?<!\S)\d*(?:&>>?|>>?&?|<)\s*\S+")
-_SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_SUBSTITUTION = re.compile(r"\$\(\([^()]*\)\)|\$\([^()]*\)|`[^`]*`")
+_ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)|(?:\$\(|`)\s*expr\s([^()`]*)[)`]")
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.Div: operator.floordiv,
+}  # fmt: skip
 _ARRAY = re.compile(r"^[ \t]*(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
@@ -118,20 +126,20 @@ def _commands(path: str, text: str) -> Iterator[list[str]]:
     for name, body in arrays.items():
         text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', body.replace("\\", r"\\"), text)
     text = _REDIRECTION.sub(lambda one: one[1] or "", _SUBSTITUTION.sub(lambda one: shlex.quote(one[0]), text))
-    for line in text.splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
-        lexer.whitespace_split, lexer.commenters = True, ""
-        words: list[str] = []
-        try:
-            for word in lexer:
-                if word and set(word) <= set(";&|"):
-                    yield words
-                    words = []
-                else:
-                    words.append(word)
-        except ValueError as error:
-            raise ConfigError(f"{path}: {line.strip()[:60]}: not a command ({error}); correct its quotes") from error
-        yield words
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    words: list[str] = []
+    start = 1
+    try:
+        for word in lexer:
+            if word and set(word) <= set(";&|\n"):
+                yield words
+                words, start = [], lexer.lineno
+            else:
+                words.append(word)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{start}: not a command ({error}); correct its quotes") from error
+    yield words
 
 
 def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
@@ -139,9 +147,27 @@ def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
     values: list[str] = []
     for word in words:
         value = _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
+        value = _ARITHMETIC.sub(lambda one: _computed(one, variables), value)
         if word not in _REST:
             values += shlex.split(value) if value.startswith("--") and _VARIABLE.fullmatch(word) else [value]
     return values
+
+
+def _computed(found: re.Match[str], variables: Mapping[str, str]) -> str:
+    """The number that `$((...))` or `$(expr ...)` comes to; the text itself where it is more than whole numbers."""
+    text = re.sub(r"[A-Za-z_]\w*", lambda one: variables.get(one[0], one[0]), found[1] or found[2])
+    try:
+        return str(_integer(ast.parse(text.replace("\\", "").strip(), mode="eval").body))
+    except (SyntaxError, KeyError, ZeroDivisionError, TypeError):
+        return found[0]
+
+
+def _integer(node: Any) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+    if not isinstance(node, ast.Constant) or type(node.value) is not int:
+        raise TypeError
+    return node.value
 
 
 def _program(words: list[str]) -> tuple[list[str], str, str, list[str]]:
