@@ -68,8 +68,8 @@ class ObjectiveArguments:
     max_resample_times: int = flag(3, at_least=0, everyday=False, needs="dynamic_sample")
     """Maximum extra launches per generation batch, as a multiple of its groups."""
 
-    log_entropy: bool = flag(False, everyday=False)
-    """Whether the policy's entropy at the sampling temperature is logged."""
+    log_entropy: bool | None = flag(everyday=False, unset="every 10 steps, or each where it costs nothing")
+    """Whether the policy's entropy at the sampling temperature is logged in each step."""
 
     top_entropy_quantile: float = flag(1.0, above=0, at_most=1, everyday=False)
     """Share of tokens to train on, those of highest entropy (0.2 in arXiv:2506.01939). May need one more forward

@@ -138,6 +138,7 @@ def test_samples_without_advantage_have_a_say_in_the_threshold(make, folder):
     ("entropy", "forwards"),
     [
         (EntropySettings(), 4),
+        (EntropySettings(log=False), 4),
         (EntropySettings(log=True), 4),
         (EntropySettings(coefficient=0.1), 8),
         (EntropySettings(adaptive=AdaptiveEntropy()), 8),
@@ -151,6 +152,25 @@ def test_samples_without_advantage_are_passed_over_exactly_when_they_cannot_matt
     calls = passes_of(trainer)
     one_step(trainer)
     assert calls == [forwards]
+
+
+@pytest.mark.parametrize(
+    ("log", "whole_logits", "steps"),
+    [(None, False, [1, 11]), (None, True, [*range(1, 13)]), (True, False, [*range(1, 13)]), (False, True, [])],
+)
+def test_entropy_is_logged_where_it_costs_nothing_or_every_tenth_step_and_changes_no_weight(
+    make, monkeypatch, log, whole_logits, steps
+):
+    if whole_logits:
+        monkeypatch.setattr("swift.trainers.grpo.trainer.prepare_scoring", lambda model: "its logits are whole")
+    trained = {}
+    for setting in (log, False):
+        trainer = make(max_samples=2, max_steps=12, prompts=32, entropy=EntropySettings(log=setting))
+        trainer.train()
+        trained[setting] = trainer
+    assert [row["step"] for row in logs_of(trained[log]) if "entropy" in row] == steps
+    theirs = trained[False].model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in trained[log].model.state_dict().items())
 
 
 def test_the_controller_sees_each_global_batch_once(make):
@@ -232,7 +252,7 @@ def test_unclamped_ratios_are_logged_with_their_effective_sample_size(make, fold
 
 
 def test_ratios_are_logged_wherever_they_mean_something(make):
-    _, values, _ = one_step(make())
+    _, values, _ = one_step(make(entropy=EntropySettings(log=False)))
     assert not [name for name in values if name.startswith(("logp/", "entropy", "off_policy/masked"))], "unasked"
     assert values["mismatch/ess"] == pytest.approx(1.0, abs=1e-6)
     assert values["mismatch/logp_abs_diff_max"] < 1e-4 and values["mismatch/clipped_frac"] == 0.0

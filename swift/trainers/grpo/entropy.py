@@ -1,6 +1,7 @@
 """Entropy over one global batch: the weight of the bonus, and the most uncertain tokens.
 
-Entropy is computed only where a setting asks for it, from the logits of the policy's own forward pass. What needs the
+Entropy comes from the logits of the policy's own forward pass: where a setting asks for it, where whole logits give it
+anyway, and else in every `LOG_EVERY`-th step. What needs the
 whole global batch before its first backward pass (the threshold of the top entropies) comes from that forward pass
 alone where one micro-batch holds the whole global batch, else from a pass without gradient.
 """
@@ -25,18 +26,23 @@ if TYPE_CHECKING:
     from swift.trainers.grpo.logprobs import LogProbs
 
 
+LOG_EVERY = 10
+"""Optimizer steps between two entropies that are computed for the log alone; the first step has one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropySettings:
     """What the entropy is for.
 
     coefficient: weight of the bonus; with `adaptive`, the controller steers it instead.
-    adaptive: the controller of a new run, or None. quantile: share of the tokens that is trained on. log: log it.
+    adaptive: the controller of a new run, or None. quantile: share of the tokens that is trained on. log: log it in
+    each step; None where it costs nothing, and every `LOG_EVERY` steps.
     """
 
     coefficient: float = 0.0
     adaptive: AdaptiveEntropy | None = None
     quantile: float = 1.0
-    log: bool = False
+    log: bool | None = None
 
     @property
     def has_bonus(self) -> bool:
@@ -48,12 +54,12 @@ class EntropySettings:
         """Whether only the most uncertain tokens are trained on."""
         return self.quantile < 1
 
-    @property
-    def kind(self) -> Entropy:
-        """What a forward pass of the policy computes of it."""
+    def kind(self, step: int, *, free: bool) -> Entropy:
+        """What a forward pass of the policy computes of it after `step` updates; `free`: the logits are made anyway."""
         if self.has_bonus:
             return "gradient"
-        return "value" if self.log or self.selects else "none"
+        log = self.log if self.log is not None else free or step % LOG_EVERY == 0
+        return "value" if log or self.selects else "none"
 
 
 @dataclass(frozen=True, slots=True)

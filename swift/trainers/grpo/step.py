@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from swift.models.scoring import scores_itself
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus
 from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
@@ -69,6 +70,8 @@ class GlobalBatchStep:
     timer: Callable[[str], contextlib.AbstractContextManager[None]]
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
+    num_updates: int = 0
+    """Updates before this one."""
 
     @property
     def collectives(self) -> Collectives:
@@ -80,7 +83,9 @@ class GlobalBatchStep:
         """Those of the step."""
         return self.logprobs.settings
 
-    def run(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
+    def run(
+        self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, num_updates: int
+    ) -> Tensor:
         """Forward and backward of the next global batch; gradients are complete when it returns.
 
         Args:
@@ -88,10 +93,12 @@ class GlobalBatchStep:
             policy: the same, unwrapped.
             batch: the rollout batch.
             report: gets what there is to log.
+            num_updates: before this one.
 
         Returns:
             this rank's share of the loss times the number of ranks (their mean is the loss).
         """
+        self.num_updates = num_updates
         model.train()
         if batch.arriving is not None:
             return self._arriving(model, batch, batch.arriving, report)
@@ -255,7 +262,8 @@ class GlobalBatchStep:
             batch.mask_N = torch.zeros_like(batch.mask_N)
         self.logprobs.ensure_reference(batch, keep=bool(held))
         with self._gradients_meet(model, last):
-            policy_logprobs_N, entropy_N = self.logprobs.scores(model, batch, self.settings.entropy.kind)
+            kind = self.settings.entropy.kind(self.num_updates, free=not scores_itself(model))
+            policy_logprobs_N, entropy_N = self.logprobs.scores(model, batch, kind)
             correction = self.correction(batch, policy_logprobs_N)
             loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N, correction)
             loss = loss * self.collectives.world_size

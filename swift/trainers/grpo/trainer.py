@@ -217,7 +217,7 @@ class GRPOTrainer(AtomicTrainer):
         if self.alignment is not None and inputs.position == 0 and inputs.arriving is None:
             self.alignment.look(inputs)
         with self.saved_if_it_fails():
-            loss = self.step.run(model, self._unwrapped(), inputs, report)
+            loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step)
         if inputs.position == 0:
             self.state.num_input_tokens_seen += sum(len(one.prompt_ids) + len(one.token_ids) for one in inputs.samples)
         self.metrics.add_many(summarise(report, float(loss), inputs, self.settings, self.collectives))
