@@ -122,7 +122,7 @@ class _Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         kind = "" if text.startswith(("warning: ", "note: ")) else "warning: "
-        print(f"swift: {kind}{text}", file=sys.stderr, flush=True)
+        print(printable(f"swift: {kind}{text}"), file=sys.stderr, flush=True)
 
 
 def show_warnings() -> None:

@@ -79,12 +79,18 @@ def turns_of(completion: Completion) -> list[dict[str, Any]] | None:
 
 def sample_line(row: Mapping[str, Any]) -> str:
     """A completion and its prompt in one line, for the console."""
-    prompt, completion = (repr(_shorten(row[name], most)) for name, most in (("prompt", 60), ("completion", 160)))
-    reward = "none" if row["reward"] is None else f"{row['reward']:.3f}"
-    return f"sample of step {row['step']}: {prompt} -> {completion}, reward {reward}"
+    prompt, completion = (repr(shortened(row[name], most)) for name, most in (("prompt", 60), ("completion", 160)))
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in row["rewards"].items())
+    of = f" ({parts})" if len(row["rewards"]) > 1 else ""
+    return f"sample of step {row['step']}: {prompt} -> {completion}, reward {_number(row['reward'])}{of}"
 
 
-def _shorten(text: str, most: int) -> str:
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def shortened(text: str, most: int) -> str:
+    """A text whose middle is left out where it is longer."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
 
 

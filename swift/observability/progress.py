@@ -101,15 +101,16 @@ class Progress:
         bar.start()
         return bar, task
 
-    def line(self, text: str) -> None:
-        """Show a line that stays, above the bar: the plan, a note, a warning."""
+    def line(self, text: str, *, cut: bool = False) -> None:
+        """Show a line that stays, above the bar: the plan, a note, a warning. `cut`: to the width of a terminal."""
         text = printable(text)
         self._record(text)
-        self._print(text)
+        self._print(text, cut=cut)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, cut: bool = False) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            width = {"no_wrap": True, "overflow": "ellipsis"} if cut else {"soft_wrap": True}
+            self._bar.console.print(text, markup=False, highlight=False, **width)
         else:
             print(text, file=self._stream, flush=True)
 
@@ -128,7 +129,7 @@ class Progress:
         self._step = max(self._step, step)
         evaluation = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
         if evaluation:
-            self.line(f"step {step}/{self._max_steps} | evaluation | {status(evaluation)}")
+            self.line(f"step {step}/{self._max_steps} | evaluation | {status(evaluation)}", cut=True)
             return
         text = status(logs)
         if not text:

@@ -1,7 +1,7 @@
 """Sample completions as text in the experiment trackers of `--report_to` (numbers get there through transformers).
 
-Each tracker shows a small table per log step: prompt, completion, reward, advantage. All completions are in
-completions.jsonl whatever the trackers show.
+Each tracker shows a small table per log step: prompt, completion, the value of each reward function, reward,
+advantage. Long texts are cut. All completions are in completions.jsonl, whole, whatever the trackers show.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from swift.errors import printable
+from swift.observability.completions_log import shortened
+
 SHOWN_ROWS = 8
 """Completions per log step."""
 
-COLUMNS = ("step", "prompt", "completion", "reward", "advantage")
+SHOWN_CHARS = 4000
+"""Characters of a text."""
 
 
 class CompletionTrackers:
@@ -35,27 +39,37 @@ class CompletionTrackers:
             for row in rows:
                 firsts.setdefault(row["prompt"], row)
             rows = list(firsts.values())
-        table = [[row[name] for name in COLUMNS] for row in rows[:SHOWN_ROWS]]
+        table = [
+            {
+                "step": row["step"],
+                "prompt": shortened(row["prompt"], SHOWN_CHARS),
+                "completion": shortened(row["completion"], SHOWN_CHARS),
+                **{f"rewards/{name}": value for name, value in row["rewards"].items()},
+                "reward": row["reward"],
+                "advantage": row["advantage"],
+            }
+            for row in rows[:SHOWN_ROWS]
+        ]
         for name in self._names:
             send = getattr(self, f"_to_{name}", None)
-            if send is not None:
+            if send is not None and table:
                 send(step, table)
 
-    def _to_tensorboard(self, step: int, table: list[list[Any]]) -> None:
+    def _to_tensorboard(self, step: int, table: list[dict[str, Any]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
             self._writer = SummaryWriter(log_dir=str(self._tensorboard_dir))
         self._writer.add_text("completions", as_markdown(table), step)
 
-    def _to_wandb(self, step: int, table: list[list[Any]]) -> None:
+    def _to_wandb(self, step: int, table: list[dict[str, Any]]) -> None:
         import wandb
 
         if wandb.run is not None:
-            rows = [list(map(_cell, row)) for row in table]
-            wandb.log({"completions": wandb.Table(columns=list(COLUMNS), data=rows)}, commit=False)
+            rows = [list(map(_cell, row.values())) for row in table]
+            wandb.log({"completions": wandb.Table(columns=list(table[0]), data=rows)}, commit=False)
 
-    def _to_swanlab(self, step: int, table: list[list[Any]]) -> None:
+    def _to_swanlab(self, step: int, table: list[dict[str, Any]]) -> None:
         import swanlab
 
         if swanlab.get_run() is not None:
@@ -68,10 +82,10 @@ class CompletionTrackers:
             self._writer = None
 
 
-def as_markdown(table: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with newlines and bars escaped, so that a completion stays in its cell."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in table]
+def as_markdown(table: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of rows by column, with newlines and bars escaped, so that a completion stays in its cell."""
+    lines = ["| " + " | ".join(_escaped(name) for name in table[0]) + " |", "|" + " --- |" * len(table[0])]
+    lines += ["| " + " | ".join(_escaped(cell) for cell in row.values()) + " |" for row in table]
     return "\n".join(lines)
 
 
@@ -81,4 +95,4 @@ def _cell(value: Any) -> Any:
 
 def _escaped(value: Any) -> str:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\r", " ").replace("\n", "<br>")
+    return printable(text.replace("|", "\\|").replace("\r", " ").replace("\n", "<br>"))

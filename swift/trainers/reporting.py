@@ -95,7 +95,7 @@ class RunReport:
         self.alerts.sync()
         self.completions.flush()
         if self._last_rows:
-            self.progress.line(sample_line(self._last_rows[0]))
+            self.progress.line(sample_line(self._last_rows[0]), cut=True)
         self.curves.draw()
 
     def __enter__(self) -> RunReport:

@@ -29,11 +29,14 @@ def rows(*, rewards=(1.5, None), excluded=(None, None), used=(True, True)):
 
 def test_a_sample_is_one_line_without_control_characters():
     row = {"step": 3, "prompt": "[user]\nWhat?", "completion": "\x1b[2J\x9b" + "é" * 500, "reward": 0.5}
+    row["rewards"] = {"accuracy": 0.5}
     line = sample_line(row)
     assert line.isprintable()
     assert len(line) < 300
     assert line.endswith("reward 0.500")
     assert sample_line(row | {"reward": None}).endswith("reward none")
+    two = sample_line(row | {"rewards": {"accuracy": 1.0, "format": None}})
+    assert two.endswith("reward 0.500 (accuracy 1.000, format none)")
 
 
 def test_a_row_holds_the_documented_fields():

@@ -88,6 +88,21 @@ def test_on_a_terminal_a_bar_shows_the_same_values():
     assert "reward" in shown
 
 
+def test_a_line_is_cut_to_the_width_of_a_terminal_where_nothing_of_it_is_needed_and_escapes_are_written_out(
+    monkeypatch,
+):
+    monkeypatch.setenv("COLUMNS", "60")
+    streams, recorded = (io.StringIO(), io.StringIO()), []
+    for stream, terminal in zip(streams, (True, False), strict=True):
+        progress = Progress(100, stream=stream, terminal=terminal, record=recorded.append)
+        progress.line("sample \x1b[2J" + "x" * 100, cut=True)
+        progress.warn("y" * 100)
+        progress.close()
+    on_terminal, elsewhere = (stream.getvalue() for stream in streams)
+    assert "sample \\x1b[2J" in on_terminal and "x" * 100 not in on_terminal and "y" * 100 in on_terminal
+    assert "\x1b[2J" not in on_terminal and recorded == elsewhere.splitlines() * 2 and "x" * 100 in elsewhere
+
+
 def test_every_picture_with_values_is_drawn_and_no_other(tmp_path):
     write_plots(train_rows(range(1, 31)), tmp_path / "images")
     written = list((tmp_path / "images").iterdir())

@@ -5,13 +5,21 @@ from __future__ import annotations
 from swift.observability.trackers import SHOWN_ROWS, CompletionTrackers, as_markdown
 
 ROWS = [
-    {"step": 3, "prompt": f"p{i}", "completion": "a|b\nc", "reward": 0.5, "advantage": None, "other": 1}
+    {
+        "step": 3,
+        "prompt": f"p{i}",
+        "completion": "a|b\nc",
+        "rewards": {"accuracy": 1.0, "a|\x1b[2J": None},
+        "reward": 0.5,
+        "advantage": None,
+        "other": 1,
+    }
     for i in range(SHOWN_ROWS + 2)
 ]
 
 
 def test_a_completion_stays_in_its_cell():
-    table = as_markdown([[3, "p", "a|b\nc", 0.5, None]])
+    table = as_markdown([{"step": 3, "prompt": "p", "completion": "a|b\nc", "reward": 0.5, "advantage": None}])
     assert table.splitlines()[2] == "| 3 | p | a\\|b<br>c | 0.5 | None |"
 
 
@@ -27,12 +35,22 @@ def test_tensorboard_gets_the_first_rows_as_text(tmp_path):
     assert text.count("<br>") == SHOWN_ROWS
 
 
+def test_each_reward_function_has_a_column_and_long_texts_are_cut(tmp_path, monkeypatch):
+    shown = []
+    trackers = CompletionTrackers(["tensorboard"], tmp_path)
+    monkeypatch.setattr(trackers, "_to_tensorboard", lambda step, table: shown.append(as_markdown(table)))
+    trackers.show(3, [{**ROWS[0], "prompt": "x" * 10**6}])
+    head, _, row = shown[0].splitlines()
+    assert head == "| step | prompt | completion | rewards/accuracy | rewards/a\\|\\x1b[2J | reward | advantage |"
+    assert row.endswith("| a\\|b<br>c | 1 | None | 0.5 | None |") and len(row) < 5000
+
+
 def test_one_completion_of_each_prompt_is_shown_where_that_is_asked_for(tmp_path, monkeypatch):
     shown = []
     trackers = CompletionTrackers(["tensorboard"], tmp_path, unique_prompts=True)
     monkeypatch.setattr(trackers, "_to_tensorboard", lambda step, table: shown.append(table))
     trackers.show(3, [{**ROWS[0], "prompt": prompt, "reward": n} for n, prompt in enumerate("aaabbca")])
-    assert [(row[1], row[3]) for row in shown[0]] == [("a", 0), ("b", 3), ("c", 5)]
+    assert [(row["prompt"], row["reward"]) for row in shown[0]] == [("a", 0), ("b", 3), ("c", 5)]
 
 
 def test_without_trackers_nothing_is_written(tmp_path):
