@@ -257,7 +257,7 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
         freeze(model, args)
     else:
         plain = dataclasses.replace(args, tuner_type="lora", init_weights="true", use_dora=False)
-        policy = add_adapter(model, source, plain)
+        policy = add_adapter(model, source, plain, HEADS[reward_head][1])
         if fuses_head:
             check_head(policy, args)
 

@@ -7,7 +7,7 @@ from swift.arguments import docs
 from swift.arguments.imports import axolotl, ms_swift, trl
 from swift.arguments.imports.command import import_file, problems_of
 from swift.cli.main import main
-from tests.imports import published
+from tests.imports import foreign, published
 
 
 @pytest.fixture
@@ -40,16 +40,16 @@ def script(path):
 
 
 PUBLISHED = {
-    "axolotl: page on GRPO": (published.AXOLOTL_GRPO, "rlhf", {"special_tokens", "datasets[0].type"}),
+    "axolotl: page on GRPO": (published.AXOLOTL_GRPO, "rlhf", {"datasets[0].type"}),
     **{
         f"axolotl: {path}": (published.AXOLOTL[path], mode, expected)
         for path, mode, expected in (
-            ("llama-3/lora-1b.yml", "sft", {"evals_per_epoch", "special_tokens"}),
-            ("llama-3/instruct-dpo-lora-8b.yml", "dpo", {"evals_per_epoch"}),
+            ("llama-3/lora-1b.yml", "sft", {"datasets[0].type"}),
+            ("llama-3/instruct-dpo-lora-8b.yml", "dpo", set()),
             ("llama-3/qlora-1b-kto.yaml", "kto", {"eval_max_new_tokens"}),
             ("gemma2/reward-model.yaml", "rm", {"tf32"}),
             ("qwen2/prm.yaml", "prm", set()),
-            ("gkd/qwen3-0.6B-gkd.yaml", "gkd", {"plugins", "datasets[0].split"}),
+            ("gkd/qwen3-0.6B-gkd.yaml", "gkd", {"plugins"}),
         )
     },
     "trl: grpo": (
@@ -129,24 +129,259 @@ def test_reward_functions_and_models_keep_their_order(imported):
     assert ours["reward_funcs"] == ["org/rm", "a.b"]
 
 
-def test_what_trl_does_by_default_is_written_down():
-    from dataclasses import fields
+SILENT = {
+    "report_to", "logging_first_step", "dataset_num_proc", "dataloader_num_workers", "debug", "data_seed",
+    "vllm_server_host", "vllm_server_port", "ddp_find_unused_parameters", "dtype", "assistant_only_loss", "run_name",
+    "router_aux_loss_coef", "model_revision", "vllm_importance_sampling_correction",
+}  # fmt: skip
+"""Settings that change no training, or mean the same under another value."""
+THEIR_NAMES = {
+    "lora_rank": "lora_r", "rollout_importance_sampling_mode": "vllm_importance_sampling_mode",
+    "rollout_importance_sampling_threshold": "vllm_importance_sampling_clip_max",
+    "kl_bias_correction": "use_bias_correction_kl", "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+}  # fmt: skip
 
-    from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, SFTConfig
 
-    methods = {"rlhf": GRPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RewardConfig, "kto": KTOConfig}
-    names = {
-        "lora_rank": "lora_r",
-        "rollout_importance_sampling_mode": "vllm_importance_sampling_mode",
-        "rollout_importance_sampling_threshold": "vllm_importance_sampling_clip_max",
-        "kl_bias_correction": "use_bias_correction_kl",
-        "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
+def classes_of_trl():
+    from trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, SFTConfig
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.gkd import GKDConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    return {
+        "grpo": GRPOConfig, "sft": SFTConfig, "dpo": DPOConfig, "rm": RewardConfig, "kto": KTOConfig, "cpo": CPOConfig,
+        "orpo": ORPOConfig, "gkd": GKDConfig,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:You are importing from 'trl.experimental'")
+@pytest.mark.parametrize("method", ["grpo", "sft", "dpo", "rm", "kto", "cpo", "orpo", "gkd"])
+def test_a_silent_configuration_of_trl_trains_with_the_defaults_of_trl(imported, method):
+    """Each setting that both have is theirs after all layers, whatever our own default is."""
+    from dataclasses import MISSING, fields
+
+    from trl import ModelConfig
+
+    from swift.arguments.parse import parse
+
+    more = {"grpo": {"reward_funcs": ["accuracy"]}, "gkd": {"teacher_model_name_or_path": "t"}}.get(method, {})
+    vllm = {"use_vllm": True, "beta": 0.1} if method == "grpo" else {}
+    given = {"model_name_or_path": "m", "dataset_name": "d", "use_peft": True, "load_in_4bit": True, **more, **vllm}
+    result, _ = imported(given, method=method)
+    args = parse(result.command, ["ours.yaml"], {}).args
+    theirs = {
+        one.name: one.default if one.default is not MISSING else one.default_factory()
+        for cls in (ModelConfig, classes_of_trl()[method])
+        for one in fields(cls)
+        if one.default is not MISSING or one.default_factory is not MISSING
     }
-    for mode, config in methods.items():
-        theirs = {one.name: one.default for cls in (config, ModelConfig) for one in fields(cls)}
-        for name, value in trl.defaults(mode, {"use_vllm": True, "beta": 0.1, "quant_method": "bnb"}).items():
-            if (their_name := names.get(name, name)) in theirs:
-                assert theirs[their_name] == value, (mode, name)
+    compared = 0
+    for name in vars(args):
+        their = THEIR_NAMES.get(name, name)
+        if their not in theirs or name in {*SILENT, *given} or theirs[their] in (None, {}, ""):
+            continue
+        compared += 1
+        ours = getattr(args, name)
+        same_off = {(-1, 0), (0.0, None)}
+        assert ours == theirs[their] or (ours, theirs[their]) in same_off or ours == [theirs[their]], (name, ours)
+    assert compared > 20
+    lora = {"lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+    assert {name: getattr(args, name) for name in lora} == lora
+
+
+AXOLOTL_DEFAULTS = {
+    "num_train_epochs": 1.0, "lr_scheduler_type": "cosine", "optim": "adamw_torch_fused", "weight_decay": 0.0,
+    "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "seed": 42, "data_seed": 42,
+    "per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1,
+    "gradient_checkpointing": False, "tuner_type": "full", "save_strategy": "epoch", "save_total_limit": 4,
+    "eval_strategy": "no", "split_dataset_ratio": 0.0, "warmup_ratio": 0.03, "use_hf": True,
+}  # fmt: skip
+"""Of its schemas and of the trainer builders."""
+
+
+@pytest.mark.parametrize(
+    ("rl", "more"),
+    [
+        (None, {"max_length": 512, "packing": False, "router_aux_loss_coef": 0.0}),
+        ("dpo", {"max_length": 512, "beta": 0.1, "loss_type": ["sigmoid"]}),
+        ("kto", {"max_length": 512, "beta": 0.1, "desirable_weight": 1.0}),
+        ("orpo", {"beta": 0.1}),
+        ("simpo", {"beta": 0.1, "simpo_gamma": 0.5, "cpo_alpha": 1.0}),
+        ("grpo", {"beta": 0.0, "loss_type": "dapo", "temperature": 1.0, "scale_rewards": "group"}),
+        ("gdpo", {"multi_objective_aggregation": "normalize_then_sum", "beta": 0.0}),
+    ],
+)
+def test_a_silent_configuration_of_axolotl_trains_with_its_defaults(imported, rl, more):
+    from swift.arguments.parse import parse
+
+    size = {"grpo": 8, "gdpo": 8, "kto": 2}.get(rl, 1)
+    rewards = {"trl": {"reward_funcs": ["accuracy"]}} if size == 8 else {}
+    method = {"rl": rl} if rl else {}
+    given = {"base_model": "m", "learning_rate": 1e-5, "datasets": [{"path": "d"}], "micro_batch_size": size}
+    result, _ = imported({**given, **method, **rewards})
+    args = parse(result.command, ["ours.yaml"], {}).args
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    expected = {**AXOLOTL_DEFAULTS, **sizes, **more}
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+LORA, EVAL = {"adapter": "lora"}, {"val_set_size": 0.1}
+KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys that are stated as lost
+    "saves per epoch": ({"saves_per_epoch": 4, "num_epochs": 2}, {"save_strategy": "steps",
+        "save_steps": 0.125}, set()),
+    "one save per epoch": ({"saves_per_epoch": 1}, {"save_strategy": "epoch"}, set()),
+    "evaluations": ({"evals_per_epoch": 2, **EVAL}, {"eval_steps": 0.5, "eval_on_start": True}, set()),
+    "nothing to evaluate": ({"evals_per_epoch": 2}, {"eval_strategy": "no"}, set()),
+    "batch size": ({"batch_size": 8, "micro_batch_size": 2}, {"gradient_accumulation_steps": 4}, set()),
+    "warm-up as a share": ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1}, set()),
+    "warm-up": ({"warmup_steps": 10}, {"warmup_steps": 10}, set()),
+    "least rate": (
+        {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "cosine_constant_lr_ratio": 0},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, set(),
+    ),
+    "another schedule": ({"lr_scheduler": "rex"}, {}, {"lr_scheduler"}),
+    **{name: ({"optimizer": name}, {"optim": ours}, set()) for name, ours in {
+        "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit", "adamw_torch_8bit": "adamw_torch_8bit",
+        "paged_adamw_32bit": "paged_adamw_32bit", "adamw_torch_4bit": "adamw_torch_4bit",
+    }.items()},
+    "muon": ({"optimizer": "muon"}, {}, {"optimizer"}),
+    "full precision": ({"bf16": False, "fp16": False}, {"torch_dtype": "float32"}, set()),
+    "half precision": ({"bf16": False, "fp16": True}, {"torch_dtype": "float16"}, set()),
+    "the machine's precision": ({"bf16": "auto"}, {"torch_dtype": None}, set()),
+    "tf32": ({"tf32": True}, {}, {"tf32"}),
+    "attention": ({"attn_implementation": "flash_attention_2"}, {"attn_impl": "flash_attn"}, set()),
+    "another kernel": ({"attn_implementation": "xformers"}, {"attn_impl": None}, set()),
+    "inputs": ({"train_on_inputs": True}, {"loss_scale": "all"}, set()),
+    "linear layers": ({**LORA, "lora_target_linear": True, "lora_target_modules": ["q_proj"]},
+                      {"target_modules": ["all-linear"]}, set()),
+    "qlora": ({"adapter": "qlora", "load_in_4bit": True}, {"quant_bits": 4, "quant_method": "bnb"}, set()),
+    "parameters": ({"unfrozen_parameters": ["lm_head", "^model.layers.1[0-9]"]},
+                   {"freeze_parameters_ratio": 1.0,
+                   "trainable_parameters_regex": r"lm_head|^model\.layers\.1[0-9]"}, set()),
+    "rows of a parameter": ({"unfrozen_parameters": ["embed$[:10]"]}, {}, {"unfrozen_parameters"}),
+    "templates": ({"chat_template": "qwen_25"}, {"template": "qwen2_5"}, set()),
+    "end of turn": ({"chat_template": "gemma3", "eot_tokens": ["<end_of_turn>"]},
+        {"template": "gemma3_training"}, set()),
+    "another end of turn": ({"chat_template": "gemma3", "eot_tokens": ["<|x|>"]}, {}, {"eot_tokens"}),
+    "a template of theirs": ({"chat_template": "llama4"}, {"template": None}, {"chat_template"}),
+    "tokens": ({"special_tokens": {"pad_token": "<pad>"}}, {}, set()),
+    "end token": ({"special_tokens": {"eos_token": "<end>"}}, {}, {"special_tokens"}),
+    "sharding": ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False, "activation_checkpointing": True}},
+                 {"fsdp": "shard_grad_op", "gradient_checkpointing": True}, set()),
+    "offload": ({"fsdp_config": {"fsdp_offload_params": True}}, {"fsdp": "full_shard"},
+        {"fsdp_config.fsdp_offload_params"}),
+    "sizes": ({"context_parallel_size": 1}, {}, set()),
+    "more sizes": ({"context_parallel_size": 2}, {}, {"context_parallel_size"}),
+    "curriculum": ({"curriculum_sampling": True, "shuffle_merged_datasets": False}, {"dataset_shuffle": False}, set()),
+    "router loss": ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": None}, set()),
+    "a project": ({"wandb_project": "p"}, {"report_to": ["wandb"]}, set()),
+    "false of another mode": ({"rl": "dpo", "sample_packing": False}, {"packing": None}, set()),
+    "orpo": ({"rl": "orpo", "orpo_alpha": 0.3}, {"beta": 0.3}, set()),
+    "packing": ({"sample_packing": True, "pad_to_sequence_len": True}, {"packing": True}, set()),
+    "plugins": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rope": True}, {}, set()),
+    "plugin of one's own": ({"plugins": ["mine.Plugin"]}, {}, {"plugins"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_of_axolotl_is_carried_or_stated(imported, name):
+    config, expected, without = KEYS[name]
+    result, ours = imported({"base_model": "m", "learning_rate": 1e-5, "datasets": [{"path": "d"}], **config})
+    assert lost(result) == without
+    assert {key: ours.get(key) for key in expected} == expected
+    assert not foreign.silent(result, config)
+    text = result.to_yaml("theirs.yaml", "ours.yaml").split("model:")[0] + "|".join(result.report())
+    assert all(text.count(key) >= 2 for key in without), "in the file and on the console"
+
+
+DATASETS = {  # an entry of theirs -> ours, and what of it is stated as lost
+    "a part": ({"path": "d", "split": "train[:10%]"}, {"dataset": ["d#:10%"]}, set()),
+    "a subset's part": ({"path": "d", "name": "main", "split": "train[100:200]"},
+        {"dataset": ["d:main#100:200"]}, set()),
+    "another split": ({"path": "d", "split": "test[:5]"}, {"dataset": ["d#:5"], "split": "test"}, set()),
+    "two splits": ({"path": "d", "split": "train+test"}, {"dataset": ["d"]}, {"split"}),
+    "files": ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"dataset": ["a.jsonl", "b.jsonl"]}, set()),
+    "files of a hub": ({"path": "d", "data_files": ["a.jsonl"]}, {"dataset": ["d"]}, {"data_files"}),
+    "chats": ({"path": "d", "type": "chat_template", "field_messages": "talk",
+               "message_property_mappings": {"role": "from", "content": "value"}},
+               {"columns": {"talk": "messages"}}, set()),
+    "other properties": ({"path": "d", "message_property_mappings": {"role": "who"}}, {},
+        {"message_property_mappings"}),
+    "roles": ({"path": "d", "roles": {"user": ["human"], "assistant": ["gpt"]}, "roles_to_train": ["gpt"]}, {}, set()),
+    "other roles": ({"path": "d", "roles_to_train": ["user"], "train_on_eos": "all"}, {}, {"roles_to_train",
+        "train_on_eos"}),
+    "end tokens": ({"path": "d", "train_on_eos": "turn"}, {}, set()),
+    "alpaca": ({"path": "d", "type": "alpaca"}, {"dataset": ["d"]}, {"type"}),
+    "a function": ({"path": "d", "type": "mine.transform"}, {}, {"type"}),
+    "a format": ({"path": "d", "type": {"field_instruction": "q", "format": "{instruction}"}},
+                 {"columns": {"q": "instruction"}}, {"type"}),
+    "completion": ({"path": "d", "type": "completion", "field": "body"}, {"columns": {"body": "text"}}, {"type"}),
+    "thoughts": ({"path": "d", "field_thinking": "t", "template_thinking_key": "t"}, {}, set()),
+    "moved thoughts": ({"path": "d", "field_thinking": "t"}, {}, {"field_thinking"}),
+    "dropped turns": ({"path": "d", "drop_system_message": True}, {}, {"drop_system_message"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_dataset_of_axolotl_is_carried_or_stated(imported, name):
+    entry, expected, without = DATASETS[name]
+    result, ours = imported({"base_model": "m", "datasets": [entry]})
+    assert lost(result) == {f"datasets[0].{key}" for key in without}
+    assert {key: ours.get(key) for key in expected} == expected
+    assert not foreign.silent(result, {"datasets": [entry]})
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "expected"),
+    [
+        ("dpo", "chatml.intel", {"template": "chatml"}),
+        ("dpo", "llama3.icr", {"template": "llama3", "columns": {"input": "prompt"}}),
+        ("kto", "llama3.ultra", {"template": "llama3"}),
+        ("ebft", "ebft_opencode.transform", {"dataset_transform": "opencode"}),
+    ],
+)
+def test_a_type_of_preferences_is_a_template_and_one_of_ebft_a_transform(imported, method, kind, expected):
+    result, ours = imported({"base_model": "m", "rl": method, "datasets": [{"path": "d", "type": kind}]})
+    assert not lost(result)
+    assert {key: ours.get(key) for key in expected} == expected
+
+
+def test_the_block_ebft_becomes_settings_of_its_mode(imported):
+    block = {"mode": "strided", "stride": 4, "temperature": 0.5, "advantage_estimator": "reinforce", "ce_coef": 0.03}
+    result, ours = imported({"base_model": "m", "rl": "ebft", "ebft": block, "datasets": [{"path": "d"}]})
+    assert result.draft.mode == "ebft_strided" and not lost(result) and ours["ebft_mode"] == "strided"
+    assert (ours["ebft_stride"], ours["ebft_temperature"], ours["ebft_ce_coef"]) == (4, 0.5, 0.03)
+
+
+REFUSED = {
+    "processor_type": {"processor_type": "AutoProcessor"},
+    "qat": {"qat": {"weight_dtype": "int4"}},
+    "gptq": {"gptq": True},
+    "adapter": {"adapter": "llama-adapter"},
+    "plugins": {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
+    "relora": {"relora": True},
+    "use_eaft": {"use_eaft": True},
+    "reinit_weights": {"reinit_weights": True},
+    "model_type": {"model_type": "AutoModelForImageTextToText"},
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, key):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"base_model": "m", "datasets": [{"path": "d"}], **REFUSED[key]}))
+    assert main(["import-config", "a.yaml"]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"swift: error: {key}: ") and line.endswith("the file is not imported")
+    assert not (tmp_path / "a-swift.yaml").exists()
+
+
+def test_a_part_of_a_split_is_carried_from_trl(imported):
+    grpo = {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["accuracy"]}
+    split = {"dataset_train_split": "train[:10%]", "dataset_config": "main"}
+    assert imported({**grpo, **split}, method="grpo")[1]["dataset"] == ["d:main#:10%"]
+    mixture = {"model_name_or_path": "m", "dataset_mixture": {"datasets": [{"path": "d", "split": "train[:5]"}]}}
+    assert imported(mixture, method="sft")[1]["dataset"] == ["d#:5"]
 
 
 def test_secrets_stay_where_they_are(imported):
@@ -178,9 +413,9 @@ def test_what_trl_does_beside_a_setting_is_added_with_it(imported):
 
 
 def test_a_value_that_we_do_not_have_is_named_with_the_choices(imported):
-    result, ours = imported({"base_model": "m", "datasets": [{"path": "d"}], "optimizer": "paged_adamw_8bit"})
+    result, ours = imported({"base_model": "m", "datasets": [{"path": "d"}], "optimizer": "came_pytorch"})
     [(fate, why)] = said(result, "optimizer")
-    assert fate == "no counterpart" and "adamw_8bit" in why and "optim" not in ours
+    assert fate == "no counterpart" and "adamw_torch" in why and "optim" not in ours
 
 
 def test_the_command_writes_the_file_once_and_tells(tmp_path, monkeypatch, capsys):

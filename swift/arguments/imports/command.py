@@ -113,26 +113,27 @@ def import_file(path: str, method: str | None = None) -> Imported:
     join_problems(file.problems)
     config = {given.spelling: given.raw for given in file.given}
     if "base_model" in config:
-        return _filled("Axolotl", axolotl.mode_of(config), dict(axolotl.flattened(config)))
+        return _filled("Axolotl", axolotl.mode_of(config), config)
     if config.get("model") and "model_name_or_path" not in config:
         mode = known_mode(str(config.get("rlhf_type") or method or "sft"), f"{path}: rlhf_type")
         return _filled("ms-swift", mode, config, file.environment)
     return _filled("TRL", known_mode(method, "--method") if method else _told_by_keys(path, config), config)
 
 
-PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]] = {
+Config = Mapping[str, Any]
+PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Config, Config], Config]]] = {
     "Axolotl": (axolotl.RULES, axolotl.defaults),
-    "TRL": (trl.RULES, trl.defaults),
-    "ms-swift": (ms_swift.RULES, ms_swift.defaults),
+    "TRL": (trl.RULES, lambda mode, config, given: trl.defaults(mode, given)),
+    "ms-swift": (ms_swift.RULES, lambda mode, config, given: ms_swift.defaults(mode, given)),
 }
 """Project -> what becomes of its keys, and what it uses where a configuration is silent."""
 
 
 def _filled(project: str, mode: str, config: Mapping[str, Raw], environment: Mapping[str, str] = {}) -> Imported:
     rules, defaults = PROJECTS[project]
-    draft = Draft(mode)
-    draft.translate(config.items(), rules)
-    draft.add(defaults(mode, draft.settings), project)
+    draft = Draft(mode, config)
+    draft.translate(axolotl.flattened(config) if project == "Axolotl" else config.items(), rules)
+    draft.add(defaults(mode, config, draft.settings), project)
     for name, value in environment.items():
         draft.export(name, name, value)
     return Imported(project, draft)

@@ -24,9 +24,10 @@ Fate = Literal["taken", "same", "added", "no counterpart"]
 
 @dataclass(slots=True)
 class Draft:
-    """Our configuration as it is made. `lines`: key, what became of it, and in which words."""
+    """Our configuration as it is made. `config`: the other one; `lines`: key, what became of it, and in which words."""
 
     mode: str
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     lines: list[tuple[str, Fate, str]] = field(default_factory=list)
@@ -39,6 +40,9 @@ class Draft:
     def take(self, key: str, name: str, raw: Any) -> None:
         """The setting `name` (or alias) gets the value of `key`, if it is one."""
         canonical = spellings_of(self.cls).get(name)
+        if canonical is None and show(text_of(raw)).lower() == "false" and _is_switch(name):
+            self.same(key, "false changes nothing here")
+            return
         if canonical is None:
             self.lose(key, self._foreign(name, show(text_of(raw))))
             return
@@ -125,6 +129,12 @@ def _flag(mode: str, name: str) -> Flag | None:
     return flags_of(settings_class(mode))[canonical] if canonical else None
 
 
+def _is_switch(name: str) -> bool:
+    """Whether some mode has the setting, which is off by default."""
+    found = (flags_of(cls)[spellings_of(cls)[name]] for cls in map(settings_class, MODES) if name in spellings_of(cls))
+    return any(flag.default is False for flag in found)
+
+
 Rule = Callable[[Draft, str, Any], None]
 """What becomes of a key with a value."""
 
@@ -150,6 +160,21 @@ def same(why: str, *values: str) -> Rule:
             draft.same(key, why)
         else:
             draft.lose(key, f"{text}: swift: {why}")
+
+    return rule
+
+
+def refused(why: str, *off: str) -> Rule:
+    """What cannot be left out without making the run another one; `off`: values that ask for nothing.
+
+    The rule raises ConfigError.
+    """
+
+    def rule(draft: Draft, key: str, raw: Any) -> None:
+        text = show(text_of(raw))
+        if text.lower() not in off:
+            raise ConfigError(f"{key}: {text if len(text) < 60 else '...'}: {why}; the file is not imported")
+        draft.same(key, f"{text} changes nothing")
 
     return rule
 

@@ -8,8 +8,10 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, variable, where_true
+from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, refused, same, variable, where_true
+from swift.arguments.modes import command_of
 from swift.arguments.values import show
+from swift.flags import spellings_of
 
 DATASET = {"path", "id", "name", "config", "split", "columns", "weight", "data_files", "data_dir"}
 """Keys of an entry of `datasets` and `dataset_mixture`."""
@@ -21,18 +23,45 @@ def _subset(draft: Draft, key: str, raw: Any) -> None:
     if len(draft.settings.get("dataset", [])) != 1 or not isinstance(subset, str):
         draft.lose(key, "subsets are written behind a dataset: --dataset <id>:<subset>")
         return
-    draft.settings["dataset"] = [f"{draft.settings['dataset'][0]}:{subset}"]
+    name, mark, part = draft.settings["dataset"][0].partition("#")
+    draft.settings["dataset"] = [f"{name}:{subset}{mark}{part}"]
     draft.lines.append((key, "taken", f"dataset: {draft.settings['dataset'][0]}"))
 
 
-def take_split(draft: Draft, key: str, split: Any) -> None:
-    """A split of a hub dataset, which is one for all of `--dataset` here."""
-    if split == "train":
+def take_split(draft: Draft, key: str, split: Any, name: str = "dataset") -> str:
+    """The part of a split such as `train[:10%]`, as `#:10%`; its name is one for all of `--dataset` here."""
+    found = re.fullmatch(r"(\w+)(\[((-?\d+%?)?:(-?\d+%?)?)\])?", str(split))
+    if not found:
+        draft.lose(key, f"{split}: several splits or another rounding; --dataset <id>#:10% takes a part of one")
+        return ""
+    part = f"#{found[3]}" if found[3] else ""
+    if part:
+        draft.lines.append((key, "taken", f"{name}: {part} behind its entry"))
+    if name != "dataset":
+        draft.lose(key, f"{found[1]}: evaluation rows are of the first split of validation, dev, test and the like")
+    elif found[1] != "train":
+        draft.take(key, "split", found[1])
+    elif draft.settings.get("split", "train") != "train":
+        draft.lose(key, f"train: contradicts --split {draft.settings['split']}, which is one for all")
+    elif not part:
         draft.same(key, "train is the split that is read")
-    elif "[" in split:
-        draft.lose(key, f"{split}: a part of a split; --dataset <id>#n takes n random rows")
-    else:
-        draft.take(key, "split", split)
+    return part
+
+
+def _train_split(draft: Draft, key: str, raw: Any) -> None:
+    """`dataset_train_split`: of the one dataset that was named before."""
+    part = take_split(draft, key, raw)
+    if part and len(draft.settings.get("dataset", [])) == 1:
+        draft.settings["dataset"] = [draft.settings["dataset"][0] + part]
+    elif part:
+        draft.lose(key, f"{raw}: parts are written behind a dataset: --dataset <id>{part}")
+
+
+def needed(draft: Draft, key: str, name: str, raw: Any) -> None:
+    """A setting without which the run would be another one."""
+    if name not in spellings_of(draft.cls):
+        refused(f"swift {command_of(draft.mode)} has no counterpart, and would train something else")(draft, key, raw)
+    draft.take(key, name, raw)
 
 
 def _mixture(draft: Draft, key: str, raw: Any) -> None:
@@ -45,9 +74,9 @@ def _mixture(draft: Draft, key: str, raw: Any) -> None:
     for index, one in enumerate(entries):
         place = f"{key}[{index}]"
         subset = one.get("config") or (one.get("name") if "path" in one else None)
-        if one.get("split"):
-            take_split(draft, f"{place}.split", one["split"])
-        names.append(f"{one.get('path') or one.get('id')}{f':{subset}' if subset and subset != 'default' else ''}")
+        part = take_split(draft, f"{place}.split", one["split"]) if one.get("split") else ""
+        of = f":{subset}" if subset and subset != "default" else ""
+        names.append(f"{one.get('path') or one.get('id')}{of}{part}")
         for name in {"weight", "data_files", "data_dir"} & set(one):
             if one[name] not in (None, 1.0):
                 draft.lose(
@@ -110,7 +139,7 @@ RULES: dict[str, Rule] = {
     "dataset_name": Renamed("dataset"),
     "dataset_config": _subset,
     "dataset_configs": _subset,
-    "dataset_train_split": take_split,
+    "dataset_train_split": _train_split,
     "dataset_test_split": lost("evaluation rows are --val_dataset or --split_dataset_ratio"),
     "dataset_streaming": Renamed("streaming"),
     "datasets": _mixture,
@@ -120,6 +149,7 @@ RULES: dict[str, Rule] = {
     "lora_target_modules": take_targets,
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_task_type": same("the task follows from the method"),
+    "lora_target_parameters": lambda draft, key, raw: needed(draft, key, "target_parameters", raw),
     "use_bnb_nested_quant": Renamed("bnb_4bit_use_double_quant"),
     "torch_dtype": Renamed("torch_dtype", {"auto": "none"}),
     "dtype": Renamed("torch_dtype", {"auto": "none"}),
@@ -140,36 +170,59 @@ RULES: dict[str, Rule] = {
 }
 
 TRAINER: dict[str, Any] = {
-    "weight_decay": 0.0, "adam_beta2": 0.999, "use_hf": True, "gradient_accumulation_steps": 1,
+    "use_hf": True, "optim": "adamw_torch_fused", "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta1": 0.9,
+    "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "num_train_epochs": 3.0, "max_steps": -1,
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 1, "seed": 42,
+    "save_strategy": "steps", "save_steps": 500, "eval_strategy": "no", "split_dataset_ratio": 0.0, "lora_alpha": 32.0,
+    "use_rslora": False, "use_dora": False, "freeze_parameters_ratio": 0.0, "truncation_strategy": "delete",
 }  # fmt: skip
-"""What transformers' trainer, and the hub, are to TRL and Axolotl."""
+"""What transformers' trainer, PEFT and the hub are to TRL and Axolotl."""
 
-_METHODS: dict[str, dict[str, Any]] = {
-    "rlhf": {"learning_rate": 1e-6, "temperature": 1.0, "beta": 0.0, "loss_type": "dapo"},
-    "sft": {"learning_rate": 2e-5, "max_length": 1024, "router_aux_loss_coef": None},
-    "gkd": {"learning_rate": 2e-5, "max_length": 1024},
+_PREFERENCES = {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
+METHODS: dict[str, dict[str, Any]] = {
+    "rlhf": {
+        "learning_rate": 1e-6, "beta": 0.0, "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2,
+        "importance_sampling_level": "token", "num_iterations": 1, "num_generations": 8, "max_completion_length": 512,
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "top_entropy_quantile": 1.0,
+        "multi_objective_aggregation": "sum_then_normalize",
+    },
+    "sft": {"learning_rate": 2e-5, "max_length": 1024, "packing": False, "loss_type": "nll"},
+    "gkd": {"learning_rate": 2e-5, "max_length": 1024, "lmbda": 0.5, "beta": 0.5, "temperature": 0.9, "seq_kd": False,
+            "max_completion_length": 128},
     "rm": {"learning_rate": 1e-4, "max_length": 1024},
-    **{name: {"learning_rate": 1e-6, "max_length": 1024} for name in ("dpo", "kto", "orpo", "cpo")},
-}
-
+    "dpo": {**_PREFERENCES, "loss_type": ["sigmoid"], "label_smoothing": 0.0},
+    "ipo": {**_PREFERENCES},
+    "kto": {**_PREFERENCES, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "orpo": {**_PREFERENCES},
+    "cpo": {**_PREFERENCES, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},
+    "simpo": {**_PREFERENCES, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},
+}  # fmt: skip
+"""What the configuration classes of TRL have for a method."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
-    "use_vllm": {"rollout_importance_sampling_mode": "sequence_mask", "rollout_importance_sampling_threshold": 3.0},
+    "use_vllm": {
+        "rollout_importance_sampling_mode": "sequence_mask", "rollout_importance_sampling_threshold": 3.0,
+        "vllm_server_timeout": 240.0, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3,
+    },
     "beta": {"kl_bias_correction": True},
-}
+}  # fmt: skip
 """Settings -> what TRL's GRPO does beside them."""
-_BESIDE = {**SAMPLING, "quant_method": {"bnb_4bit_use_double_quant": False}}
+_BESIDE = {**SAMPLING, "quant_method": {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "nf4"}}
 
 
-def data_order(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`seed` decides the order of rows too."""
-    return {"data_seed": given["seed"]} if "seed" in given else {}
+def beside(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults with what goes with settings that are given, and without what contradicts them."""
+    more = [wanted for name, wanted in _BESIDE.items() if given.get(name)]
+    values = {**values, **dict(ChainMap(*more)), "data_seed": given.get("seed", 42)}
+    if {**values, **given}.get("multi_objective_aggregation") == "normalize_then_sum":
+        values.pop("scale_rewards", None)  # each reward has its own
+    return values
 
 
 def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """What TRL uses where a configuration is silent; `given`: our settings, made of what it says."""
-    tuner = {"tuner_type": "full", "lora_rank": 16, "lora_dropout": 0.05}
-    common = {"lr_scheduler_type": "linear", "per_device_train_batch_size": 8, "logging_steps": 10}
-    beside = [more for name, more in _BESIDE.items() if given.get(name)]
-    method = {**_METHODS.get(mode, {}), **data_order(given)}
-    return {**TRAINER, **tuner, **common, "eval_strategy": "no", **method, **dict(ChainMap(*beside))}
+    tuner: dict[str, Any] = {"tuner_type": "full", "lora_rank": 16, "lora_dropout": 0.05}
+    if given.get("tuner_type") == "lora":
+        tuner["target_modules"] = ["q_proj", "v_proj"]  # PEFT's choice for nearly all architectures
+    more = {"logging_steps": 10, "gradient_checkpointing": True, "warmup_ratio": 0.0}
+    return beside({**TRAINER, **tuner, **more, **METHODS.get(mode, {})}, given)
