@@ -61,7 +61,7 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether the engine samples from a renormalised part of the vocabulary."""
         narrowed = self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
-        return narrowed or self.min_tokens > 0 or self.regex is not None
+        return narrowed or self.min_tokens > 0 or self.regex is not None or "structured_outputs" in self.extra
 
     @property
     def penalises(self) -> bool:

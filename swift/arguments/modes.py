@@ -132,6 +132,9 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     system: str | None = flag(unset="that of the training, else none")
     """System prompt of chats without one: text, a text file or a shipped example. `''` for none."""
 
+    served_model_name: list[str] = flag([], unset="the model")
+    """Names of the model in the OpenAI API. Replies without a name in the request have the first."""
+
     host: str = flag("127.0.0.1")
     """Address to listen on. Other addresses than loopback need `--api_key`."""
 

@@ -116,7 +116,7 @@ class Template:
         Raises:
             RefusedChat: the template refuses the messages, or does not show their tools.
         """
-        self._check_tools(messages, tools)
+        self.check_tools(messages, tools)
         return self.encode_text(self.render(messages, add_generation_prompt=True, tools=tools))
 
     def encode_finished(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
@@ -125,7 +125,7 @@ class Template:
         Raises:
             RefusedChat: see `encode_prompt`.
         """
-        self._check_tools(messages, tools)
+        self.check_tools(messages, tools)
         ids = self.encode_text(self.render(messages, tools=tools))
         if not set(ids[-_END_TOKENS:]) & set(self.stop_token_ids):
             ids.append(int(self.tokenizer.eos_token_id))
@@ -155,7 +155,7 @@ class Template:
             RefusedChat: the template refuses the messages, or does not show their tools.
             ConfigError: the template rewrites earlier turns, so that assistant turns cannot be told apart.
         """
-        self._check_tools(messages, tools)
+        self.check_tools(messages, tools)
         turns = _assistant_turns(messages)
         if everything and all(messages[index].get("loss", True) for index in turns):
             ids = self.encode_text(self.render(messages, tools=tools))
@@ -178,8 +178,8 @@ class Template:
             learnt = [True] * len(spans)
         return self._encode_pieces(text, spans, learnt, empty_thoughts, int(everything))
 
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
-        """Nothing of a row may be left out without a word."""
+    def check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
+        """Refuse tools, or calls of them, that the template leaves out without a word (RefusedChat)."""
         jinja = str(self.tokenizer.get_chat_template())
         for wanted, name in ((bool(tools), "tools"), (any(turn.get("tool_calls") for turn in messages), "tool_calls")):
             if wanted and name not in jinja:

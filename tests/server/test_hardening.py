@@ -17,7 +17,7 @@ from oracle import load
 from processes import wait_for
 from server_parts import KEY, PROMPT, LocalServer, Wakeful
 
-from swift.rollout.server import access, openai, process
+from swift.rollout.server import access, process, texts
 from swift.rollout.server.app import make_app
 
 MIB = 1 << 20
@@ -294,7 +294,7 @@ def test_three_bodies_of_60_mib_are_refused_and_others_are_answered_meanwhile(se
 
 
 def test_a_long_text_is_tokenized_in_turns_until_it_is_too_long(server, http, tokenized, monkeypatch):
-    monkeypatch.setattr(openai, "TURN", 64)
+    monkeypatch.setattr(texts, "TURN", 64)
     fits = "The quick brown fox. " * 5
     ids = http.post("/tokenize", json={"prompt": fits}).json()["tokens"]
     assert max(tokenized) == len(fits) and min(tokenized) <= 64
@@ -315,6 +315,29 @@ def test_large_bodies_have_room_for_some_of_them_and_the_room_comes_back(server,
     body = b'{"prompt": [1], "max_tokens": 1, "user": "' + b"a" * (5 * MIB) + b'"}'
     headers = {"Content-Type": "application/json"}
     assert wait_for(lambda: http.post("/v1/completions", content=body, headers=headers).status_code == 200)
+
+
+# --- many that vanish -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["vanish", "never read"])
+def test_hundreds_of_streams_whose_clients_are_gone_leave_no_slot_and_others_are_answered(server, http, how):
+    length = 480 if how == "vanish" else 100
+    body = {"prompt": PROMPT, "max_tokens": length, "ignore_eos": True, "stream": True}
+    content = json.dumps(body).encode()
+    asked = [connect(server, posted("/v1/completions", len(content)) + content) for _ in range(300)]
+    assert wait_for(lambda: sum(server.service.queue.load) > 100)
+    if how == "vanish":
+        for one in asked:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            one.close()
+    reply = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, timeout=120)
+    assert reply.status_code == 200
+    assert wait_for(lambda: server.service.queue.load == (0, 0), 120)
+    for one in asked:
+        one.close()
+    assert wait_for(lambda: not server.uvicorn.server_state.tasks, 60)
+    assert not server.service.queue._streams and not server.service.queue._growing
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------

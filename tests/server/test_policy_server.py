@@ -5,6 +5,7 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -18,12 +19,15 @@ from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.wire import digest_of
 from swift.rollout.server.chats import CallReader
+from swift.rollout.server.events import GrowingText
 from swift.rollout.server.ledger import VersionLedger
+from swift.rollout.server.metrics import Meter
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import REHEARSAL
 from swift.types import Completion
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -68,12 +72,137 @@ def test_chats_answer_as_an_agent_reads_them_through_openais_client(server, clie
     assert reply.usage.completion_tokens == len(choice.token_ids)
     assert (choice.message.role, choice.message.tool_calls) == ("assistant", None)
     chunks = list(client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=2, stream=True))
-    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant"]
+    assert [chunk.choices[0].delta.role for chunk in chunks] == ["assistant", *[None] * (len(chunks) - 1)]
+
+
+@pytest.mark.parametrize("kind", ["chat", "plain"])
+@pytest.mark.parametrize("stop", [None, "text"])
+def test_a_stream_tells_parts_of_the_answer_while_it_is_sampled_and_its_usage_at_the_end(server, client, kind, stop):
+    fields = {"model": server.model, "max_tokens": 60, "seed": 3, "extra_body": {**TOKENS, "ignore_eos": True}}
+    if kind == "chat":
+        make, fields = client.chat.completions.create, {**fields, "messages": MESSAGES, "logprobs": True}
+    else:
+        make, fields = client.completions.create, {**fields, "prompt": PROMPT, "logprobs": 0}
+    whole = make(**fields)
+    text = whole.choices[0].message.content if kind == "chat" else whole.choices[0].text
+    if stop is not None:
+        fields["stop"] = stop = text[len(text) // 2 :][:3]
+        whole = make(**fields)
+        text = whole.choices[0].message.content if kind == "chat" else whole.choices[0].text
+    *parts, last = make(**fields, stream=True, stream_options={"include_usage": True})
+    choices = [part.choices[0] for part in parts]
+    texts = [(one.delta.content if kind == "chat" else one.text) or "" for one in choices]
+    assert len([one for one in texts if one]) > 3
+    assert "".join(texts) == text
+    assert [token for one in choices for token in one.token_ids] == whole.choices[0].token_ids
+    if kind == "chat":
+        values = [entry.logprob for one in choices if one.logprobs for entry in one.logprobs.content]
+        wanted = [entry.logprob for entry in whole.choices[0].logprobs.content]
+    else:
+        values = [value for one in choices for value in one.logprobs.token_logprobs]
+        wanted = whole.choices[0].logprobs.token_logprobs
+    assert values == pytest.approx(wanted, abs=1e-6)
+    assert [one.finish_reason for one in choices] == [None] * (len(choices) - 1) + [whole.choices[0].finish_reason]
+    assert last.choices == [] and last.usage == whole.usage
+
+
+def test_the_first_part_comes_long_before_the_end(server, http):
+    body = {"prompt": PROMPT, "max_tokens": 480, "stream": True, "ignore_eos": True, "n": 2}
+    with http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data: {")
+        assert server.service.queue.load == (2, 0)
+        assert sum(line.startswith("data: {") for line in lines) > 20
+
+
+def test_a_character_of_several_tokens_comes_whole_and_the_rest_of_a_stop_text_never():
+    parts = {1: b"a", 2: "\u20ac".encode()[:2], 3: "\u20ac".encode()[2:], 4: b" b", 5: b"\xff"}
+
+    def decode(ids):
+        return b"".join(parts[one] for one in ids).decode(errors="replace")
+
+    def told(ids, held_back):
+        text = GrowingText(decode, held_back)
+        return [text.add(ids[: count + 1]) for count in range(len(ids))] + [text.rest(decode(ids))]
+
+    assert told([1, 2, 3, 4], 0) == ["a", "", "\u20ac", " b", ""]
+    assert told([1, 2, 3, 4], 2) == ["", "", "", "a\u20ac", " b"]
+    assert "".join(told([1, *[5] * 40, 4], 0)) == decode([1, *[5] * 40, 4])
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
+def test_answers_are_held_to_json(server, client):
+    shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": shape, "strict": True}}
+    fields = {"model": server.model, "messages": MESSAGES, "max_tokens": 200, "seed": 1}
+    for one in (wanted, {"type": "text"}):
+        reply = client.chat.completions.create(**fields, response_format=one)
+        if one is wanted:
+            assert json.loads(reply.choices[0].message.content)["a"] in (1, 2)
+    reply = client.chat.completions.create(**fields, response_format={"type": "json_object"})
+    assert reply.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format: json_schema: missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "another form"),
+        ({"stream_options": {"include_usage": True}}, "stream_options: "),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tools": TOOLS}, "shows no tools"),
+        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: 2"),
+        ({"reasoning_effort": "high"}, "reasoning_effort: high"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
+    ],
+)
+def test_what_would_change_the_answer_and_is_not_there_is_refused(http, fields, said):
+    reply = http.post("/v1/chat/completions", json={"max_tokens": 1, "messages": MESSAGES, **fields})
+    assert reply.status_code == 422, reply.text
+    assert said in reply.json()["error"]["message"]
+
+
+def test_the_model_has_the_names_that_it_was_given_and_no_other(server, http, monkeypatch):
+    monkeypatch.setattr(server.service, "settings", replace(server.service.settings, model="one", names=("two",)))
+    assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["one", "two"]
+    for name in ("one", "two", None):
+        reply = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "model": name})
+        assert reply.json()["model"] == (name or "one")
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "model": server.model}).status_code == 404
+
+
+def test_metrics_count_what_was_asked_and_answered(http):
+    def numbers():
+        lines = [line for line in http.get("/metrics").text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = numbers()
+    body = {"prompt": PROMPT, "n": 3, "max_tokens": 5, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    after = numbers()
+    more = {name: after[name] - before[name] for name in after}
+    assert (more["swift_requests_total"], more["swift_prompt_tokens_total"]) == (3, 3 * len(PROMPT))
+    assert more["swift_generation_tokens_total"] == 15
+    assert more["swift_request_latency_seconds_count"] == more['swift_request_latency_seconds_bucket{le="+Inf"}'] == 3
+    assert (after["swift_requests_running"], after["swift_weight_version"]) == (0, 0)
+
+
+def test_the_log_has_a_line_of_throughput_while_there_is_something_to_tell():
+    meter = Meter()
+    assert meter.line(100.0, (0, 0)) == ""
+    meter.asked([ask("a")])
+    meter.came([Completion("a", [1] * 50, [-1.0] * 50, "length")], 2.0)
+    assert meter.line(105.0, (0, 0)) == "", "too early"
+    assert "completions 5 tokens/s; samples: 1 done, 2 running, 3 waiting" in meter.line(110.0, (2, 3))
+    assert meter.line(120.0, (0, 0)) == ""
 
 
 def test_parts_of_texts_and_calls_with_text_arguments_are_rendered_as_what_they_mean(http, server, monkeypatch):
     shown = []
     monkeypatch.setattr(server.service.template, "render", lambda messages, **_: shown.append(messages) or "x")
+    monkeypatch.setattr(server.service.template, "check_tools", lambda messages, tools: None)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     asked = [
         {"role": "developer", "content": "Be kind."},
@@ -134,7 +263,6 @@ HERMES = """{%- if tools %}<|im_start|>system
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
@@ -196,7 +324,8 @@ def test_the_run_learns_which_weights_sampled_what_others_were_given(server, htt
     body = {"max_tokens": 3, "return_token_ids": True, "seed": 1}
     chat = http.post("/v1/chat/completions", json={"messages": MESSAGES, **body}).json()
     events = http.post("/v1/completions", json={"prompt": PROMPT, "stream": True, **body, "seed": 9}).text
-    streamed = json.loads(events.partition("\n")[0].removeprefix("data: "))["choices"][0]["token_ids"]
+    parts = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: {")]
+    streamed = [token for part in parts for token in part["choices"][0]["token_ids"]]
     chatted = chat["choices"][0]["token_ids"]
     said = engine.versions_of(
         [

@@ -55,7 +55,7 @@ def test_health_needs_no_key_and_everything_else_does(server, http):
     assert {"detail", "boot_id", "counters"} <= set(http.get("/health").json())
     assert httpx.get(f"{server.url}/health/", trust_env=False).status_code == 200
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": server.key}):
-        for path in ("/info", "/v1/models", "/infer/", "/nothing"):
+        for path in ("/info", "/v1/models", "/metrics", "/infer/", "/nothing"):
             reply = httpx.request(
                 "POST" if path == "/infer/" else "GET", server.url + path, headers=headers, trust_env=False
             )
@@ -189,7 +189,8 @@ def test_a_text_ends_before_its_stop_and_ids_and_logprobs_after_it(http, model):
                                             "return_token_ids": None, "return_tokens_as_token_ids": None}))  # fmt: skip
     assert plain["text"] == [whole["text"][:place]]
     events = http.post("/v1/completions", json={**body, "stop": stop, "stream": True}).text.splitlines()
-    assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"] == whole["text"][:place]
+    parts = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts) == whole["text"][:place]
 
 
 def test_a_stop_token_is_no_part_of_the_text(http):
@@ -200,13 +201,15 @@ def test_a_stop_token_is_no_part_of_the_text(http):
     assert (stopped["token_ids"], stopped["text"], stopped["finish_reason"]) == (whole[:1], "", "stop")
 
 
-def test_a_stream_has_a_chunk_per_completion_and_an_end(http):
+def test_a_stream_has_all_tokens_of_each_completion_and_an_end(http):
     body = {"prompt": PROMPT, "n": 2, "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
     events = [line.removeprefix("data: ") for line in http.post("/v1/completions", json=body).text.splitlines() if line]
     assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
-    assert sorted(chunk["choices"][0]["index"] for chunk in chunks) == [0, 1]
-    assert all(len(chunk["choices"][0]["token_ids"]) == 4 for chunk in chunks)
+    chunks = [json.loads(event)["choices"][0] for event in events[:-1]]
+    for index in (0, 1):
+        own = [chunk for chunk in chunks if chunk["index"] == index]
+        assert sum(len(chunk["token_ids"]) for chunk in own) == 4
+        assert [chunk["finish_reason"] for chunk in own] == [None] * (len(own) - 1) + ["length"]
 
 
 def test_texts_become_tokens(http):
@@ -284,7 +287,8 @@ def test_completions_are_held_to_an_expression(http):
     ("wanted", "status", "said"),
     [
         ({"regex": "(a"}, 422, "parenthesis"),
-        ({"json": {"type": "object"}}, 501, "structured_outputs: the engine transformers"),
+        ({"choice": ["a"]}, 422, "the transformers engine takes one of regex and json"),
+        ({"json": {"type": "unheard of"}}, 422, "structured_outputs: json"),
     ],
 )
 def test_guidance_that_cannot_be_given_is_refused(http, wanted, status, said):
@@ -305,7 +309,8 @@ def test_counting_penalties_and_least_lengths_are_taken(http):
 def test_a_trainer_samples_with_them_over_http(engine, server):
     tokenizer = read_tokenizer(server.model)
     assert engine.capabilities.guided
-    assert engine.capabilities.sampling_fields == ("frequency_penalty", "presence_penalty", "min_tokens")
+    fields = ("frequency_penalty", "presence_penalty", "min_tokens", "structured_outputs")
+    assert engine.capabilities.sampling_fields == fields
     for one in run(engine, [ask(n, seed=n, regex="(a|b){4}") for n in range(3)]):
         assert re.fullmatch("(a|b){4}", tokenizer.decode(one.token_ids[:-1]))
     with pytest.raises(Unsupported, match="--generation_kwargs: bad_words"):

@@ -180,6 +180,10 @@ class InferenceEngine(ABC):
             for _ in self.stream():
                 pass
 
+    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+        """Tokens of an outstanding request and their log-probs, by `between_steps`; nothing where that is not known."""
+        return (), ()
+
     def drain_metrics(self) -> dict[str, float]:
         """What there is to log of the sampling since the last call, beside `counters`; by name as logged."""
         return {}

@@ -27,6 +27,8 @@ class Failure:
 
 
 Arrival = Completion | Failure
+Grown = tuple[list[int], list[float]]
+"""Token ids and their log-probs."""
 
 
 class CompletionStream:
@@ -36,15 +38,19 @@ class CompletionStream:
         owner: the run it belongs to, or None.
         number: of this stream; tells its request ids from those of others.
         outstanding: for the queue: names of its requests there.
+        grows: whether it wants tokens before their completion has ended, as far as the engine tells them.
     """
 
-    def __init__(self, queue: RequestQueue, number: int, owner: str | None, notify: Callable[[], None]) -> None:
-        self.owner = owner
+    def __init__(
+        self, queue: RequestQueue, number: int, owner: str | None, notify: Callable[[], None], *, grows: bool = False
+    ) -> None:
+        self.owner, self.grows = owner, grows
         self.number = number
         self.outstanding: set[str] = set()
         self._queue, self._notify = queue, notify
         self._changed = threading.Condition()
         self._arrived: list[Arrival] = []
+        self._grown: dict[str, Grown] = {}
         self._closed = False
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -64,6 +70,12 @@ class CompletionStream:
             arrived, self._arrived = self._arrived, []
             return arrived
 
+    def take_grown(self) -> dict[str, Grown]:
+        """All tokens so far of each request that has more of them than at the last call."""
+        with self._changed:
+            grown, self._grown = self._grown, {}
+            return grown
+
     def close(self) -> None:
         """Abort what is outstanding; nothing arrives any more. Idempotent."""
         with self._changed:
@@ -72,6 +84,14 @@ class CompletionStream:
             self._changed.notify_all()
         if self.outstanding:
             self._queue.abort(lambda stream: stream is self)
+
+    def grow(self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """For the queue: what a request has by now."""
+        with self._changed:
+            if self._closed or not token_ids:
+                return
+            self._grown[request_id] = (list(token_ids), list(logprobs))
+        self._notify()
 
     def put(self, arrival: Arrival) -> None:
         """For the queue: deliver what came of requests."""

@@ -1,4 +1,4 @@
-"""Completions that match a regular expression: which tokens a row may sample next, and why an expression is refused.
+"""Completions that match an expression or a JSON schema: which tokens a row may sample next, and what is refused.
 
 xgrammar compiles the expression for the tokenizer and walks it; vLLM and LMDeploy use the same package inside. It is
 optional (`pip install xgrammar`) and imported here only.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from swift.errors import ConfigError, EngineError, ResourceError
+from swift.errors import ConfigError, EngineError, ResourceError, first_line
+from swift.types import SamplingParams
 
 FLAG = "--vllm_guided_decoding_regex"
 PACKAGE = "xgrammar"
+Guide = tuple[str, str]
+"""What completions are held to: "regex" and an expression, or "json" and a schema."""
 KEPT_EXPRESSIONS = 64
 """Compiled expressions that are kept; a run has one, a server as many as its clients."""
 
@@ -68,6 +72,19 @@ def refusal(regex: str) -> str:
     return ""
 
 
+def guide_of(sampling: SamplingParams) -> Guide | None:
+    """What a completion is held to. Raises EngineError: something other than an expression or JSON."""
+    wanted = sampling.extra.get("structured_outputs")
+    if wanted is None:
+        return None if sampling.regex is None else ("regex", sampling.regex)
+    if sampling.regex is not None or not isinstance(wanted, Mapping) or list(wanted) != ["json"]:
+        raise EngineError(
+            f"structured_outputs: {str(wanted)[:80]}: the transformers engine takes one of regex and json"
+        )
+    schema = wanted["json"]
+    return "json", schema if isinstance(schema, str) else json.dumps(schema)
+
+
 class GuideFactory:
     """Compiles expressions for one tokenizer. vocab_size: columns of its logits, which may be more than its tokens."""
 
@@ -79,15 +96,21 @@ class GuideFactory:
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self.compiled = functools.lru_cache(KEPT_EXPRESSIONS)(self._compiled)
 
-    def _compiled(self, regex: str) -> Any:
-        """The automaton of an expression; raises EngineError when xgrammar refuses it."""
-        if problem := refusal(regex):
-            raise EngineError(f"{FLAG}: {regex}: {problem}; correct the expression")
-        return self._compiler.compile_regex(regex)
+    def _compiled(self, guide: Guide) -> Any:
+        """The automaton of an expression or a JSON schema; raises EngineError when xgrammar refuses it."""
+        kind, text = guide
+        if kind == "json":
+            try:
+                return self._compiler.compile_json_schema(text)
+            except (RuntimeError, ValueError) as error:
+                raise EngineError(f"structured_outputs: json: {text[:80]}: {first_line(error)}") from error
+        if problem := refusal(text):
+            raise EngineError(f"{FLAG}: {text}: {problem}; correct the expression")
+        return self._compiler.compile_regex(text)
 
-    def matcher(self, regex: str, end_token_ids: Sequence[int]) -> Any:
-        """A walk through an expression; once it matches, one of the end tokens may follow."""
-        return self._xgrammar.GrammarMatcher(self.compiled(regex), override_stop_tokens=list(end_token_ids))
+    def matcher(self, guide: Guide, end_token_ids: Sequence[int]) -> Any:
+        """A walk through an automaton; once it matches, one of the end tokens may follow."""
+        return self._xgrammar.GrammarMatcher(self.compiled(guide), override_stop_tokens=list(end_token_ids))
 
 
 def allowed_tokens(matchers: Sequence[Any], logits_RV: Tensor) -> Tensor | None:

@@ -64,6 +64,7 @@ class RequestQueue:
         self._changed = threading.Condition()
         self._table = RequestTable(retries=False)  # by the names that the engine knows: "<stream>:<id>"
         self._streams: dict[str, CompletionStream] = {}  # by the same names
+        self._growing: dict[str, CompletionStream] = {}  # of them, those that tell their tokens before the end
         self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
@@ -80,9 +81,11 @@ class RequestQueue:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def open(self, owner: str | None = None, notify: Callable[[], None] = lambda: None) -> CompletionStream:
+    def open(
+        self, owner: str | None = None, notify: Callable[[], None] = lambda: None, *, grows: bool = False
+    ) -> CompletionStream:
         """A stream for one client. notify: called from the queue's thread whenever something arrived."""
-        return CompletionStream(self, next(self._numbers), owner, notify)
+        return CompletionStream(self, next(self._numbers), owner, notify, grows=grows)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -132,6 +135,8 @@ class RequestQueue:
                 raise RequestRefused(name, f"request: {name}: is outstanding already; give each an id of its own")
             for name, request in named.items():
                 self._streams[name] = stream
+                if stream.grows:
+                    self._growing[name] = stream
                 stream.outstanding.add(name)
                 self._table.add(replace(request, request_id=name))
             self._changed.notify_all()
@@ -147,6 +152,7 @@ class RequestQueue:
     def _left(self, name: str) -> CompletionStream:
         """The stream of a request that has come back."""
         stream = self._streams.pop(name)
+        self._growing.pop(name, None)
         stream.outstanding.discard(name)
         return stream
 
@@ -283,6 +289,13 @@ class RequestQueue:
             if self._table.is_aborted(name):
                 self.engine.abort([name])
 
+    def _between_steps(self) -> None:
+        self._submit_waiting()
+        with self._changed:
+            growing = list(self._growing.items())
+        for name, stream in growing:
+            stream.grow(_own_id(name), *self.engine.so_far(name))
+
     def _refuse(self, name: str, error: SwiftError) -> bool:
         """One request fails, the others go on; returns whether it ran."""
         with self._changed:
@@ -294,7 +307,7 @@ class RequestQueue:
         """Until nothing runs, or somebody pauses; failures go to those whom they concern."""
         interrupts = self._interrupts
         error: Exception | None = None
-        self.engine.between_steps = self._submit_waiting
+        self.engine.between_steps = self._between_steps
         try:
             self._submit_waiting()
             for completion in self.engine.stream():

@@ -73,6 +73,11 @@ class RunningRequests(dict[str, R]):
         with self._lock:
             return self.pop(request_id, None)
 
+    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+        """Tokens of a request and their log-probs; nothing of one that is unknown."""
+        running = self.get(request_id)
+        return ((), ()) if running is None else (running.token_ids, running.logprobs)
+
     def abort(self, request_ids: Collection[str] | None) -> None:
         """Name requests for the next `take_aborted`, all with None; unknown ids are ignored."""
         with self._lock:

@@ -4,6 +4,7 @@
     access    token, limits of bodies, the lease of the run that owns the weights
     service   what the routes share: the request queue of the engines, health, what is loaded
     infer     sampling for trainers, facts          openai, shapes   OpenAI's API and the plain /generate
+    texts     tokenizer and template, in turns      events     answers as they grow      metrics   what was done
     weights   whole models and adapters             control          lease, pause, sleep, caches
     run       plan and engines                      process    socket, signals, a new process
 

@@ -57,13 +57,16 @@ class CallReader:
         except ConfigError:
             self._format = None
 
-    def message(self, text: str, raw: str, tools: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
+    def message(
+        self, text: str, raw: str, tools: Sequence[dict[str, Any]] | None, most: int | None = None
+    ) -> dict[str, Any]:
         """An answer with its calls in `tool_calls`, or as it is where it has none that can be read.
 
         Args:
             text: of the answer, for a client without tools.
             raw: the same with its special tokens.
             tools: that the client offers.
+            most: calls that the client takes; further ones are left out.
         """
         message = {"role": "assistant", "content": text}
         if not tools or self._format is None:
@@ -84,7 +87,7 @@ class CallReader:
                     "arguments": json.dumps(one.get("arguments", {}), ensure_ascii=False),
                 },
             }
-            for number, one in enumerate(calls)
+            for number, one in enumerate(calls[:most])
         ]
         return {**message, "content": self._before_calls(raw) or None, "tool_calls": made}
 

@@ -97,8 +97,10 @@ def check(args: Any, given: Collection[str]) -> Plan:
         sleep=args.sleep_level > 0,
     )
     specs, notes = _placed(spec, args, heads)
+    names = args.served_model_name or [args.model or str(source.base)]
     settings = Settings(
-        model=args.model or str(source.base),
+        model=names[0],
+        names=tuple(names[1:]),
         specs=specs,
         defaults=_sampling_defaults(args, given),
         system=resolve_system(args.system)[0],

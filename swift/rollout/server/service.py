@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.server.access import LIMITS, Lease, Refused
 from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
 from swift.rollout.server.ledger import VersionLedger
+from swift.rollout.server.metrics import Meter
 from swift.rollout.weights.base import AdapterWeights
 from swift.rollout.weights.broadcast import BroadcastReceiver
 from swift.rollout.weights.sync import REHEARSAL
@@ -50,13 +52,14 @@ HEALTH_LIMIT_S = 4.0
 class Settings:
     """What the server was started with.
 
-    model: name under which clients know it. specs: one per engine. defaults: sampling settings for what a request
-    leaves out. system: of chats without one, or None. weights_folder: below which paths may be named. sync_s: bound on
-    one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so long the engines are
-    given up.
+    model: name under which clients know it. names: further ones. specs: one per engine. defaults: sampling settings for
+    what a request leaves out. system: of chats without one, or None. weights_folder: below which paths may be named.
+    sync_s: bound on one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so long the
+    engines are given up.
     """
 
     model: str
+    names: tuple[str, ...] = ()
     specs: tuple[EngineSpec, ...]
     defaults: dict[str, Any] = field(default_factory=dict)
     system: str | None = None
@@ -84,6 +87,7 @@ class Service:
         digest: of the present weights, "" while they are those of the start.
         ledger: versions of what was sampled for clients without a run.
         restart: why the process is to start anew, or None.
+        meter: counts requests and tokens.
         held: requests of such clients wait, because the run that owns the server does not want older samples.
         large: held while a thread reads a large request; so others find a thread, and the interpreter.
     """
@@ -97,6 +101,7 @@ class Service:
         self.queue = RequestQueue(engine, limit=LIMITS.queue)
         self.lease = Lease()
         self.ledger = VersionLedger()
+        self.meter = Meter()
         self.held = False
         self.large = asyncio.Lock()
         self.broadcast: BroadcastReceiver | None = None
@@ -144,6 +149,11 @@ class Service:
             "held": self.held,
             "counters": asdict(self.engine.counters),
         }
+
+    @property
+    def served(self) -> list[str]:
+        """Names under which clients may ask for the model."""
+        return [self.settings.model, *self.settings.names, *([self.adapter] if self.adapter else [])]
 
     @property
     def running_of(self) -> dict[str, int]:
@@ -220,10 +230,14 @@ class Service:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def open(self, requests: Sequence[Request], owner: str | None = None) -> Answers:
-        """Queue requests; their answers come on the caller's event loop. Raises as `CompletionStream.submit`."""
-        answers = Answers(self.queue, owner)
+    def open(self, requests: Sequence[Request], owner: str | None = None, *, grows: bool = False) -> Answers:
+        """Queue requests; their answers come on the caller's event loop. Raises as `CompletionStream.submit`.
+
+        grows: whether tokens are wanted before their completion has ended.
+        """
+        answers = Answers(self.queue, owner, self.meter, grows=grows)
         answers.stream.submit(requests)
+        self.meter.asked(requests)
         return answers
 
     async def admitted(self, gone: Callable[[], Any]) -> None:
@@ -348,6 +362,8 @@ class Service:
         """
         while True:
             await asyncio.sleep(WATCH_S)
+            if line := self.meter.line(time.monotonic(), self.queue.load):
+                print(f"swift: {line}", file=sys.stderr, flush=True)
             if self.restart is not None:
                 return self.restart
             try:
@@ -414,10 +430,11 @@ class Service:
 class Answers:
     """A `CompletionStream` on the event loop; leaving the context aborts what is left."""
 
-    def __init__(self, queue: RequestQueue, owner: str | None) -> None:
+    def __init__(self, queue: RequestQueue, owner: str | None, meter: Meter, *, grows: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self._came = asyncio.Event()
-        self.stream: CompletionStream = queue.open(owner, self._notify)
+        self._meter, self._began = meter, time.monotonic()
+        self.stream: CompletionStream = queue.open(owner, self._notify, grows=grows)
 
     def _notify(self) -> None:
         if not self._loop.is_closed():
@@ -431,7 +448,9 @@ class Answers:
         except TimeoutError:
             return []
         self._came.clear()
-        return self.stream.take()
+        arrivals = self.stream.take()
+        self._meter.came(arrivals, time.monotonic() - self._began)
+        return arrivals
 
     def __enter__(self) -> Answers:
         return self

@@ -20,15 +20,15 @@ from swift.rollout.server.service import Service
 from swift.types import Request, SamplingParams
 
 HARMLESS = frozenset({
-    "user", "metadata", "store", "request_id", "priority", "stream_options", "echo", "service_tier",
-    "parallel_tool_calls", "spaces_between_special_tokens", "add_generation_prompt", "cache_salt", "truncation",
+    "user", "metadata", "store", "request_id", "priority", "service_tier", "cache_salt",
 })  # fmt: skip
-"""Fields that change nothing here; some only at the values that `NEUTRAL` names."""
+"""Fields that change nothing here, at any value."""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
-    "echo": (False,), "truncation": (False,), "add_generation_prompt": (True,),
+    "echo": (False,), "spaces_between_special_tokens": (True,),
+    "truncation": (False,), "add_generation_prompt": (True,),
     "length_penalty": (1.0,), "best_of": (1,), "suffix": ("",), "use_beam_search": (False,),
-    "response_format": ({"type": "text"},), "truncate_prompt_tokens": (-1,), "continue_final_message": (False,),
+    "truncate_prompt_tokens": (-1,), "continue_final_message": (False,),
 }  # fmt: skip
 """Values of fields that this server does not have at which they ask for nothing."""
 
@@ -63,6 +63,25 @@ TOP_LOGPROBS = 1
 Shape = TypeVar("Shape", bound=Struct)
 
 
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """include_usage: whether a last event tells the numbers of tokens."""
+
+    include_usage: bool = False
+
+
+class JSONSchema(Struct, kw_only=True):
+    """schema: what an answer must fit. The rest is for people."""
+
+    schema: dict[str, Any]
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """Form of the text of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
 class Sampling(Struct, kw_only=True):
     """What the routes have in common; None is the server's default.
 
@@ -80,6 +99,7 @@ class Sampling(Struct, kw_only=True):
     presence_penalty: float | None = None
     min_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -88,6 +108,7 @@ class Sampling(Struct, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False
+    stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -111,6 +132,7 @@ class ChatRequest(Sampling, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -151,7 +173,7 @@ def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
         value, neutral = decoded(object, bytes(fields[name])), NEUTRAL.get(name)
         if value is None or value in ("", [], {}) or (neutral is not None and value in neutral):
             continue
-        if neutral is None and name in HARMLESS:
+        if name in HARMLESS:
             continue
         raise field_error(f"{name}: {str(value)[:80]}: this server does not have it; leave it out")
 
@@ -170,6 +192,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         value = getattr(sampling, name)
         if not low <= value <= high:
             raise field_error(f"{name}: {value}: out of range; at least {low:g}, at most {high:g}")
+    if len(msgspec.json.encode(sampling.extra)) > CHARACTERS:
+        raise field_error(f"structured_outputs: over the limit of {CHARACTERS} characters")
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise field_error(
             f"temperature: {sampling.temperature}: out of range; 0 for the likeliest tokens, or at least "
@@ -200,6 +224,8 @@ def requests_of(
     Raises:
         Refused: too many, or numbers out of range.
     """
+    if wanted.stream_options is not None and not wanted.stream:
+        raise field_error("stream_options: only with stream true; leave it out")
     count = 1 if wanted.n is None else wanted.n
     check_count("prompts", len(prompts), LIMITS.prompts)
     check_count("n", count, LIMITS.samples_per_prompt)
@@ -216,7 +242,7 @@ def requests_of(
 
 def _sampling(service: Service, wanted: Sampling, max_tokens: int) -> SamplingParams:
     given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
-    given |= _guidance(wanted)
+    given |= _guidance(service, wanted)
     stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
     defaults = dict(service.settings.defaults)
     limit = defaults.pop("max_new_tokens", max_tokens)
@@ -238,13 +264,32 @@ def _seed(first: int, index: int) -> int:
     return first if index == 0 else sample_seed(first, "request", 0, index)
 
 
-def _guidance(wanted: Sampling) -> dict[str, Any]:
+def _guidance(service: Service, wanted: Sampling) -> dict[str, Any]:
     own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
+    own |= _json_guidance(service, wanted.response_format, bool(own))
     if "regex" not in own:
         return {"extra": {"structured_outputs": own}} if own else {}
     if not isinstance(own["regex"], str):
         raise field_error("structured_outputs: regex: is no text")
     return {"regex": own["regex"]}
+
+
+def _json_guidance(service: Service, form: ResponseFormat | None, is_guided: bool) -> dict[str, Any]:
+    """What holds an answer to JSON. Raises Refused: the engine cannot, or it is held to something else (422)."""
+    if form is None or form.type == "text":
+        return {}
+    if is_guided:
+        raise field_error(f"response_format: {form.type}: structured_outputs asks for another form; give one of them")
+    can = service.engine.capabilities
+    if not (can.guided and "structured_outputs" in can.sampling_fields):
+        raise field_error(
+            f"response_format: {form.type}: the engine {can.name} cannot hold answers to JSON here; leave it out"
+        )
+    if form.type == "json_object":
+        return {"json": {"type": "object"}}
+    if form.json_schema is None:
+        raise field_error("response_format: json_schema: missing: give the schema")
+    return {"json": form.json_schema.schema}
 
 
 def token_ids(given: object) -> list[int]:

@@ -24,7 +24,7 @@ from swift.errors import NumericError
 from swift.models.attention.layout import DecodeLayout, SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
 from swift.rollout.engines.base import EngineCounters
-from swift.rollout.engines.guided import GuideFactory, allowed_tokens
+from swift.rollout.engines.guided import GuideFactory, allowed_tokens, guide_of
 from swift.rollout.engines.running import ends_with_stop
 from swift.rollout.engines.transformers.cache import PromptCapture, RowCache
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
@@ -51,9 +51,9 @@ class Sampler:
         wanted = request.sampling
         ends = frozenset((*self.eos_token_ids, *wanted.stop_token_ids))
         guide = None
-        if wanted.regex is not None:
+        if (held_to := guide_of(wanted)) is not None:
             assert self.guides is not None
-            guide = self.guides.matcher(wanted.regex, sorted(ends))
+            guide = self.guides.matcher(held_to, sorted(ends))
         return Row(request, budget=budget, ends=ends, uniforms=sample_uniforms(wanted.seed, budget), guide=guide)
 
     def ending(self, row: Row) -> FinishReason | None:
@@ -87,7 +87,7 @@ class BatchRun:
 
     def takes(self, request: Request) -> bool:
         """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
-        return request.sampling.regex is None and all(row.guide is None for row in self.rows)
+        return guide_of(request.sampling) is None and all(row.guide is None for row in self.rows)
 
     def join(self, rows: Sequence[Row]) -> None:
         self.joining += rows

@@ -45,6 +45,8 @@ from swift.rollout.engines.transformers.weights import InPlaceUpdate, MergedAdap
 from swift.rollout.weights.base import dtype_name
 from swift.types import Completion, Request, SamplingParams
 
+COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens")
+"""Sampling fields that need no package."""
 IDLE_LIMIT_S = 60.0
 """Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
 
@@ -113,6 +115,7 @@ class TransformersEngine(EngineLife):
     def _describe(self, max_model_len: int | None) -> Capabilities:
         own = self._reload is not None
         parameter = next(self.model.parameters())
+        can_guide = self.tokenizer is not None and guided.available()
         return Capabilities(
             name=self.name,
             logprob_support="truncated",
@@ -123,8 +126,8 @@ class TransformersEngine(EngineLife):
             lora=own,
             sleep_levels=(0, 1, 2) if own else (0,),
             in_flight_updates=True,
-            guided=self.tokenizer is not None and guided.available(),
-            sampling_fields=("frequency_penalty", "presence_penalty", "min_tokens"),
+            guided=can_guide,
+            sampling_fields=(*COUNTING, "structured_outputs") if can_guide else COUNTING,
         )
 
     @property
@@ -162,16 +165,18 @@ class TransformersEngine(EngineLife):
             problem = "stop strings need a tokenizer; use stop_token_ids"
         elif wanted.max_new_tokens < 1:
             problem = f"max_new_tokens {wanted.max_new_tokens}: below 1"
-        elif wanted.regex is not None and not self.eos_token_ids and not wanted.stop_token_ids:
-            problem = "regex: there is no end token that could follow a match; name one in stop_token_ids"
         if problem:
             raise RequestRefused(request.request_id, f"request: {request.request_id}: {problem}")
-        if wanted.regex is not None:
+        try:
+            guide = guided.guide_of(wanted)
+            if guide is None:
+                return
+            if not self.eos_token_ids and not wanted.stop_token_ids:
+                raise EngineError("regex: there is no end token that could follow a match; name one in stop_token_ids")
             self._guides = self._guides or guided.GuideFactory(self.tokenizer, self.vocab_size)
-            try:
-                self._guides.compiled(wanted.regex)
-            except EngineError as error:
-                raise RequestRefused(request.request_id, *error.problems) from error
+            self._guides.compiled(guide)
+        except EngineError as error:
+            raise RequestRefused(request.request_id, *error.problems) from error
 
     def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
         """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
@@ -185,6 +190,9 @@ class TransformersEngine(EngineLife):
                 run.step(self.model, self.version)
             yield from zip(row.token_ids[seen:], row.logprobs[seen:], strict=True)
             seen = len(row.token_ids)
+
+    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+        return self._running.so_far(request_id)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests, from any thread; takes effect at the next step of `stream`."""

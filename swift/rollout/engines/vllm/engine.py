@@ -241,6 +241,9 @@ class VLLMEngine(EngineLife):
             self._running.take(output.request_id)
             self._ready.append(running.completion(REASONS.get(part.finish_reason, "error")))
 
+    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+        return self._running.so_far(request_id)
+
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Takes effect with the next step, from any thread."""
         self._running.abort(request_ids)

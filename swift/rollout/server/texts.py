@@ -1,0 +1,160 @@
+"""Texts of clients to tokens, and completions to texts: off the event loop, bounded by the context, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from swift.errors import RefusedChat
+from swift.rollout.server.access import Refused, field_error
+from swift.rollout.server.chats import call_reader, read_chat
+from swift.rollout.server.service import Service
+from swift.rollout.server.shapes import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from swift.types import Completion, Request
+
+TURN = 1 << 18
+"""Characters that are tokenised at once; others have their turn in between."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Said:
+    """An answer, or the next part of one that is streamed.
+
+    first: it is not the rest of an answer. stop: text that ended it. completion: the whole, at the end.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    first: bool
+    stop: str | None = None
+    completion: Completion | None = None
+
+    def choice(self, index: int, **said: Any) -> dict[str, Any]:
+        """What the entries of all routes have in common."""
+        finish_reason = self.completion.finish_reason if self.completion is not None else None
+        ended = {"finish_reason": finish_reason, "stop_reason": self.stop}
+        return {"index": index, **said, **ended, "weight_version": self.version}
+
+
+class Texts:
+    """Tokenizer and template of the server, off the event loop and one call at a time.
+
+    The loop has other clients to serve, and tokenizers are not made for several threads.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._tokens: dict[int, str] = {}
+        self.context = service.engine.capabilities.max_model_len
+        self.longest = max(map(len, service.template.tokenizer.get_vocab()), default=1)  # characters of a token
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Work with tokenizer, template and long answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, in turns of `TURN` characters. Raises Refused: it cannot fit the context (422)."""
+        self.check_length(text)
+        count = 0
+        for place, start in enumerate(range(0, len(text), TURN) if len(text) > TURN else ()):
+            count += len(await self.run(partial(self._ids, text[start : start + TURN], special=False)))
+            if count - place * self.longest > self.context:  # a cut may add the characters of one token
+                raise self._too_long(f"over {count} tokens")
+        return await self.run(partial(self._ids, text, special=special))
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return list(self.service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def check_length(self, *parts: Any) -> None:
+        """Refuse texts that cannot fit the context, before anything is made of them (422)."""
+        most = self.context * self.longest
+        if count_characters(parts, most) > most:
+            raise self._too_long(f"over {most} characters")
+
+    def _too_long(self, seen: str) -> Refused:
+        return field_error(f"prompt: {seen}: too long for the context of {self.context} tokens; shorten it")
+
+    async def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
+        """Messages to ids, with the template of the server. Raises Refused: it does not take them (422)."""
+
+        def rendered() -> str:
+            self.check_length(body.messages, body.tools, body.chat_template_kwargs)
+            messages = read_chat(body.messages or [])
+            system = self.service.settings.system
+            if system and not any(one.get("role") in ("system", "developer") for one in messages):
+                messages.insert(0, {"role": "system", "content": system})
+            try:
+                self.service.template.check_tools(messages, body.tools)
+                return self.service.template.render(
+                    messages, add_generation_prompt=prompt, tools=body.tools, kwargs=body.chat_template_kwargs
+                )
+            except RefusedChat as error:
+                raise Refused(422, "messages", error.problems[0]) from error
+
+        return await self.tokenize(await self.run(rendered), special=False)
+
+    def said(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
+        """The text of a completion, and the stop text that ended it.
+
+        Token ids and log-probs keep what ended them, as trainers need it; the text does so when it was asked for.
+        """
+        ids, template = completion.token_ids, self.service.template
+        ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
+        if ended and ids and ids[-1] in request.sampling.stop_token_ids:
+            ids = ids[:-1]
+        text = template.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
+        found = [(text.find(stop), stop) for stop in request.sampling.stop if ended and stop in text]
+        if not found or len(ids) < len(completion.token_ids):
+            return text, None
+        place, stop = min(found)
+        return text[:place], stop
+
+    def message(self, completion: Completion, text: str, body: ChatRequest) -> dict[str, Any]:
+        """An answer in a chat, with the calls of the tools that the client offers."""
+        if not body.tools or body.tool_choice == "none":
+            return {"role": "assistant", "content": text}
+        raw = self.service.template.decode(completion.token_ids, skip_special_tokens=False)
+        most = 1 if body.parallel_tool_calls is False else None
+        return call_reader(self.service.template).message(text, raw, body.tools, most)
+
+    def tokens(self, token_ids: Sequence[int], body: CompletionRequest | ChatRequest) -> list[str]:
+        """Tokens as texts, which several tokens may share, or as `token_id:<id>`."""
+        if body.return_tokens_as_token_ids:
+            return [f"token_id:{token}" for token in token_ids]
+        for token in set(token_ids) - self._tokens.keys():
+            self._tokens[token] = self.service.template.decode([token], skip_special_tokens=False)
+        return [self._tokens[token] for token in token_ids]
+
+    def said_whole(self, request: Request, completion: Completion, wanted: Sampling) -> Said:
+        text, stop = self.said(request, completion, wanted)
+        version = self.version(completion)
+        return Said(text, completion.token_ids, completion.logprobs, version, True, stop, completion)
+
+    def version(self, completion: Completion) -> int:
+        return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
+
+
+def count_characters(value: Any, most: int) -> int:
+    """Characters of all texts in a JSON value, and one for each other entry; counting ends beyond `most`."""
+    left, count = [value], 0
+    while left and count <= most:
+        one = left.pop()
+        if isinstance(one, str):
+            count += len(one)
+        elif isinstance(one, Mapping):
+            left += one.values()
+            count += sum(map(len, one))
+        elif isinstance(one, Sequence):
+            left += one
+        else:
+            count += 1
+    return count
