@@ -24,7 +24,7 @@ from swift.rollout.server.ledger import VersionLedger
 from swift.rollout.server.metrics import Meter
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import REHEARSAL
-from swift.types import Completion
+from swift.types import Completion, Request, SamplingParams
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -153,7 +153,7 @@ def test_answers_are_held_to_json(server, client):
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
         ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": TOOLS}, "tool_choice"),
         ({"tools": TOOLS}, "shows no tools"),
-        ({"top_logprobs": 2, "logprobs": True}, "top_logprobs: 2"),
+        ({"top_logprobs": 1, "logprobs": True}, "top_logprobs: 1"),
         ({"reasoning_effort": "high"}, "reasoning_effort: high"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
@@ -192,10 +192,12 @@ def test_metrics_count_what_was_asked_and_answered(http):
 def test_the_log_has_a_line_of_throughput_while_there_is_something_to_tell():
     meter = Meter()
     assert meter.line(100.0, (0, 0)) == ""
-    meter.asked([ask("a")])
+    meter.asked([Request("a", [1] * 10, SamplingParams(max_new_tokens=50))])
     meter.came([Completion("a", [1] * 50, [-1.0] * 50, "length")], 2.0)
     assert meter.line(105.0, (0, 0)) == "", "too early"
-    assert "completions 5 tokens/s; samples: 1 done, 2 running, 3 waiting" in meter.line(110.0, (2, 3))
+    assert "prompts 1 tokens/s, completions 5 tokens/s; samples: 1 done, 2 running, 3 waiting" in meter.line(
+        110.0, (2, 3)
+    )
     assert meter.line(120.0, (0, 0)) == ""
 
 

@@ -41,6 +41,7 @@ class Meter:
 
     def line(self, now: float, load: tuple[int, int]) -> str:
         """Throughput since the line before, for the log; "" while it is idle, or too early."""
+        self._line_at = self._line_at or now
         if now - self._line_at < LINE_S:
             return ""
         seconds, self._line_at = now - self._line_at, now

@@ -113,7 +113,8 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
 def _chats(routes: APIRouter, texts: Texts) -> None:
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: Annotated[ChatRequest, open_body(ChatRequest)], http: HttpRequest) -> Response:
-        check_logprobs(body.top_logprobs, "top_logprobs")
+        if body.top_logprobs:
+            raise field_error(f"top_logprobs: {body.top_logprobs}: engines report the sampled token only; use 0")
         check_model(texts.service, body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
@@ -131,11 +132,11 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
             if "tool_calls" in message:
                 made["finish_reason"] = "tool_calls"
             if body.logprobs:
-                entries = [
-                    {"token": token, "logprob": value, "bytes": None}
+                entries: list[dict[str, Any]] = [
+                    {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
                     for token, value in zip(texts.tokens(said.token_ids, body), said.logprobs, strict=True)
                 ]
-                made["logprobs"] = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
+                made["logprobs"] = {"content": entries}
             if body.return_token_ids:
                 made["token_ids"] = said.token_ids
             return made

@@ -178,11 +178,11 @@ def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
         raise field_error(f"{name}: {str(value)[:80]}: this server does not have it; leave it out")
 
 
-def check_logprobs(value: int | None, name: str = "logprobs") -> None:
+def check_logprobs(value: int | None) -> None:
     """Raises Refused for more alternatives per token than engines report."""
     if value is not None and not 0 <= value <= TOP_LOGPROBS:
         raise field_error(
-            f"{name}: {value}: engines report the log-prob of the sampled token only; use 0 or {TOP_LOGPROBS}"
+            f"logprobs: {value}: engines report the log-prob of the sampled token only; use 0 or {TOP_LOGPROBS}"
         )
 
 
