@@ -223,7 +223,8 @@ def test_the_example_runs_as_installed(tmp_path):
         cwd="/", env=environment(PATH=path), capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    assert len(log_rows(tmp_path / "output" / "atropos" / "run")) == 2
+    [folder] = (tmp_path / "output" / "atropos" / "run").glob("v*")
+    assert len(log_rows(folder)) == 2
 
 
 @needs_atroposlib

@@ -6,6 +6,7 @@ The reward of a text is the share of its characters with an odd code. Run as a s
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import socket
@@ -31,6 +32,11 @@ FAULTS = {  # fault -> why its sample is left out; None where it does not matter
     "reward_missing": "reward_missing",
     "reward_null": "reward_missing",
     "reward_nan": "reward_invalid",
+    "reward_text": "reward_invalid",
+    "reward_huge": "reward_invalid",
+    "many_components": "reward_invalid",
+    "deep": "bad_json",
+    "endless": "reply_too_long",
     "failure_tag": "failure_judge_failed",
     "null_fields": None,
 }
@@ -41,6 +47,7 @@ RUN_FAULTS = {
     "no_tokens": "empty",
     "logprobs_short": "misaligned",
     "logprob_positive": "misaligned",
+    "logprob_huge": "misaligned",
     "unknown_token": "misaligned",
     "prefix_break": "history_rewritten",
 }
@@ -137,8 +144,10 @@ class NemoGym:
             await asyncio.sleep(0.3)
         if fault == "reset" or (fault == "once_reset" and not again):
             return StreamingResponse(_cut_off(), headers={"content-length": "100"})
-        if fault in ("bad_json", "no_object"):
-            return Response("{" if fault == "bad_json" else "[]", media_type="application/json")
+        if fault in (texts := {"bad_json": "{", "no_object": "[]", "deep": '{"a":' * 100_000}):
+            return Response(texts[fault], media_type="application/json")
+        if fault == "endless":
+            return StreamingResponse(itertools.repeat(b" " * (1 << 20)))
         reply = await make(body, fault)
         if reply is None:
             return Response(status_code=422)
@@ -149,6 +158,9 @@ class NemoGym:
         changes = {
             "reward_null": {"reward": None},
             "reward_nan": {"reward": float("nan")},
+            "reward_text": {"reward": "1.0"},
+            "reward_huge": {"reward": 10**400},
+            "many_components": {"reward_components": dict.fromkeys(map(str, range(1000)), 0.0)},
             "failure_tag": {"reward": 0.0, "_ng_failure_class": "judge_failed"},
             "null_fields": {"reward_components": None, "judge": None},
         }
@@ -176,6 +188,8 @@ class NemoGym:
             last["generation_log_probs"] = last["generation_log_probs"][:-1]
         elif fault == "logprob_positive":
             last["generation_log_probs"] = [1.0, *last["generation_log_probs"][1:]]
+        elif fault == "logprob_huge":
+            last["generation_log_probs"] = [-(10**400), *last["generation_log_probs"][1:]]
         elif fault == "unknown_token":
             last["generation_token_ids"] = [10**6, *last["generation_token_ids"][1:]]
         elif fault == "prefix_break":

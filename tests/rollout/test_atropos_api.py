@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import httpx
 import pytest
 from message_api import KINDS, StandIn, group
 
 from swift.errors import ConfigError, EngineError
+from swift.rollout.atropos import api as atropos_api
 from swift.rollout.atropos.api import MessageAPI, Registration
 
 WANTED = Registration(
@@ -207,3 +210,54 @@ def test_another_server_is_no_message_api():
     server.fails = [httpx.Response(404)]
     with pytest.raises(ConfigError, match="/info answers 404; give the address of an Atropos message API"):
         opened(server)
+
+
+GARBAGE = ["<html>", "null", "[]", "1", '{"batch_size": "many", "queue_size": [], "batch": [{"tokens": 1}]}',
+           "[" * 100_000, "\udcff"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=lambda text: text[:12])
+@pytest.mark.parametrize("path", ["info", "register", "batch", "status"])
+def test_a_lying_api_ends_the_run_in_one_line(monkeypatch, path, text):
+    server = StandIn()
+    monkeypatch.setattr(
+        server, path, lambda *body: httpx.Response(200, content=text.encode("utf-8", "surrogateescape")), raising=False
+    )
+    with pytest.raises(EngineError) as found:
+        api = opened(server, timeout_s=50.0)
+        while True:
+            api.next(0.5)
+    (line,) = found.value.problems
+    assert line.startswith(("--atropos_url: http://api: no answer within 30 s (/", "--atropos_timeout: 50 s: no data"))
+
+
+class Endless(httpx.SyncByteStream):
+    """A reply without end."""
+
+    sent = 0
+
+    def __iter__(self):
+        while True:
+            Endless.sent += 1 << 20
+            yield b" " * (1 << 20)
+
+
+def test_an_endless_reply_is_cut():
+    server = StandIn()
+    api = opened(server, timeout_s=1.0)
+    server.batch = lambda: httpx.Response(200, stream=Endless())
+    with pytest.raises(EngineError, match="its last answer was /batch: its reply is longer than 64 MiB"):
+        take(api)
+    assert Endless.sent < 1 << 28
+
+
+def test_an_api_that_never_runs_out_of_batches_and_environments_is_taken_from_in_turns(monkeypatch):
+    monkeypatch.setattr(atropos_api, "TAKEN_BYTES", 100_000)
+    server = StandIn()
+    api = opened(server)
+    server.batch = lambda: {"batch": [group(env=next(numbers)) for _ in range(10)]}
+    numbers = itertools.count()
+    for _ in range(3000):
+        assert take(api) is not None
+        assert len(api._groups) < 2000
+    assert len(api.received) == 65 and sum(api.received.values()) >= 3000

@@ -112,6 +112,9 @@ def test_nulls_and_empty_lists_are_the_same(nothing):
         (group(ref_logprobs=[[-0.5] * 6, [-0.5] * 5]), "misaligned"),
         (group(scores=[math.nan, 1.0]), "score"),
         (group(overrides=[{"temperature": 0.5}, {}]), "temperature"),
+        (group(overrides=[{"temperature": "hot"}, {}]), "temperature"),
+        (group(overrides=[{"temperature": [1]}, {}]), "temperature"),
+        (group(overrides=[{"temperature": 10**400}, {}]), "temperature"),
         (group(prompt=40, answer=1), "too long"),
     ],
 )
@@ -190,6 +193,12 @@ def test_what_the_environment_gives_reaches_the_samples():
 def test_settings_that_no_group_fits_end_the_run_at_the_first(given, said):
     with pytest.raises(ConfigError, match=said):
         reader().completions(msgspec.convert(given, Group), NAMES, lambda asked: [None] * len(asked))
+
+
+def test_temperatures_that_are_no_numbers_exclude_their_group():
+    given = msgspec.convert(group(generation_params={"temperature": "hot"}), Group)
+    made = reader().completions(given, NAMES, lambda asked: [None] * len(asked))
+    assert [one.episode.problem for one in made] == ["temperature"] * 2
 
 
 def test_a_temperature_of_zero_counts_as_one():

@@ -19,6 +19,7 @@ from swift.data.records import RowError
 from swift.errors import ConfigError, EngineError, ResourceError
 from swift.rollout.batches import BatchConfig, BatchMaker, round_metrics
 from swift.rollout.child import Child
+from swift.rollout.engines import replies
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.exclusions import BATCHES, ExclusionLimit, reasons_of
 from swift.rollout.multi_turn.engine import TrajectoryEngine
@@ -132,6 +133,14 @@ def test_something_else_at_its_address_is_no_head_server(gym, monkeypatch):
         find_servers(gym.url, kind="agents", limit_s=5)
 
 
+@pytest.mark.parametrize("port", ["none", "1/x@", -5, 70000, [1]], ids=str)
+def test_a_port_that_is_none_is_named(gym, monkeypatch, port):
+    monkeypatch.setattr(gym, "config", lambda: {"odd": {"resources_servers": {"odd": {"port": port}}}})
+    with pytest.raises(EngineError, match="no address of a server") as found:
+        find_servers(gym.url, kind="resources", limit_s=1)
+    assert len(found.value.problems) == 1
+
+
 def test_a_server_that_does_not_answer_is_waited_for_and_named(gym, monkeypatch, unused_port):
     late = {"late": {"resources_servers": {"late": {"port": unused_port}}}}
     monkeypatch.setattr(gym, "config", lambda: late)
@@ -230,7 +239,8 @@ def test_each_completion_is_verified_with_its_row(template, gym, engine_of):
     ("mode", "name", "reason"),
     [("verify", *one) for one in FAULTS.items()] + [("run", *one) for one in {**FAULTS, **RUN_FAULTS}.items()],
 )
-def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, mode, name, reason):
+def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, monkeypatch, mode, name, reason):
+    monkeypatch.setattr(replies, "REPLY_BYTES", 4 << 20)
     gym.canned, gym.fault_of = canned(template), first_call_only(name)
     if mode == "run":  # the runs of a row are equal calls; the seventh is the other try
         numbers = iter(range(10**6))

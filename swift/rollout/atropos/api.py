@@ -16,12 +16,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from swift.errors import ConfigError, EngineError, first_line
+from swift.rollout.engines import replies
+from swift.rollout.engines.events import Lost
+
+Shape = TypeVar("Shape")
 
 logger = logging.getLogger("swift.rollout")
 
@@ -36,6 +40,14 @@ HINT_S = 60.0
 STARVED_S = 300.0
 """Time without data, although enough is queued, after which the run ends."""
 UNREGISTERED = {"batch_size": -1, "max_token_len": -1}
+BATCH_S = 60.0
+"""Bound on one batch, and on all that are taken at once."""
+TAKEN_BYTES = 256 << 20
+"""After so much is taken at once, the rest waits at the API."""
+TOKEN_BYTES = 128
+"""Most bytes of a token in a batch: its id, mask, and numbers of three kinds."""
+COUNTED_ENVIRONMENTS = 64
+"""Groups of further ones are counted together."""
 
 
 class Group(msgspec.Struct):
@@ -51,6 +63,19 @@ class Group(msgspec.Struct):
     generation_params: dict[str, Any] | None = None
     group_overrides: dict[str, Any] | None = None
     env_id: int | None = None
+
+
+class _Info(msgspec.Struct):
+    batch_size: int = -1
+    max_token_len: int = -1
+
+
+class _Registered(msgspec.Struct):
+    uuid: Any
+
+
+class _Status(msgspec.Struct):
+    queue_size: int = 0
 
 
 class _Reply(msgspec.Struct):
@@ -110,6 +135,7 @@ class MessageAPI:
     _groups: deque[Group] = field(default_factory=deque)
     _http: httpx.Client = field(init=False)
     _failures: int = 0
+    _taken: int = 0
     _poll_at: float = 0.0
     _look_at: float = 0.0
     _data_at: float = 0.0
@@ -117,7 +143,7 @@ class MessageAPI:
     _last: str = "nothing"
 
     def __post_init__(self) -> None:
-        self._http = httpx.Client(base_url=self.url.rstrip("/"), timeout=REPLY_S, trust_env=False)
+        self._http = httpx.Client(base_url=self.url.rstrip("/"), trust_env=False)
 
     def close(self) -> None:
         """End the connection; the API keeps no lease."""
@@ -130,7 +156,7 @@ class MessageAPI:
         limit = self.clock() + START_S
         while True:
             try:
-                self._call("GET", "/info")
+                self._call("GET", "/info", _Info)
                 self._register()
                 self.begin_wait()
                 self._drain()
@@ -155,10 +181,9 @@ class MessageAPI:
         )
 
     def _signed_up(self) -> dict[str, int]:
-        if "uuid" not in self._call("POST", "/register", json=asdict(self.registration)).json():
-            raise EngineError(f"--atropos_url: {self.url}: /register gives no uuid; this is no Atropos message API")
-        said = self._call("GET", "/info").json()
-        return {name: int(said.get(name, -1)) for name in UNREGISTERED}
+        self._call("POST", "/register", _Registered, json=asdict(self.registration))
+        said = self._call("GET", "/info", _Info)
+        return {name: getattr(said, name) for name in UNREGISTERED}
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -207,15 +232,13 @@ class MessageAPI:
             )
 
     def _drain(self) -> None:
-        """All batches that are there. Those formed together come newest first."""
-        batches, again = [], False
+        """All batches that are there, up to some size. Those formed together come newest first."""
+        batches, again, began = [], False, self.clock()
+        whole = self.registration.batch_size * self.registration.max_token_len * TOKEN_BYTES + replies.REPLY_BYTES
+        self._taken = 0
         try:
-            while True:
-                content = self._call("GET", "/batch").content
-                try:
-                    reply = msgspec.json.decode(content, type=_Reply)
-                except msgspec.DecodeError as error:
-                    raise _Unreachable(f"{error}: {content[:80]!r}") from error
+            while self._taken < TAKEN_BYTES and self.clock() - began < BATCH_S:
+                reply = self._call("GET", "/batch", _Reply, BATCH_S, whole)
                 if reply.status == "error":  # it was restarted
                     if again:
                         raise _Unreachable("/batch: not registered")
@@ -229,7 +252,8 @@ class MessageAPI:
                 batches.append(reply.batch)
         finally:  # the API no longer has them, whatever a later call does
             for group in (group for batch in reversed(batches) for group in batch):
-                self.received[group.env_id] += 1
+                known = group.env_id in self.received or len(self.received) < COUNTED_ENVIRONMENTS
+                self.received[group.env_id if known else None] += 1
                 self._groups.append(group)
 
     def _look_around(self) -> None:
@@ -254,7 +278,7 @@ class MessageAPI:
             )
 
     def _ask_queue(self) -> None:
-        self.queue_size = int(self._call("GET", "/status").json().get("queue_size", 0))
+        self.queue_size = self._call("GET", "/status", _Status).queue_size
 
     def _causes(self) -> str:
         came = ", ".join(f"{count} of environment {number}" for number, count in sorted(self.received.items(), key=str))
@@ -269,11 +293,20 @@ class MessageAPI:
             f"environment's group_size (--num_generations {self.group_size})"
         )
 
-    def _call(self, method: str, path: str, **content: Any) -> httpx.Response:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        shape: type[Shape],
+        limit_s: float = REPLY_S,
+        limit_bytes: int = replies.REPLY_BYTES,
+        **content: Any,
+    ) -> Shape:
         try:
-            reply = self._http.request(method, path, **content)
-        except httpx.HTTPError as error:
-            raise _Unreachable(f"{path}: {first_line(error) or type(error).__name__}") from error
+            limit = httpx.Timeout(limit_s)
+            reply = replies.whole(self._http, method, path, limit, limit_bytes, decompress=True, **content)
+        except Lost as error:
+            raise _Unreachable(f"{path}: {first_line(error)}") from error
         if reply.status_code >= 500:
             raise _Unreachable(f"{path}: status {reply.status_code}")
         if reply.status_code != 200:
@@ -281,4 +314,8 @@ class MessageAPI:
                 f"--atropos_url: {self.url}: {path} answers {reply.status_code}; give the address of an Atropos "
                 "message API"
             )
-        return reply
+        self._taken += len(reply.content)
+        try:
+            return msgspec.json.decode(reply.content, type=shape)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise _Unreachable(f"{path}: {first_line(error)}: {reply.content[:80]!r}") from error

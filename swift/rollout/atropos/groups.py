@@ -85,8 +85,8 @@ class GroupReader:
                 f"--num_generations: {self.group_size}: environment {group.env_id} sends groups of {count} sequences; "
                 f"--num_generations {count}, or its group_size {self.group_size}"
             )
-        found = {self._temperature(group, index) for index in range(count)}
-        if self.temperature not in found:
+        found = {one for index in range(count) if math.isfinite(one := self._temperature(group, index))}
+        if found and self.temperature not in found:
             raise ConfigError(
                 f"--temperature: {self.temperature:g}: environment {group.env_id} samples at "
                 f"{', '.join(f'{one:g}' for one in sorted(found))}; --temperature {min(found):g}"
@@ -193,12 +193,15 @@ class GroupReader:
         return fmean(trained), [value if one else 0.0 for value, one in zip(given, mask, strict=True)] if differ else []
 
     def _temperature(self, group: Group, index: int) -> float:
-        """Of a sequence: what is said of it, or of its group; where nothing is, that of the loss."""
+        """Of a sequence: what is said of it, or of its group; that of the loss where nothing is, NaN for no number."""
         own = group.overrides[index] if group.overrides and index < len(group.overrides) else {}
         for said in (own, group.generation_params, group.group_overrides):
             value = (said or {}).get("temperature")
             if value is not None:
-                return float(value) if float(value) > 0 else 1.0
+                try:
+                    return float(value) if float(value) > 0 else 1.0
+                except (TypeError, ValueError, OverflowError):
+                    return math.nan
         return self.temperature
 
     def _messages(

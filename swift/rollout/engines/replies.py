@@ -1,7 +1,8 @@
 """Replies of another process over HTTP, bounded in size and time: it may be broken, hostile, or another program.
 
 A head has to come within the time of the call, and so does a whole reply. Lines have to come one after the other.
-Nothing is decompressed, and no redirect is followed: a few bytes could stand for any number, and the key for anybody.
+Nothing is decompressed unless a caller expects it, and no redirect is followed: a few bytes could stand for any number,
+and the key for anybody.
 """
 
 from __future__ import annotations
@@ -46,8 +47,17 @@ class Reply:
             raise EngineError(f"{name}: {first_line(error)}; is this a `swift rollout` server?") from error
 
 
-def whole(http: httpx.Client, method: str, path: str, timeout: httpx.Timeout, **options: Any) -> Reply:
-    """One request and its reply. Raises Lost: none came, or not in time, or more than `REPLY_BYTES`."""
+def whole(
+    http: httpx.Client,
+    method: str,
+    path: str,
+    timeout: httpx.Timeout,
+    limit_bytes: int = REPLY_BYTES,
+    *,
+    decompress: bool = False,
+    **options: Any,
+) -> Reply:
+    """One request and its reply. Raises Lost: none came, or not in time, or more than `limit_bytes`."""
     limit_s = float(timeout.read or 0)
 
     def work() -> Reply:
@@ -55,7 +65,8 @@ def whole(http: httpx.Client, method: str, path: str, timeout: httpx.Timeout, **
         request = http.build_request(method, path, timeout=timeout, **options)
         reply = http.send(request, stream=True)
         try:
-            return rest(reply, limit_s - (time.monotonic() - began))
+            parts = reply.iter_bytes() if decompress else None
+            return rest(reply, limit_s - (time.monotonic() - began), limit_bytes, parts)
         finally:
             reply.close()
 
@@ -76,13 +87,18 @@ def streamed(
         reply.close()
 
 
-def rest(reply: httpx.Response, limit_s: float) -> Reply:
-    """All of a reply whose head has come. Raises Lost: it does not come in time, or is more than `REPLY_BYTES`."""
+def rest(
+    reply: httpx.Response, limit_s: float, limit_bytes: int = REPLY_BYTES, parts: Iterator[bytes] | None = None
+) -> Reply:
+    """All of a reply whose head has come. Raises Lost: it does not come in time, or is more than `limit_bytes`.
+
+    parts: of its body, by default as they came.
+    """
     content, deadline = bytearray(), time.monotonic() + limit_s
-    for part in _raw(reply):
+    for part in parts or _raw(reply):
         content += part
-        if len(content) > REPLY_BYTES:
-            raise Lost(f"its reply is longer than {REPLY_BYTES >> 20} MiB")
+        if len(content) > limit_bytes:
+            raise Lost(f"its reply is longer than {limit_bytes >> 20} MiB")
         if time.monotonic() > deadline:
             raise Late(f"no whole answer within {limit_s:g} s")
     return Reply(reply.status_code, bytes(content))

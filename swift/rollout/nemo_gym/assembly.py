@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +50,7 @@ def _call(item: Item, vocab_size: int) -> Call:
     if not isinstance(prompt, list) or not prompt or not isinstance(logprobs, list) or not isinstance(ids, list):
         raise Excluded("ids_missing")
     tokens = all(type(token) is int and 0 <= token < vocab_size for token in [*prompt, *ids])
-    numbers = all(isinstance(one, int | float) and math.isfinite(one) and one <= 0 for one in logprobs)
+    numbers = all(isinstance(one, int | float) and -sys.float_info.max <= one <= 0 for one in logprobs)
     if len(logprobs) != len(ids) or not tokens or not numbers:
         raise Excluded("misaligned")
     return Call(prompt, ids, [float(one) for one in logprobs])

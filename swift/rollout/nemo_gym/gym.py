@@ -1,14 +1,13 @@
 """Plays trajectories with NeMo Gym: the engine answers and a server verifies, or an agent does all of it.
 
 A call that fails leaves its sample out, with the reason: connection, timeout, http_<status>, bad_json, reward_missing,
-reward_invalid, failure_<class>, and those of `assembly`. Connection errors and answers of 500 and above get one more
-try within the same time limit. A row that names no known server ends the run.
+reward_invalid, reply_too_long, failure_<class>, and those of `assembly`. Connection errors and answers of 500 and above
+get one more try within the same time limit. A row that names no known server ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -19,8 +18,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from swift.data.responses import COLUMN, without_nulls
-from swift.errors import ConfigError
+from swift.errors import ConfigError, parse_json
 from swift.rollout.child import Child
+from swift.rollout.engines import replies
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.wire import Spans, Versions
 from swift.rollout.multi_turn.trajectory import Excluded, Trajectory
@@ -31,6 +31,9 @@ CALLS = {"verify": (64, 256), "run": (256, 512)}
 """Most calls at a time: to one host, and in all."""
 RETRY_S = 0.25
 """Pause before the second try."""
+MOST_COMPONENTS = 64
+"""Of a reward; each is a metric."""
+LARGEST = 3.4028234e38
 FAILURE = "_ng_failure_class"
 """Key of an answer that says that its reward is none."""
 
@@ -122,7 +125,7 @@ class NemoGym:
             raise Excluded("reward_missing")
         components = reply.get("reward_components")
         components = without_nulls(components) if isinstance(components, Mapping) else {}
-        if not all(isinstance(one, int | float) and math.isfinite(one) for one in (reward, *components.values())):
+        if len(components) > MOST_COMPONENTS or not all(map(is_reward, (reward, *components.values()))):
             raise Excluded("reward_invalid")
         if shared := sorted(set(components) & set(self.reward_names)):
             raise ConfigError(
@@ -153,23 +156,39 @@ class NemoGym:
         if reply.status_code != 200:
             raise Excluded(f"http_{reply.status_code}")
         try:
-            answer = reply.json()
+            answer = parse_json(reply.content.decode("utf-8", "replace"))
         except ValueError:
             answer = None
         if not isinstance(answer, Mapping):
             raise Excluded("bad_json")
         return answer
 
-    async def _tried(self, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    async def _tried(self, url: str, body: Mapping[str, Any]) -> replies.Reply:
         """An answer, of the second try if the first one failed."""
         if self._http is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=CALLS[self.mode][0])
-            self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+            self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=replies.HEADERS, trust_env=False)
         try:
-            reply = await self._http.post(url, json=body)
+            reply = await _whole(self._http, url, body)
             if reply.status_code < 500:
                 return reply
         except httpx.TransportError:
             pass
         await asyncio.sleep(RETRY_S)
-        return await self._http.post(url, json=body)
+        return await _whole(self._http, url, body)
+
+
+async def _whole(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> replies.Reply:
+    """An answer as it came. Raises Excluded: it is too long."""
+    content = bytearray()
+    async with http.stream("POST", url, json=body) as reply:
+        async for part in reply.aiter_raw():
+            content += part
+            if len(content) > replies.REPLY_BYTES:
+                raise Excluded("reply_too_long")
+    return replies.Reply(reply.status_code, bytes(content))
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value is a number that a 32-bit float holds; rewards are compared as such."""
+    return isinstance(value, int | float) and abs(value) <= LARGEST

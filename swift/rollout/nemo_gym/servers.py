@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,14 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from swift.errors import ConfigError, EngineError, first_line, suggest
+from swift.errors import ConfigError, EngineError, first_line, parse_json, suggest
+from swift.rollout.engines import replies
+from swift.rollout.engines.events import Lost
 
 HEAD_TRIES = 3
 HEAD_S = 30.0
 """Bound on each try to read the config."""
+CONFIG_BYTES = 8 << 20
 POLL_S = 2.0
 LOCAL = ("0.0.0.0", "127.0.0.1", "localhost", "")
 """Hosts that mean the head server's own machine."""
@@ -56,31 +59,34 @@ def head_url(head: str) -> str:
 
 def read_config(text: str, head: str) -> Servers:
     """The servers of a config: a JSON string that holds YAML. Raises ValueError: it is something else."""
-    config = json.loads(text)
+    config = parse_json(text)
     if isinstance(config, str):
         config = yaml.safe_load(config)
     if not isinstance(config, Mapping):
         raise ValueError("its config is no map")
     servers, host = Servers(), urlsplit(head).hostname or "127.0.0.1"
-    for name, entry in config.items():
+    for name, entry in ((str(name), entry) for name, entry in config.items()):
         for inner, server in _entries(entry, "resources_servers"):
             servers.resources[name] = servers.resources[inner] = _url(server, host)
         for _, server in _entries(entry, "responses_api_agents"):
             servers.agents[name] = _url(server, host)
-            if resource := (server.get("resources_server") or {}).get("name"):
-                servers.resource_of[name] = resource
+            resource = server.get("resources_server")
+            if isinstance(resource, Mapping) and resource.get("name"):
+                servers.resource_of[name] = str(resource["name"])
     return servers
 
 
 def _entries(entry: Any, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
     found = entry.get(kind) if isinstance(entry, Mapping) else None
     pairs = found.items() if isinstance(found, Mapping) else ()
-    return [(name, one) for name, one in pairs if isinstance(one, Mapping) and one.get("port")]
+    return [(str(name), one) for name, one in pairs if isinstance(one, Mapping) and one.get("port")]
 
 
 def _url(server: Mapping[str, Any], host: str) -> str:
-    given = str(server.get("host") or "")
-    return f"http://{host if given in LOCAL else given}:{server['port']}"
+    given, port = str(server.get("host") or ""), server["port"]
+    if not (str(port).isdecimal() and 0 < int(port) < 1 << 16 and re.fullmatch(r"[\w.:\[\]-]*", given)):
+        raise ValueError(f"host {given!r}, port {port!r}: no address of a server")
+    return f"http://{host if given in LOCAL else given}:{port}"
 
 
 def find_servers(
@@ -99,17 +105,19 @@ def find_servers(
         EngineError: the head server or another one does not answer.
     """
     url, deadline = head_url(head), time.monotonic() + limit_s
-    with httpx.Client(trust_env=False) as http:
+    with httpx.Client(headers=replies.HEADERS, trust_env=False) as http:
         tries = 0
         while True:
             check()
             tries += 1
             try:
-                reply = http.get(f"{url}/global_config_dict_yaml", timeout=min(HEAD_S, limit_s))
-                reply.raise_for_status()
-                servers = read_config(reply.text, url)
+                limit = httpx.Timeout(min(HEAD_S, limit_s))
+                reply = replies.whole(http, "GET", f"{url}/global_config_dict_yaml", limit, CONFIG_BYTES)
+                if reply.status_code != 200:
+                    raise ValueError(f"status {reply.status_code}")
+                servers = read_config(reply.content.decode("utf-8", "replace"), url)
                 break
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, yaml.YAMLError) as error:
+            except (Lost, ValueError, RecursionError, yaml.YAMLError) as error:
                 if time.monotonic() + POLL_S > deadline or (not starting and tries == HEAD_TRIES):
                     raise EngineError(
                         f"--nemo_gym_head: {head}: no head server of NeMo Gym answers there ({first_line(error)}); "
@@ -134,7 +142,7 @@ def find_servers(
 def _answers(http: httpx.Client, url: str) -> bool:
     """Whether anything answers; which status is the server's business."""
     try:
-        http.get(url, timeout=POLL_S)
-    except httpx.TransportError:
+        replies.whole(http, "GET", url, httpx.Timeout(POLL_S))
+    except Lost:
         return False
     return True
