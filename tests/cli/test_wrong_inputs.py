@@ -11,6 +11,7 @@ import math
 import pytest
 from desk import IMPORT, ROWS, cut_in_half, refused_without_a_trace
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.models.tiny import build_tiny
 
@@ -299,6 +300,18 @@ def with_value(value):
     return write
 
 
+def experts(desk):
+    """A folder of a tiny mixture of experts."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=263, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, eos_token_id=258, pad_token_id=256,
+    )  # fmt: skip
+    folder = desk.copy_model("experts")
+    (folder / "config.json").unlink()
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 DRY = "--dry_run true"
 ADAPTERS = {
     "scale that is no number": (with_adapter("merge", {"lora_alpha": math.nan}), "--adapters | lora_alpha: nan"),
@@ -332,6 +345,10 @@ ADAPTERS = {
     "NaN in an adapter to merge": (with_adapter("merge", with_value(math.nan)), "--adapters | lora_A | not finite"),
     "NaN in an adapter to train": (with_adapter("--seed 1", with_value(math.nan)), "--adapters | lora_A | not finite"),
     "merge beyond the type": (with_adapter("merge", with_value(3e38)), "--adapters | merging gives | not finite"),
+    "adapters of experts for vLLM": (
+        lambda d: d.rlhf("--model", experts(d), "--use_vllm true --vllm_enable_lora true", DRY),
+        "--vllm_enable_lora | mlp.experts.down_proj | false sends merged weights",
+    ),
     "torn adapter": (with_adapter(DRY, cut_in_half), "--adapters | adapter_model.safetensors"),
 }
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from experts import on_experts
 from oracle import load
 from parity_engines import END, SAMPLING, SmallEngine, make_check, some_prompts
 
@@ -104,6 +105,29 @@ def test_a_single_tensor_that_does_not_arrive_is_refused(nano_folders, tensor):
 
     engine._forget = lose_it
     assert make_check(engine, model).run().error().startswith("--parity_check: with noise: ")
+
+
+@pytest.mark.parametrize("tuned", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lost", ["nothing", "experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+def test_experts_that_do_not_arrive_are_refused_in_16_bits(small_model, monkeypatch, arch, lost, tuned):
+    model = small_model(arch, vocab_size=256, hidden_size=64, initializer_range=0.02).bfloat16().eval()
+    start = copy.deepcopy(model)
+    engine = TransformersEngine(copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda: start)
+    base = {name: one.clone() for name, one in engine.model.state_dict().items() if name.endswith(lost)}
+    assert base or lost == "nothing"
+    arrived = engine._weights_arrived
+
+    def lose(version):
+        engine.model.load_state_dict(base, strict=False)
+        arrived(version)
+
+    monkeypatch.setattr(engine, "_weights_arrived", lose)
+    policy = on_experts(arch, model, r=8, lora_alpha=32, scale=0.0) if tuned else model
+    report = make_check(engine, policy).run()
+    assert report.dtypes == ("bfloat16", "bfloat16")
+    wanted = "--parity_check: with noise: " if lost != "nothing" else ""
+    assert report.error()[:28] == wanted, report.line()
 
 
 # --- LoRA --------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ def prepare(
             "update of each; leave --steps_per_generation and --generation_batch_size out"
         )
     depth, stalest = _prefetch_depth(args, plan)
+    _check_sent_adapter(args)
     require_backend(args)
     play = _conversations(args, references)
     if play is None:
@@ -203,6 +204,17 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
             f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
             f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
             f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
+        )
+
+
+def _check_sent_adapter(args: Any) -> None:
+    """Refuses adapters on fused experts that would be sent alone."""
+    from swift.models.experts import adapted_experts
+
+    if args.vllm_enable_lora and args.use_vllm and (name := adapted_experts(args)):
+        raise ConfigError(
+            f"--vllm_enable_lora: true: {name}: vLLM takes adapters of linear layers, none of fused experts; "
+            "--vllm_enable_lora false sends merged weights"
         )
 
 
