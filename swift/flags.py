@@ -31,6 +31,8 @@ from typing import Any, Literal
 Kind = Literal["bool", "int", "float", "str", "dict"]
 
 _NEED = re.compile(r"(\w*)([=<]?)(.*)")
+SECRET: dict[str, bool | None] = {}
+"""`secret` of every flag that has been read, by each of its names."""
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """Names of bounds, as pydantic calls them, and as messages do."""
 REQUIRED = "required"
@@ -47,7 +49,8 @@ class Details:
     without what the setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict: then it
     is refused, which otherwise is noted. joins: values given under different aliases are concatenated instead of
     contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are choices (too);
-    their attribute `summary`, if any, is part of the help.
+    their attribute `summary`, if any, is part of the help. secret: its value is never shown; False: nothing in it is a
+    secret, whatever its keys are called; None: it may have passwords in URLs and secrets under keys.
     """
 
     aliases: Sequence[str] = ()
@@ -63,6 +66,7 @@ class Details:
     strict: bool = False
     joins: bool = False
     registry: str | None = None
+    secret: bool | None = None
 
     @property
     def bounds(self) -> dict[str, float]:
@@ -208,6 +212,7 @@ def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
     group: Any = details.group or getattr(owner, "GROUP", "Plugins")
     kind: Any = type(choices[0]) if choices else typing.get_origin(hint) or hint
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    SECRET.update(dict.fromkeys((field.name, *details.aliases), details.secret))
     return Flag(
         name=field.name,
         kind=kind.__name__,

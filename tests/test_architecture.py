@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "devices": set(),
     "signals": set(),
     "rendezvous": {"errors"},
-    "observability": {"devices", "errors", "startup", "types"},
+    "observability": {"devices", "errors", "flags", "startup", "types"},
     "rl": {"flags", "plugin"},
     "data": {"errors", "flags", "types"},
     "models": {"errors", "flags", "startup", "types", "data", "rl"},

@@ -141,7 +141,7 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     port: int = flag(8000, at_least=0, at_most=65535)
     """Port to listen on; 0 takes a free one, which the ready line names."""
 
-    api_key: str | None = flag(unset="no authentication")
+    api_key: str | None = flag(secret=True, unset="no authentication")
     """Bearer token of clients. SWIFT_API_KEY hides it from other users of the machine."""
 
     allow_unauthenticated: bool = flag(False, everyday=False)

@@ -98,7 +98,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     reader.problems += [
         f"{file.config}: ENV: {name}: {MASK}: stands for a secret; set the variable"
         for name, value in environment.items()
-        if is_masked(name, value)
+        if value == MASK or is_masked(name, value)
     ]
     layers = [file.given, read_environment(variables, reader.flags), line.given]
     reader.load_plugins(layers)

@@ -120,7 +120,7 @@ class _Console(logging.Handler):
     """Shows warnings of ours on the console; those of libraries stand in the run's log files."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text = mask_text(record.getMessage())
         kind = "" if text.startswith(("warning: ", "note: ")) else "warning: "
         print(printable(f"swift: {kind}{text}"), file=sys.stderr, flush=True)
 
@@ -156,7 +156,7 @@ def _keep_in_log(ending: Ending) -> None:
 
 
 def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    return mask_text("".join(traceback.format_exception(error)))
 
 
 def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> None:

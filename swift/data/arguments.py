@@ -39,7 +39,7 @@ class DataArguments(HubArguments):
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
     """Share of training rows split off for evaluation."""
 
-    columns: dict[str, Any] = flag({})
+    columns: dict[str, Any] = flag({}, secret=False)
     """Columns to rename, such as `{"answer":"solution"}`."""
 
     model_name: list[str] = flag([], everyday=False)

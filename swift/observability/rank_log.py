@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from swift.observability.secrets import mask_text
 from swift.startup import EARLY, LIBRARIES, hush_libraries
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -26,6 +27,11 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Masking(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return mask_text(super().format(record))
+
+
 class RankLog:
     """Appends to logs/attempt-<k>/rank-<r>.log until it is closed."""
 
@@ -33,7 +39,7 @@ class RankLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-        self._handler.setFormatter(logging.Formatter(_FORMAT))
+        self._handler.setFormatter(_Masking(_FORMAT))
         self._handler.setLevel(logging.INFO)
         root = logging.getLogger()
         separate = [logging.getLogger(name) for name in (*LIBRARIES, "vllm")]

@@ -9,38 +9,70 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.flags import SECRET
+
 if TYPE_CHECKING:
     import yaml
 
 MASK = "***"
-_SECRET_NAME = re.compile(r"(?:^|_)(?:token|(?:api)?key|secret|passw(?:or)?d|authorization)$")
+_SECRET_NAME = re.compile(
+    r"(?:(?:api_?key|token|secret|passw(?:or)?d|passphrase|credentials?|authorization)"
+    r"|(?:^|_)(?:key|auth|pass|pat|pwd|cookie))$"
+)
+_OF_TOKENIZERS = re.compile(
+    r"(?:^|_)(?:bos|eos|eot|pad|unk|sep|cls|mask|image|video|audio|vision|start|end|stop)_token$"
+)
+_HARMLESS = re.compile(
+    r"NPROC_PER_NODE|NNODES|NODE_RANK|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|PORT|HF_HOME|USE_HF|PYTHON\w+"
+    r"|(?:CUDA|NVIDIA|NCCL|GLOO|OMP|MKL|OPENBLAS|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|XLA|VLLM|RAY|DS|SWIFT|HF_HUB"
+    r"|TRANSFORMERS|TOKENIZERS)_\w+|(?:WANDB|SWANLAB)_(?:PROJECT|MODE|NAME|DIR|ENTITY)"
+)
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USER = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?P<user>[^/\s:@?#]*)(?P<password>:[^/\s]*)?@")
-_PAIR = re.compile(r"(?P<start>(?:^|[?&;])(?P<name>[\w.-]+)=)(?P<value>[^&;\s#\"']+)")
+_VALUE = r"(?P<value>\"[^\"]*\"|'[^']*'|[^&;\s#\"',}\])]+)"
+_PAIR = re.compile(rf"(?P<start>(?<![\w.-])(?P<name>[\w.-]+)=){_VALUE}")
+_OPTION = re.compile(rf"(?P<start>(?<!\S)(?P<name>--?[a-zA-Z][\w-]*)\s+)(?!-){_VALUE}")
 _MEMBER = re.compile(r"(?P<start>(?P<quote>[\"'])(?P<name>[\w. -]+)(?P=quote)\s*:\s*)(?P<value>\"(?:[^\"\\]|\\.)*\")")
 
 
 def is_secret(name: str) -> bool:
     """Whether a setting, an alias of a flag, a variable or a key of this name holds a secret.
 
-    >>> [is_secret(name) for name in ("--hub-token", "HF_TOKEN", "apiKey", "max_tokens")]
-    [True, True, True, False]
+    Flags say so themselves (`swift.flags.Details.secret`); the rest is judged by its name.
+
+    >>> [is_secret(name) for name in ("--hub-token", "HF_TOKEN", "apiKey", "PGPASSWORD", "max_tokens", "pad_token")]
+    [True, True, True, True, False, False]
     """
-    return bool(_SECRET_NAME.search(re.sub(r"[-. ]", "_", _HUMP.sub("_", name.lstrip("-"))).lower()))
+    plain = re.sub(r"[-. ]", "_", name.lstrip("-+"))
+    if plain in SECRET:
+        return SECRET[plain] is True
+    words = _HUMP.sub("_", plain).lower()
+    return bool(_SECRET_NAME.search(words)) and not _OF_TOKENIZERS.search(words)
+
+
+def mask_variable(name: str, value: Any) -> Any:
+    """The value of a variable of the environment, which is a secret unless it is known to be none.
+
+    >>> mask_variable("DB", "hunter2"), mask_variable("NPROC_PER_NODE", 2)
+    ('***', 2)
+    """
+    harmless = _HARMLESS.fullmatch(name) and not is_secret(name)
+    return mask("", value) if harmless or value in (None, "") else MASK
 
 
 def mask_text(text: str) -> str:
-    """`text` without passwords and tokens of URLs, and without secrets of JSON.
+    """`text` without passwords and tokens of URLs, and without secrets of JSON and of commands.
 
     >>> mask_text("http://me:hunter2@host/x?api_key=hunter2&page=2")
     'http://me:***@host/x?api_key=***&page=2'
     >>> mask_text('{"name": "x", "token": "hunter2"}')
     '{"name": "x", "token": "***"}'
+    >>> mask_text("ng_run +policy_api_key=hunter2 --password hunter2 --port 5")
+    'ng_run +policy_api_key=*** --password *** --port 5'
     """
     text = _USER.sub(lambda found: f"{found['scheme']}{found['user'] + ':' if found['password'] else ''}{MASK}@", text)
-    text = _PAIR.sub(lambda found: found["start"] + mask(found["name"], found["value"]), text)
-    if not text.lstrip().startswith(("{", "[")):
-        return text
+    text = _PAIR.sub(lambda found: found["start"] + (MASK if is_secret(found["name"]) else found["value"]), text)
+    text = _OPTION.sub(lambda found: found["start"] + (MASK if is_secret(found["name"]) else found["value"]), text)
     return _MEMBER.sub(
         lambda found: found["start"] + (f'"{MASK}"' if is_secret(found["name"]) else found["value"]), text
     )
@@ -48,8 +80,11 @@ def mask_text(text: str) -> str:
 
 def mask(name: str, value: Any) -> Any:
     """`value` with secrets replaced by `***`: all of it under a secret's name, and what `mask_text` finds elsewhere."""
+    if SECRET.get(re.sub("-", "_", name.lstrip("-"))) is False:
+        return value
     if isinstance(value, dict):
-        return {key: mask(str(key), item) for key, item in value.items()}
+        each = mask_variable if name == "ENV" else mask
+        return {key: each(str(key), item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [mask(name, item) for item in value]
     if is_secret(name) and value not in (None, "", True, False):
@@ -104,11 +139,18 @@ def mask_config(path: Path) -> str:
 
 def _hide(name: str, node: yaml.Node) -> bool:
     """Mask what lies below a node; whether there were secrets."""
+    if SECRET.get(name) is False:
+        return False
     if not isinstance(node.value, str):
         pairs = [(one[0].value, one[1]) if isinstance(one, tuple) else (name, one) for one in node.value]
+        if name == "ENV":
+            return sum(_hide_value(value, mask_variable(str(key), value.value)) for key, value in pairs) > 0
         return sum(_hide(str(key), value) for key, value in pairs) > 0  # all of them
-    before, node.value = node.value, mask(name, node.value)
-    if node.value == before:
+    return _hide_value(node, mask(name, node.value))
+
+
+def _hide_value(node: yaml.Node, masked: Any) -> bool:
+    if node.value == masked:
         return False
-    node.tag = "tag:yaml.org,2002:str"
+    node.value, node.tag = masked, "tag:yaml.org,2002:str"
     return True

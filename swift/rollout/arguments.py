@@ -383,7 +383,7 @@ class EngineArguments:
     vllm_server_timeout: float = flag(120.0, above=0, everyday=False)
     """Time to wait until a server is healthy, in seconds."""
 
-    vllm_server_api_key: str | None = flag(everyday=False, unset="SWIFT_API_KEY of the environment")
+    vllm_server_api_key: str | None = flag(secret=True, everyday=False, unset="SWIFT_API_KEY of the environment")
     """Key of the servers."""
 
     vllm_enable_lora: bool = flag(False, aliases=("vllm_lora_sync",), everyday=False)

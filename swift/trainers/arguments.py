@@ -170,7 +170,9 @@ class TrainerArguments:
     hub_model_id: str | None = flag(everyday=False, group="Run", needs="push_to_hub")
     """Repository of the uploaded model, as owner/name."""
 
-    hub_token: str | None = flag(everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login")
+    hub_token: str | None = flag(
+        secret=True, everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login"
+    )
     """Token of the hub."""
 
     hub_private_repo: bool | None = flag(everyday=False, group="Run", needs="push_to_hub", unset="the owner's default")

@@ -221,7 +221,7 @@ class OpenRun:
 
     def say(self, line: str) -> None:
         """A line for the console and the log."""
-        print(line, flush=True)
+        print(mask_text(line), flush=True)
         self.log.line(line)
 
     def advice(self, mode: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 from command_lines import RLHF, problems, rlhf
 
 from swift.arguments import parse
+from swift.observability.secrets import mask_argv, mask_config
 from swift.plugin import envs
 from swift.rollout.arguments import most_tokens
 
@@ -379,6 +380,33 @@ def test_secrets_are_masked_wherever_they_appear():
     for text in (json.dumps(resolved.to_json()), shown, *lines):
         assert "hunter2" not in text
         assert "***" in text
+
+
+def test_flags_say_themselves_whether_they_are_secret(tmp_path):
+    words = ["--columns", '{"answerKey": "solution"}', "--tuner_type", "vera", "--vera_projection_prng_key", "7"]
+    content = rlhf(*words).to_json()
+    assert (content["columns"], content["vera_projection_prng_key"]) == ({"answerKey": "solution"}, 7)
+    assert mask_argv(words) == words
+    config = tmp_path / "run.yaml"
+    config.write_text("columns: {answerKey: solution}\nvera_projection_prng_key: 7\n")
+    assert mask_config(config) == config.read_text()
+    file = tmp_path / "plugin.py"
+    file.write_text(SECRET_OF_A_PLUGIN)
+    words = ["--external_plugins", str(file), "--reward_funcs", "keyed", "--judge_login", "hunter2"]
+    assert rlhf(*words).to_json()["judge_login"] == mask_argv(words)[-1] == "***"
+
+
+SECRET_OF_A_PLUGIN = '''
+from dataclasses import dataclass
+from swift.flags import flag
+from swift.plugin import orms
+@dataclass
+class Parameters:
+    judge_login: str | None = flag(secret=True)
+    """Login."""
+@orms.register("keyed", parameters=Parameters)
+def keyed(completions, **kwargs): ...
+'''
 
 
 def test_a_mask_is_no_secret(tmp_path):

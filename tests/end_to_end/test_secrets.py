@@ -8,7 +8,7 @@ from cli_runs import error_lines, printed_command, terminate
 pytestmark = pytest.mark.slow
 
 CONFIG = """# OPENAI_API_KEY: hunter2-a
-ENV: {HF_TOKEN: hunter2-b, db_password: hunter2-c}
+ENV: {HF_TOKEN: hunter2-b, db_password: hunter2-c, PGPASSWORD: hunter2-k, MONGO: hunter2-l}
 chat_template_kwargs: {apiKey: hunter2-d, nested: [{access_secret: hunter2-e}]}
 generation_kwargs: {}
 """

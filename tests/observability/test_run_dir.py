@@ -166,6 +166,10 @@ def test_a_failed_write_leaves_the_old_content_and_no_litter(tmp_path):
         (["--url=https://pw@host/?token=pw"], ["--url=https://***@host/?token=***"]),
         (["--kwargs", '{"hf_token": "pw"'], ["--kwargs", '{"hf_token": "***"']),
         (["HF_TOKEN=pw", "a=b"], ["HF_TOKEN=***", "a=b"]),
+        (["--openai_pat", "pw", "--db-pass=pw"], ["--openai_pat", "***", "--db-pass=***"]),
+        (["--nemo_gym_command", "ng_run +a.api_key=pw"], ["--nemo_gym_command", "ng_run +a.api_key=***"]),
+        (["--atropos_env", "env.py --token 'p w' -n 1"], ["--atropos_env", "env.py --token *** -n 1"]),
+        (["--special_tokens", '{"pad_token": "<p>"}'], ["--special_tokens", '{"pad_token": "<p>"}']),
         (["--max_tokens", "5", "--key_frames", "3"], ["--max_tokens", "5", "--key_frames", "3"]),
     ],
 )
@@ -190,6 +194,17 @@ def test_every_secret_like_name_is_masked_in_every_form(tmp_path, name):
         assert "pw-" not in text
         assert "12345" not in text
         assert "***" in text
+
+
+def test_variables_of_a_config_are_masked_unless_they_are_known_to_be_harmless(tmp_path):
+    names = ("PGPASSWORD", "DB_PASS", "GITHUB_PAT", "MONGO", "VLLM_API_KEY")
+    lines = "".join(f"  {name}: hunter2\n" for name in names) + "  NPROC_PER_NODE: 2\n  CUDA_VISIBLE_DEVICES: 0,1\n"
+    (tmp_path / "run.yaml").write_text(f"ENV:\n{lines}model: m\n")
+    masked = mask_config(tmp_path / "run.yaml")
+    assert masked == f"ENV:\n{lines}model: m\n".replace("hunter2", "'***'")
+    variables = dict.fromkeys(names, "hunter2") | {"OMP_NUM_THREADS": 1}
+    (tmp_path / "run.json").write_text(json.dumps({"ENV": variables}))
+    assert json.loads(mask_config(tmp_path / "run.json"))["ENV"] == dict.fromkeys(names, "***") | {"OMP_NUM_THREADS": 1}
 
 
 def test_a_config_without_secrets_is_copied_as_it_is(tmp_path):
