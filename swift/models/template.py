@@ -207,21 +207,22 @@ class Template:
         kwargs: Mapping[str, Any] | None = None,
         jinja: str | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from swift.models.rendering import render
 
         jinja = jinja or str(self.tokenizer.get_chat_template())
+        variables = {
+            "messages": list(messages) if "developer" in jinja else _without_developer(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self.tokenizer.special_tokens_map,
+            **self.kwargs,
+            **(kwargs or {}),
+        }
         try:
-            rendered, spans = render_jinja_template(
-                conversations=[list(messages) if "developer" in jinja else _without_developer(messages)],
-                tools=list(tools) if tools else None,
-                chat_template=jinja,
-                add_generation_prompt=add_generation_prompt,
-                return_assistant_tokens_mask=marks,
-                **{**self.tokenizer.special_tokens_map, **self.kwargs, **(kwargs or {})},
-            )
+            return render(jinja, variables, marks=marks)
         except Exception as error:  # a template is a program of the user's
             raise RefusedChat(f"messages: {self.name} refuses them: {first_line(error)}") from error
-        return rendered[0], [tuple(span) for span in spans[0]] if marks else []
 
     def _span(
         self, messages: Sequence[Message], index: int, text: str, tools: Sequence[dict[str, Any]] | None
