@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -172,10 +173,22 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
             f"--model: {folder}: its architecture needs Python code from its repository; "
             "read that code, then set --trust_remote_code true"
         )
+    for name, value in _numbers(written):
+        if not math.isfinite(value) or (name == "rope_theta" and value <= 0):
+            raise ConfigError(f"--model: {folder}: config.json: {name} {value:g}: the model computes NaN; correct it")
     with unusable(f"--model: {folder}: config.json cannot be used"):
         if args.model_type and model_type != written.get("model_type"):
             return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
         return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of a config and of the configs in it; lists may hold bounds, such as Mamba's, that are infinite."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        elif isinstance(value, int | float):
+            yield name, value
 
 
 def context_length(args: CheckpointArguments) -> int | None:

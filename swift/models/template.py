@@ -287,7 +287,7 @@ def load_template(
     stops: list[int] = []
     file = Path(folder) / "generation_config.json" if folder is not None else None
     if file is not None and file.is_file():
-        stops = _as_list(read_json(file).get("eos_token_id"))
+        stops = _ids(file, read_json(file).get("eos_token_id"))
     return Template(tokenizer, stops, kwargs, name)
 
 
@@ -357,7 +357,9 @@ def _stop_ids(template: Template, given: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(stops))
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, int) else list(value)
+def _ids(file: Path, value: Any) -> list[int]:
+    """The `eos_token_id` of a file: a token id, several, or none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if wrong := [one for one in ids if type(one) is not int or one < 0]:
+        raise ConfigError(f"--model: {file}: eos_token_id {wrong[0]!r}: no token id; write whole numbers from 0")
+    return ids

@@ -64,6 +64,11 @@ def _check_ids(folder: Path, template: Template, config: Any) -> None:
             f"--model: {folder}: its tokenizer has ids up to {max(beyond.values())} ({token!r} is {number}), and its "
             f"embedding {size} rows; is the tokenizer that of another model?"
         )
+    if template.stop_token_ids and (stop := template.stop_token_ids[-1]) >= size:
+        raise ConfigError(
+            f"--model: {folder}: generation_config.json: eos_token_id {stop}: beyond the vocab_size of {size}; "
+            f"write {tokenizer.eos_token_id}"
+        )
     if (config.pad_token_id or 0) >= size:
         raise ConfigError(
             f"--model: {folder}: config.json: pad_token_id {config.pad_token_id}: beyond the vocab_size of {size}; "

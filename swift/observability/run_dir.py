@@ -126,6 +126,9 @@ class RunDirectory:
             return self._resume_run
         if not self._add_version:
             if any(self._output_dir.glob("checkpoint-*")):
+                if (lock := self._output_dir / LOCK).exists():
+                    _acquire(lock)  # a live run is another matter
+                    _release(lock)
                 raise ConfigError(
                     f"--output_dir: {self._output_dir}: holds the checkpoints of another run; continue it with "
                     "--resume_from_checkpoint last, or choose another folder"

@@ -26,12 +26,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from swift.errors import ConfigError, first_line, join_problems, unusable
+from swift.models.source import read_json
 from swift.observability.files import fsync_file, write_json, writing
 from swift.observability.run_dir import list_versions
 from swift.rollout.saved_state import FORMAT, decode, encode
 
 MANIFEST = "manifest.json"
 STATE = "pipeline_state.msgpack"
+TRAINER_STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STAGING, _REPLACED, _DELETED = ".tmp-checkpoint-", ".tmp-replaced-", ".tmp-deleted-"
 _FLAG = "--resume_from_checkpoint"
@@ -291,7 +293,25 @@ def loading(checkpoint: str | Path) -> Iterator[None]:
                 os.environ[_DATA_ONLY] = before
 
 
+class _TrainerState(msgspec.Struct):
+    """What transformers' trainer_state.json must hold."""
+
+    global_step: int
+    max_steps: int = 0
+    epoch: float | None = None
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    log_history: list[dict[str, Any]] = []
+    stateful_callbacks: dict[str, dict[str, Any] | list[Any]] = {}
+
+
 def _require_training_state(checkpoint: Path) -> None:
+    file = checkpoint / TRAINER_STATE
+    with unusable(f"{_FLAG}: {file}: cannot be used", "; choose another checkpoint"):
+        state = msgspec.convert(read_json(file), _TrainerState)
+        if step_of(checkpoint) not in (None, state.global_step):
+            raise ValueError(f"global_step {state.global_step}")
     if not has_training_state(checkpoint):
         raise ConfigError(
             f"{_FLAG}: {checkpoint}: holds the weights only (it was saved with --save_only_model true); "

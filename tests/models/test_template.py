@@ -91,6 +91,14 @@ def test_stop_tokens_come_from_tokenizer_template_and_generation_config(qwen2):
     assert load_template(build_tokenizer(), qwen2).stop_token_ids == (end_of_text, end_of_turn)
 
 
+@pytest.mark.parametrize("value", [-1, ["a"], 1.5, [[1]], "x", True, {}, [1, None], 10**30])
+def test_an_odd_end_token_of_a_model_folder_is_named(qwen2, tmp_path, value):
+    folder = shutil.copytree(qwen2, tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=r"--model: .*generation_config.json: eos_token_id"):
+        load_chat(ModelArguments(model=str(folder)))
+
+
 def test_decode_drops_specials_and_keeps_tags():
     template = template_of(TEMPLATES["chatml"])
     ids = template.tokenizer("<answer>5</answer><|im_end|>").input_ids

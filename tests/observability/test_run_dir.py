@@ -105,7 +105,12 @@ def test_a_second_live_run_is_refused_naming_pid_and_host(tmp_path):
     with pytest.raises(ResourceError, match=f"in use by process {os.getpid()} on ") as caught:
         start(tmp_path, resume_run=run.path)
     assert caught.value.exit_code == 3
+    (run.path / "checkpoint-1").mkdir()
+    with pytest.raises(ResourceError, match="in use by process"):
+        start(run.path, add_version=False)
     run.close()
+    with pytest.raises(ConfigError, match="holds the checkpoints of another run"):
+        start(run.path, add_version=False)
     start(tmp_path, resume_run=run.path)
 
 

@@ -34,6 +34,7 @@ def save(run_dir, step, files=FILES):
     for name, content in files.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
         (staging / name).write_bytes(content)
+    (staging / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     final = run_dir / f"checkpoint-{step}"
     commit_checkpoint(staging, final, step=step)
     return final
@@ -46,7 +47,7 @@ def names(paths):
 def test_a_saved_checkpoint_verifies_and_leaves_no_staging(tmp_path):
     final = save(tmp_path, 5)
     manifest = verify(final)
-    assert manifest.step == 5 and manifest.files.keys() == FILES.keys()
+    assert manifest.step == 5 and manifest.files.keys() == {*FILES, "trainer_state.json"}
     assert names(tmp_path.iterdir()) == ["checkpoint-5"]
     assert json.loads((final / MANIFEST).read_text())["files"]["optimizer.pt"]["size"] == 7
     (final / "notes.txt").write_text("mine")
@@ -84,7 +85,7 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
 def test_saving_a_step_again_replaces_it(tmp_path):
     save(tmp_path, 5)
     save(tmp_path, 5, {"optimizer.pt": b"other"})
-    assert verify(tmp_path / "checkpoint-5").files.keys() == {"optimizer.pt"}
+    assert verify(tmp_path / "checkpoint-5").files.keys() == {"optimizer.pt", "trainer_state.json"}
     assert names(tmp_path.iterdir()) == ["checkpoint-5"]
 
 
@@ -214,6 +215,21 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
     save(tmp_path, 1, {"model.safetensors": b"w"})
     with pytest.raises(ConfigError, match="weights only"):
         resolve_resume("last", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"global_step": 2}', '{"global_step": "4"}', '{"global_step": NaN}', '{"global_step": 1e999}', "[]", "null", "{"]
+    + [f'{{"global_step": 4, {more}}}' for more in ('"log_history": 5', '"stateful_callbacks": []', '"epoch": "x"')],
+)
+def test_a_wrong_trainer_state_is_named(tmp_path, content):
+    staging = staging_folder(tmp_path, 4)
+    save(tmp_path, 4).rename(staging)
+    (staging / "trainer_state.json").write_text(content)
+    (staging / "manifest.json").unlink()
+    commit_checkpoint(staging, tmp_path / "checkpoint-4", step=4)
+    with pytest.raises(ConfigError, match=r"checkpoint-4/trainer_state\.json:"):
+        resolve_resume(str(tmp_path / "checkpoint-4"), tmp_path)
 
 
 def test_settings_are_fixed_free_or_noted(tmp_path):
