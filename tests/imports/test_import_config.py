@@ -103,7 +103,7 @@ def test_the_options_of_axolotls_grpo_page_arrive(imported):
     result, ours = imported({**config, "deepspeed": "deepspeed_configs/zero3_bf16.json"})
     blocked = {key.removeprefix("trl.") for key in lost(result) if key.startswith("trl.")}
     assert blocked == {"num_completions_to_print"}
-    assert ours["scale_rewards"] == "group" and ours["sleep_level"] == 1 and ours["deepspeed"] == "zero3"
+    assert "scale_rewards" not in ours and ours["sleep_level"] == 1 and ours["deepspeed"] == "zero3"
     assert ours["async_generate"] is True and ours["off_policy_sequence_mask_delta"] == 0.5
     assert ours["reward_workers"] == 4 and ours["dataset"] == ["openai/gsm8k:main"]
 
@@ -132,7 +132,7 @@ def test_reward_functions_and_models_keep_their_order(imported):
 SILENT = {
     "report_to", "logging_first_step", "dataset_num_proc", "dataloader_num_workers", "debug", "data_seed",
     "vllm_server_host", "vllm_server_port", "ddp_find_unused_parameters", "dtype", "assistant_only_loss", "run_name",
-    "router_aux_loss_coef", "model_revision", "vllm_importance_sampling_correction",
+    "router_aux_loss_coef", "model_revision", "dataloader_drop_last", "vllm_importance_sampling_correction",
 }  # fmt: skip
 """Settings that change no training, or mean the same under another value."""
 THEIR_NAMES = {
@@ -344,6 +344,19 @@ def test_a_type_of_preferences_is_a_template_and_one_of_ebft_a_transform(importe
     result, ours = imported({"base_model": "m", "rl": method, "datasets": [{"path": "d", "type": kind}]})
     assert not lost(result)
     assert {key: ours.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "without"),
+    [
+        ({"rl": "gdpo", "trl": {"scale_rewards": True, "reward_funcs": ["accuracy"]}}, set()),
+        ({"rl": "ebft", "trl": {"scale_rewards": True, "loss_type": "grpo"}}, {"trl.scale_rewards", "trl.loss_type"}),
+    ],
+)
+def test_what_a_method_does_not_read_does_not_stop_its_run(imported, config, without):
+    given = {"base_model": "m", "learning_rate": 1e-5, "micro_batch_size": 8, "datasets": [{"path": "d"}]}
+    result, _ = imported({**given, **config})
+    assert lost(result) == without and not problems_of(result.command, "ours.yaml")
 
 
 def test_the_block_ebft_becomes_settings_of_its_mode(imported):

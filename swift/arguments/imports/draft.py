@@ -46,6 +46,9 @@ class Draft:
         if canonical is None:
             self.lose(key, self._foreign(name, show(text_of(raw))))
             return
+        if instead := getattr(self.cls, "REPLACED", {}).get(canonical):
+            self.lose(key, f"{show(text_of(raw))}: no option of swift {command_of(self.mode)}; {instead}")
+            return
         if is_secret(canonical):
             self.lose(key, f"a secret; give --{canonical} on the command line")
             return

@@ -57,6 +57,16 @@ def _train_split(draft: Draft, key: str, raw: Any) -> None:
         draft.lose(key, f"{raw}: parts are written behind a dataset: --dataset <id>{part}")
 
 
+def _scale(draft: Draft, key: str, raw: Any) -> None:
+    """`scale_rewards`, which nothing reads where each reward is normalised by itself."""
+    block = draft.config.get("trl")
+    ways = {**draft.config, **(block if isinstance(block, dict) else {})}
+    if ways.get("multi_objective_aggregation", ways.get("rl")) in ("normalize_then_sum", "gdpo"):
+        draft.same(key, "each reward is normalised by itself")
+    else:
+        draft.take(key, "scale_rewards", raw)
+
+
 def needed(draft: Draft, key: str, name: str, raw: Any) -> None:
     """A setting without which the run would be another one."""
     if name not in spellings_of(draft.cls):
@@ -157,6 +167,7 @@ RULES: dict[str, Rule] = {
     "fp16": take_precision("float16"),
     "max_prompt_length": _prompt_limit,
     "top_k": Renamed("top_k", {"0": "-1"}),
+    "scale_rewards": _scale,
     "vllm_max_model_length": Renamed("vllm_max_model_len"),
     "model_init_kwargs": _model_settings,
     "do_train": same("a run trains", "true"),
