@@ -23,7 +23,7 @@ class LoadSpec:
         flags: the settings of the run by canonical name and by alias.
         tokenizer: folder of the policy's tokenizer, for classes that ask for it.
         timeout_s: limit of a call.
-        memory_bytes: limit of the worker's own memory; None means no limit.
+        memory_bytes: limit of the worker's own memory, and of each file that it writes; None means no limit.
     """
 
     functions: list[str]

@@ -213,11 +213,11 @@ def print_to(path: str | None) -> None:
 
 
 def limit_memory(limit_bytes: int | None) -> None:
-    """Bounds this process's memory and makes it the first victim when the machine runs out of it."""
-    if limit_bytes is not None:
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    """Bounds this process's memory and each file it writes, and makes it the first victim if memory runs out."""
+    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE) if limit_bytes is not None else ():
+        hard = resource.getrlimit(kind)[1]
         soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        resource.setrlimit(kind, (soft, hard))
     score = Path("/proc/self/oom_score_adj")
     if score.exists():
         score.write_text("1000")
@@ -234,10 +234,20 @@ def run(jobs: list[Job], log: str | None) -> list[Outcome]:
     faulthandler.dump_traceback_later(_State.timeout_s + _ORPHAN_GRACE_S, exit=True, file=2)
     try:
         if _State.functions[jobs[0].function].signature.is_async:
-            return _State.loop.run_until_complete(_together(jobs))
+            return _run_together(jobs)
         return [_call(job) for job in jobs]
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _run_together(jobs: list[Job]) -> list[Outcome]:
+    try:
+        return _State.loop.run_until_complete(_together(jobs))
+    except RuntimeError as error:  # one of them has stopped the loop
+        _State.loop = asyncio.new_event_loop()
+        if len(jobs) == 1:
+            return [Outcome("exception", detail=describe(error))]
+        return [_run_together([job])[0] for job in jobs]
 
 
 async def _together(jobs: list[Job]) -> list[Outcome]:
@@ -252,7 +262,7 @@ def _call(job: Job) -> Outcome:
         if inspect.isawaitable(result):
             result = asyncio.run(within(result, _State.timeout_s))
         outcome = read(result)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:
+    except BaseException as error:  # whatever it raises
         outcome = _failure(function, error)
     return _measured(outcome, function, began)
 
@@ -262,7 +272,7 @@ async def _await(job: Job) -> Outcome:
     began = time.monotonic()
     try:
         outcome = read(await within(call(), _State.timeout_s))
-    except (Exception, asyncio.CancelledError) as error:
+    except BaseException as error:  # whatever it raises
         outcome = _failure(function, error)
     return _measured(outcome, function, began)
 

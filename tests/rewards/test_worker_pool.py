@@ -24,7 +24,7 @@ from swift.rewards.payload import call_seed
 IMPORTS = [str(Path(swift.__file__).parents[1]), str(Path(__file__).parent)]
 
 NASTY = """
-import ctypes, os, subprocess, sys, time
+import ctypes, os, subprocess, sys, tempfile, time
 
 def nasty(completions, **kwargs):
     for text in completions:
@@ -43,6 +43,11 @@ def nasty(completions, **kwargs):
             sys.exit(4)
         if text == "segfault":
             ctypes.string_at(0)
+        if text == "own":
+            raise type("Own", (BaseException,), {})("of mine")
+        if text == "file":
+            with tempfile.TemporaryFile() as file:
+                file.truncate(1 << 50)
         if text == "raise":
             raise ValueError("bad sample")
         if text == "memory":
@@ -90,10 +95,10 @@ def workers():
 
 def test_bad_samples_exclude_themselves_and_nothing_else(pipeline, group, progress):
     rewards = pipeline(["nasty"], NASTY, reward_timeout=30.0)  # before it exits, a worker looks for its family
-    texts = ["a", "exit", "sysexit", "segfault", "raise", "closes", "dddd"]
+    texts = ["a", "exit", "sysexit", "segfault", "raise", "closes", "own", "file", "dddd"]
     (scores,) = rewards.score([group(texts)], progress)
-    assert scores.values == [[1.0], *[[None]] * 5, [4.0]]
-    kinds = ["crash", "exception", "crash", "exception", "crash"]
+    assert scores.values == [[1.0], *[[None]] * 7, [4.0]]
+    kinds = ["crash", "exception", "crash", "exception", "crash", "exception", "exception"]
     assert scores.excluded == [None, *(f"{kind}: nasty" for kind in kinds), None]
 
 
@@ -245,6 +250,36 @@ orms["judge"] = judge
     assert scores[0].excluded == [None, "timeout: judge"]
     assert scores[1].excluded == [None]
     assert rewards._pool.replaced == 0
+
+
+RUDE = """
+import asyncio
+async def rude(completions, **kwargs):
+    for text in completions:
+        if text == "exit":
+            raise SystemExit(0)
+        if text == "interrupt":
+            raise KeyboardInterrupt
+        if text == "own":
+            raise type("Own", (BaseException,), {})()
+        if text == "stop":
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(1)
+        if text == "close":
+            asyncio.get_running_loop().close()
+        if text == "nested":
+            asyncio.run(asyncio.sleep(0))
+    return [float(len(text)) for text in completions]
+orms["rude"] = rude
+"""
+
+
+def test_an_awaited_function_that_ends_its_loop_or_raises_anything_costs_only_its_samples(pipeline, group, progress):
+    rewards = pipeline(["rude"], RUDE)
+    texts = ["exit", "interrupt", "own", "stop", "close", "nested"]
+    (scores,) = rewards.score([group(["a", *texts, "bb"])], progress)
+    assert scores.excluded == [None, *["exception: rude"] * len(texts), None]
+    assert [scores.values[0], scores.values[-1]] == [[1.0], [2.0]]
 
 
 def test_an_awaited_function_that_blocks_costs_only_its_own_samples(pipeline, group, progress):

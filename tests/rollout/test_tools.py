@@ -154,6 +154,73 @@ def test_what_goes_wrong_with_a_call_is_its_result(qwen, call, result):
     assert done.episode.num_turns == 2
 
 
+class Own(BaseException):
+    """Of a plugin."""
+
+
+def endless():
+    cycle = []
+    cycle.append(cycle)
+    return cycle
+
+
+def raised(error):
+    raise error
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    ("make", "result"),
+    [
+        (lambda: b"caf\xc3\xa9 \xff", "caf\u00e9 \ufffd"),
+        (lambda: "a\ud800b", "a?b"),
+        (lambda: "\x1b[31m\0", "\x1b[31m\0"),
+        (lambda: object, "\"<class 'object'>\""),
+        (lambda: None, "null"),
+        (endless, "error: ValueError: Circular reference detected"),
+        (lambda: raised(KeyboardInterrupt()), "error: KeyboardInterrupt: KeyboardInterrupt"),
+        (lambda: raised(Own("mine")), "error: Own: mine"),
+        (lambda: "\ue000the answer of the policy\ue000", "\ue000the answer of the policy\ue000"),
+    ],
+)
+def test_whatever_a_tool_returns_or_raises_is_a_text_of_bounded_length(qwen, make, result, is_async):
+    async def given_async():
+        """Give."""
+        return make()
+
+    def given():
+        """Give."""
+        return make()
+
+    tools["given"] = given_async if is_async else given
+    try:
+        done = play(open_toolbox(["given"], None, qwen, 5.0), hermes("given"), "Done.")
+    finally:
+        del tools["given"]
+    assert results_of(done) == [result]
+    text = qwen.decode([token for token, own in zip(done.token_ids, done.mask, strict=True) if not own])
+    assert result.replace("\0", "")[:1000] in text.replace("\0", "")
+    assert done.text == "Done."
+
+
+CUT = "x" * 100 + "\n[cut: 100 of 100000000 characters]"
+
+
+@pytest.mark.parametrize(("count", "text"), [(100, "x" * 100), (10**8, CUT)], ids=["short", "long"])
+def test_a_long_result_is_cut_with_a_note(qwen, count, text):
+    def long():
+        """Give."""
+        return "x" * count
+
+    tools["long"] = long
+    try:
+        toolbox = open_toolbox(["long"], None, qwen, 5.0)
+    finally:
+        del tools["long"]
+    message, failed = asyncio.run(toolbox._result({"name": "long", "arguments": {}}, {"long"}, 100))
+    assert (message["content"], failed) == (text, False)
+
+
 def test_an_answer_that_is_the_last_allowed_calls_nothing(qwen):
     done = play(open_toolbox(["all"], None, qwen, 5), hermes("add", a=1), hermes("add", a=1), max_turns=2)
     assert results_of(done) == ["2"]

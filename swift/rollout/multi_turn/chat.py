@@ -7,12 +7,13 @@ tokenised. History is never encoded again.
 from __future__ import annotations
 
 import functools
+import secrets
 from collections.abc import Sequence
 
 from swift.models.template import Message, Template
 
-_ANSWER = "\ue000the answer of the policy\ue000"
-"""Stands for the last answer in a rendering: private characters that no template changes."""
+_ANSWER = f"\ue000the answer of the policy {secrets.token_hex(8)}\ue000"
+"""Stands for the last answer in a rendering: private characters that no template changes, and no other text has."""
 
 
 class HistoryRewritten(ValueError):

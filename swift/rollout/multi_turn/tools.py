@@ -71,7 +71,8 @@ class Toolbox:
             calls = self._calls(self.template.decode(trajectory.last_ids, skip_special_tokens=False), schemas)
             if not calls or trajectory.out_of_turns():
                 return
-            results = await asyncio.gather(*(self._result(call, known) for call in calls))
+            most = trajectory.limits.max_model_len
+            results = await asyncio.gather(*(self._result(call, known, most) for call in calls))
             metrics[CALLS] += len(results)
             metrics[FAILED] += sum(failed for _, failed in results)
             trajectory.say(*(message for message, _ in results))
@@ -83,21 +84,24 @@ class Toolbox:
         except ValueError as error:
             return [error]
 
-    async def _result(self, call: Mapping[str, Any] | ValueError, known: set[str]) -> tuple[Message, bool]:
-        """The message that answers a call, and whether it failed."""
+    async def _result(self, call: Mapping[str, Any] | ValueError, known: set[str], most: int) -> tuple[Message, bool]:
+        """The message of at most so many characters that answers a call, and whether it failed."""
         if isinstance(call, ValueError):
             return {"role": "tool", "content": f"error: the tool call cannot be read: {first_line(call)}"}, True
         name = call.get("name")
         try:
             if name not in known:
                 raise LookupError(f"there is no tool {name}; {suggest(str(name), sorted(known))}")
-            result, failed = await self._called(self.functions[str(name)], call.get("arguments")), False
+            text, failed = _text(await self._called(self.functions[str(name)], call.get("arguments"))), False
+        except asyncio.CancelledError:
+            raise
         except TimeoutError:
-            result, failed = f"error: it took over {self.limit_s:g} s", True
-        except (Exception, SystemExit) as error:  # the policy learns from it
-            result, failed = f"error: {type(error).__name__}: {first_line(error)}", True
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        return {"role": "tool", "name": str(name), "content": text}, failed
+            text, failed = f"error: it took over {self.limit_s:g} s", True
+        except BaseException as error:  # whatever it raises, the policy learns from it
+            text, failed = f"error: {type(error).__name__}: {first_line(error)}", True
+        if len(text) > most:
+            text = f"{text[:most]}\n[cut: {most} of {len(text)} characters]"
+        return {"role": "tool", "name": str(name), "content": text.encode("utf-8", "replace").decode()}, failed
 
     async def _called(self, function: Callable[..., Any], arguments: Any) -> Any:
         """What a function returns; one that is not async runs on a thread.
@@ -109,8 +113,15 @@ class Toolbox:
             raise TypeError(f"arguments are {type(arguments).__name__}, not an object")
         inspect.signature(function).bind(**arguments)
         is_async = inspect.iscoroutinefunction(function)
-        work = function(**arguments) if is_async else asyncio.to_thread(function, **arguments)
-        return await asyncio.wait_for(work, self.limit_s)
+        async with asyncio.timeout(self.limit_s):
+            return await (function(**arguments) if is_async else asyncio.to_thread(function, **arguments))
+
+
+def _text(result: Any) -> str:
+    """What the policy reads of a result: text as it is, bytes as UTF-8, anything else as JSON."""
+    if isinstance(result, bytes | bytearray):
+        return result.decode("utf-8", "replace")
+    return str(result) if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
 
 
 def open_toolbox(names: Sequence[str], parser: str | None, template: Template, limit_s: float) -> Toolbox:
