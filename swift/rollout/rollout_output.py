@@ -29,6 +29,8 @@ RESERVED = frozenset(
 """Names that reward functions get from swift; a column may not have one."""
 RESULTS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "finish_reasons", "env_mask")
 """Entries of what a function returns that are no columns."""
+SEQUENCES = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "env_mask")
+"""Those of which each completion has a list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,13 @@ class OutputReader:
         made = []
         for place, request in enumerate(requests):
             entry = {name: values[place] for name, values in lists.items()}
+            for name in (one for one in SEQUENCES if entry[one] is not None and not _is_row(entry[one])):
+                raise self._wrong(f"{name}[{place}] is {type(entry[name]).__name__}; return a list or an array")
             ids = self._ids(entry["completion_ids"], place, self.rollout.max_model_len - len(request.prompt_ids))
             mask = self._mask(entry["env_mask"], ids, place, self.room(request))
             logprobs = self._logprobs(entry["logprobs"], entry["logprob_token_ids"], ids, mask, place)
             prompt = entry["prompt_ids"]
-            if prompt is not None and [int(token) for token in prompt] != list(request.prompt_ids):
+            if prompt is not None and _integers(prompt) != list(request.prompt_ids):
                 raise self._wrong(
                     f"prompt_ids[{place}] are not the ids of its prompt, and training uses those; take "
                     "rollout.prompt_ids, or change the prompt with --system, --template or --chat_template_kwargs"
@@ -111,7 +115,7 @@ class OutputReader:
     def _ids(self, given: Any, place: int, room: int) -> list[int]:
         try:
             ids = [_integer(token) for token in given]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise self._wrong(f"completion_ids[{place}] is no list of token ids ({error})") from error
         wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
@@ -124,7 +128,7 @@ class OutputReader:
 
     def _mask(self, given: Any, ids: Sequence[int], place: int, room: int) -> list[int]:
         """1 for each token that the policy sampled, 0 for those of the environment."""
-        mask = [1] * len(ids) if given is None else [int(one) for one in given]
+        mask = [1] * len(ids) if given is None else _integers(given)
         if len(mask) != len(ids) or not {1} <= set(mask) <= {0, 1}:
             raise self._wrong(
                 f"env_mask[{place}] has to be 1 or 0 for each of {len(ids)} tokens, and 1 for what the policy sampled"
@@ -144,11 +148,12 @@ class OutputReader:
                 continue
             where = f"logprobs[{place}][{position}]"
             if isinstance(entry, list | tuple):  # of several candidates, as TRL returns them
-                names = list(token_ids[position]) if token_ids is not None else [token] * (len(entry) == 1)
-                if token not in names:
+                named = token_ids is not None and position < len(token_ids) and _is_row(token_ids[position])
+                names = list(token_ids[position]) if named else [token] * (len(entry) == 1)
+                if token not in names[: len(entry)]:
                     raise self._wrong(f"{where} has no entry for the sampled token; give its log-prob alone")
                 entry = entry[names.index(token)]
-            value = float(entry) if hasattr(entry, "__float__") else math.nan
+            value = float(entry) if hasattr(entry, "__float__") and entry == entry and abs(entry) < 1e30 else math.nan
             if not (math.isfinite(value) and value <= 1e-4):
                 raise self._wrong(f"{where} is {entry}; a log-prob is a finite number, at most 0")
             values.append(min(value, 0.0))
@@ -164,6 +169,23 @@ class OutputReader:
 
     def _wrong(self, problem: str) -> EngineError:
         return EngineError(f"{FLAG}: {self.name}: {problem}")
+
+
+def _is_row(values: Any) -> bool:
+    """Whether values stand one after the other: a list, tuple, array or tensor of one dimension or more."""
+    return (
+        hasattr(values, "__getitem__")
+        and getattr(values, "shape", None) != ()
+        and not isinstance(values, str | bytes | Mapping)
+    )
+
+
+def _integers(values: Any) -> list[int]:
+    """Values as whole numbers; none if one of them is something else."""
+    try:
+        return [int(one) if int(one) == one else -1 for one in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return []
 
 
 def _integer(value: Any) -> int:

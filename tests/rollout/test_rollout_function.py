@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import replace
 
 import oracle
 import pytest
+import torch
 from function_parts import TOKENIZER, passing, wrap
 from scripted_engine import VOCABULARY, ScriptedEngine
 
@@ -147,6 +149,22 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
         ({"completion_ids": [[5, VOCABULARY]] * 4}, f"completion_ids[0] has {VOCABULARY}, no token of the model"),
         ({"completion_ids": [[5, -1]] * 4}, "completion_ids[0] has -1, no token of the model"),
         ({"completion_ids": [["5", 6]] * 4}, "completion_ids[0] is no list of token ids ('5')"),
+        ({"completion_ids": [{5, 6}] * 4}, "completion_ids[0] is set; return a list or an array"),
+        ({"completion_ids": [itertools.count()] * 4}, "completion_ids[0] is count; return a list or an array"),
+        ({"completion_ids": [torch.ones(2, 2)] * 4}, "completion_ids[0] is no list of token ids"),
+        ({"logprobs": [-1.0] * 4}, "logprobs[0] is float; return a list or an array"),
+        ({"logprobs": [{-1.0, -2.0}] * 4}, "logprobs[0] is set; return a list or an array"),
+        ({"logprobs": [[-1.0, -(10**400)]] * 4}, "a log-prob is a finite number, at most 0"),
+        ({"logprobs": [["-1", -1.0]] * 4}, "logprobs[0][0] is -1; a log-prob is a finite number"),
+        (
+            {"logprobs": [[[-1.0]] * 2] * 4, "logprob_token_ids": [[[7, 5]] * 2] * 4},
+            "has no entry for the sampled token",
+        ),
+        ({"logprobs": [[[-1.0, -2.0]] * 2] * 4, "logprob_token_ids": [[7]] * 4}, "has no entry for the sampled token"),
+        ({"env_mask": [["a", 1]] * 4}, "env_mask[0] has to be 1 or 0 for each of 2 tokens"),
+        ({"env_mask": [1] * 4}, "env_mask[0] is int; return a list or an array"),
+        ({"prompt_ids": ["345"] * 4}, "prompt_ids[0] is str; return a list or an array"),
+        ({"prompt_ids": [[None]] * 4}, "prompt_ids[0] are not the ids of its prompt"),
         ({"completion_ids": [[5] * 9] * 4}, "completion_ids[0] has 9 tokens; valid: 1 to 8"),
         ({"completion_ids": [[]] * 4}, "completion_ids[0] has 0 tokens; valid: 1 to "),
         ({"logprobs": [[-1.0]] * 4}, "logprobs[0] has 1 for 2 tokens; return one per token"),
