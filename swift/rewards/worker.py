@@ -214,10 +214,11 @@ def print_to(path: str | None) -> None:
 
 def limit_memory(limit_bytes: int | None) -> None:
     """Bounds this process's memory and each file it writes, and makes it the first victim if memory runs out."""
-    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE) if limit_bytes is not None else ():
-        hard = resource.getrlimit(kind)[1]
-        soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-        resource.setrlimit(kind, (soft, hard))
+    if limit_bytes is not None:
+        for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
+            hard = resource.getrlimit(kind)[1]
+            soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+            resource.setrlimit(kind, (soft, hard))
     score = Path("/proc/self/oom_score_adj")
     if score.exists():
         score.write_text("1000")

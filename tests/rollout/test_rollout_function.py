@@ -161,6 +161,8 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
             "has no entry for the sampled token",
         ),
         ({"logprobs": [[[-1.0, -2.0]] * 2] * 4, "logprob_token_ids": [[7]] * 4}, "has no entry for the sampled token"),
+        ({"env_mask": [[0.5, 1]] * 4}, "env_mask[0] has to be 1 or 0 for each of 2 tokens"),
+        ({"env_mask": [["1", 1]] * 4}, "env_mask[0] has to be 1 or 0 for each of 2 tokens"),
         ({"env_mask": [["a", 1]] * 4}, "env_mask[0] has to be 1 or 0 for each of 2 tokens"),
         ({"env_mask": [1] * 4}, "env_mask[0] is int; return a list or an array"),
         ({"prompt_ids": ["345"] * 4}, "prompt_ids[0] is str; return a list or an array"),
