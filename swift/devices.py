@@ -35,15 +35,13 @@ def launch_variables(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def count_accelerators() -> tuple[int, str]:
-    """Visible accelerators and their kind (`cuda`, `xpu`, ...); (0, "cpu") on a machine without one."""
+    """Visible accelerators of the kind `cuda`, which ROCm has too, and the kind; else (0, "cpu")."""
     if "torch" not in sys.modules and torch_is_for_cpu_only():
         return 0, "cpu"
     import torch
 
-    if not torch.accelerator.is_available():
-        return 0, "cpu"
-    kind = torch.accelerator.current_accelerator()
-    return torch.accelerator.device_count(), "cuda" if kind is None else kind.type
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return (torch.accelerator.device_count(), "cuda") if kind is not None and kind.type == "cuda" else (0, "cpu")
 
 
 def own_device() -> torch.device:

@@ -16,17 +16,20 @@ class accelerator:
 """
 
 
-def counted(folder, version, *, loaded=False, entry_points=None):
+COUNT = "from swift.devices import count_accelerators as count\nprint(count(), 'torch' in sys.modules)"
+DERIVE = "from swift.arguments.derived import Machine\nprint(Machine.look({}).has_accelerator)"
+
+
+def counted(folder, version, *, loaded=False, entry_points=None, kind="cuda", code=COUNT):
     """What a process counts with a torch of this version file, and whether it has loaded it."""
     (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text(TORCH)
+    (folder / "torch" / "__init__.py").write_text(TORCH.replace("cuda", kind))
     if version is not None:
         (folder / "torch" / "version.py").write_text(version)
     if entry_points is not None:
         (folder / "other-1.0.dist-info").mkdir()
         (folder / "other-1.0.dist-info" / "METADATA").write_text("Name: other\nVersion: 1.0\n")
         (folder / "other-1.0.dist-info" / "entry_points.txt").write_text(entry_points)
-    code = "from swift.devices import count_accelerators as count\nprint(count(), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", ("import sys, torch\n" if loaded else "import sys\n") + code],
         capture_output=True, text=True, check=True, cwd=folder,
@@ -54,3 +57,15 @@ def test_a_backend_of_another_package_is_asked(tmp_path):
 
 def test_a_torch_that_is_loaded_answers_itself(tmp_path):
     assert counted(tmp_path, CPU, loaded=True) == "(3, 'cuda') True"
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_devices_that_are_not_used_are_not_counted(kind, tmp_path):
+    assert counted(tmp_path, "xpu = '1'\n", kind=kind) == "(0, 'cpu') True"
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("hip = '6.4'\n", "True"), ("cuda = '12.8'\n", "True"), (CPU, "False")]
+)
+def test_defaults_follow_what_torch_sees_whatever_is_in_dev(version, expected, tmp_path):
+    assert counted(tmp_path, version, code=DERIVE) == expected

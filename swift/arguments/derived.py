@@ -16,9 +16,9 @@ from swift.arguments.bridges import lay_bridge
 from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
-from swift.devices import allowed_cores, is_worker, launch_variables, torch_is_for_cpu_only
+from swift.devices import allowed_cores, count_accelerators, is_worker, launch_variables
 from swift.flags import registered, typed
-from swift.rollout.arguments import ENVIRONMENT_REWARDS
+from swift.rollout.arguments import ENVIRONMENT_REWARDS, request_limit_s
 from swift.rollout.placement import has_own_engine
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class Machine:
 
     @classmethod
     def look(cls, environ: Mapping[str, str]) -> Machine:
-        """The machine this process runs on, without importing torch."""
+        """The machine this process runs on; imports torch where its build may see an accelerator."""
         sizes = ("WORLD_SIZE",) if is_worker(environ) else ("NPROC_PER_NODE", "NNODES")
         given = launch_variables(environ)
         counts = [int(given[name]) for name in sizes if given.get(name, "").isdigit()]
-        return cls(_has_accelerator(environ), len(allowed_cores()), max(1, math.prod(counts)))
+        return cls(count_accelerators()[0] > 0, len(allowed_cores()), max(1, math.prod(counts)))
 
 
 USUAL_BATCH = 16
@@ -175,6 +175,12 @@ RULES: tuple[Rule, ...] = (
     ),
     _same_as("soft_max_length", "max_completion_length"),
     _same_as("cosine_max_len", "max_completion_length"),
+    Rule(
+        "rollout_timeout",
+        lambda args: "600, or 0.2 per token of max_completion_length if that is more",
+        lambda args, machine: request_limit_s(args.max_completion_length),
+        _has("max_completion_length"),
+    ),
     _rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
     Rule(
         "vllm_max_lora_rank",
@@ -376,11 +382,3 @@ def rule_texts(name: str, *, exporting: bool = False) -> list[str]:
     if name == "torch_dtype":
         return [text for text in texts if text.endswith("merging") == exporting]
     return [] if exporting else texts
-
-
-def _has_accelerator(environ: Mapping[str, str]) -> bool:
-    """Whether torch will see a CUDA device: one that is visible, and a torch that is not built for CPUs only."""
-    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
-        return False
-    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]
-    return bool(devices) and not torch_is_for_cpu_only()

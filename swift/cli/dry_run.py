@@ -35,8 +35,8 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
-    start = find_start(args, resolved.to_json())
     world_size = launcher.world_size(os.environ)
+    start = find_start(args, resolved.to_json(), world_size)
     parts = prepare(args, Collectives(), start, placed, world_size=world_size)
     check_targets(args)
     prompts = parts.first_prompts
@@ -59,7 +59,11 @@ def rehearse_trl(resolved: Resolved) -> int:
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
-    where = [placement.describe(placed), *placed.notes, *find_start(args, resolved.to_json()).notes]
+    where = [
+        placement.describe(placed),
+        *placed.notes,
+        *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
+    ]
     method = method_of(resolved.mode)
     check_targets(args, method.reward_head, fuses_head=method.fuses_head)
     train, _, lines = method.encode(args, load_chat(args, plain=method.plain))

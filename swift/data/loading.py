@@ -19,7 +19,7 @@ from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
-from swift.data.messages import Message, chat_in, is_chat
+from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.placeholders import filled
 from swift.data.procedural import read_procedural
@@ -182,6 +182,7 @@ def understood(record: Record, plan: ColumnPlan, system: str | None, args: DataA
     values = filled(record.values, record.origin, args)
     try:
         messages, columns = plan.read(values, system)
+        check_media(plan.renamed(values), messages)
     except RowError as error:
         return BadRow(record.origin, str(error))
     return Example(messages, columns, record.origin, plan.holds_chat(values))
@@ -225,6 +226,8 @@ def plan_datasets(
         spec, table = pair
         first = next((record.values for record in table.records if isinstance(record, RawRow)), {})
         chats = [name for name, value in first.items() if is_chat(chat_in(value))]
+        if media := [name for name, value in first.items() if value and renames.get(name, name) in MEDIA]:
+            raise spec.wrong(f"column {media[0]}: {TEXTS_ONLY}, or rename it with --columns")
         return PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats)
 
     pairs = list(zip(specs, tables, strict=True))

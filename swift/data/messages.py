@@ -1,4 +1,5 @@
-"""What a chat is: a list of `{"role", "content"}`, a system turn only in front, texts only.
+"""What a chat is: a list of `{"role", "content"}`, a system turn only in front, texts only: images, video and audio
+are refused, as parts and as columns beside the chat.
 
 Turns of a developer are instructions, too; where a chat template knows none they become the system's.
 
@@ -10,6 +11,7 @@ of an assistant turn says whether it is learnt from, and so does OpenAI's `weigh
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from swift.data.records import RowError
@@ -31,6 +33,11 @@ ALIASES = {
     "tool_response": "tool",
 }
 """Roles of other formats."""
+
+MEDIA = {name: tag for tag in ("image", "video", "audio") for name in (tag, f"{tag}s")}
+"""Columns of files that belong to a row's texts, and the tag `<image>` that stands for one there."""
+
+TEXTS_ONLY = "images, video and audio are not supported; use texts only"
 
 _KEYS = {"role", "from"}
 
@@ -142,6 +149,16 @@ def with_system(messages: list[Message], row_system: str | None, flag_system: st
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
+def check_media(row: Mapping[str, Any], messages: list[Message]) -> None:
+    """Raises RowError: files beside the texts, or a tag for one where the row has a column for them."""
+    texts = [str(turn["content"]) for turn in messages]
+    for column, tag in MEDIA.items():
+        if row.get(column):
+            raise RowError(f"column {column}: {TEXTS_ONLY}, or rename it with --columns")
+        if column in row and any(f"<{tag}>" in text for text in texts):
+            raise RowError(f"<{tag}> beside the column {column}: {TEXTS_ONLY}")
+
+
 def encodable(text: str) -> bool:
     """Whether a tokenizer can read the text: JSON escapes can smuggle in half of a surrogate pair."""
     try:
@@ -170,7 +187,7 @@ def _turn(turn: Any, number: int, column: str) -> Message:
     if role == "tool_call" and isinstance(content, dict):
         content = json.dumps(content)
     if not isinstance(content, str):
-        raise RowError(f"{where}: content must be text, not {_kind(content)}")
+        raise RowError(f"{where}: {_no_text(content)}")
     if not encodable(content):
         raise RowError(f"{where}: content is not valid Unicode text")
     if "tool_calls" in extra:
@@ -230,6 +247,13 @@ def _loss(value: Any, key: str, role: str, where: str) -> bool:
     if value and role not in ("assistant", "tool_call"):
         raise RowError(f"{where}: {key} is {str(value).lower()} in a {role} turn; only assistant turns are learnt from")
     return bool(value)
+
+
+def _no_text(content: Any) -> str:
+    """What is wrong with a content that is no text."""
+    parts = content if isinstance(content, list) else []
+    kinds = [str(part["type"]) for part in parts if isinstance(part, dict) and part.get("type", "text") != "text"]
+    return f"a part of type {kinds[0]}: {TEXTS_ONLY}" if kinds else f"content must be text, not {_kind(content)}"
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from swift.data.columns import CHATS, text_of
-from swift.data.messages import Message, read_messages
+from swift.data.messages import Message, check_media, read_messages
 from swift.data.records import BadRow, RawRow, Record, RowError
 
 Row = dict[str, Any]
@@ -143,6 +143,7 @@ def transformed(records: Iterable[Record], name: str, renames: Mapping[str, str]
             if value is not None or renames.get(column, column) not in values:
                 values[renames.get(column, column)] = value
         try:
+            check_media(values, [])
             made = TRANSFORMS[name](values)
         except RowError as error:
             yield BadRow(record.origin, str(error))

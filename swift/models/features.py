@@ -9,6 +9,7 @@ N tokens of a stream, S spans, F = number of layers x hidden size.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.attention.spans import Span
 from swift.models.forward import TokenSequence, arrange
 from swift.models.reference import ReferenceModel, load_reference
+
+logger = logging.getLogger(__name__)
 
 FeatureNorm = Literal["concat", "per_layer"]
 EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
@@ -31,14 +33,11 @@ def feature_layers(fractions: Sequence[float], num_layers: int) -> list[int]:
 
     Example: .25, .5 and .75 of 30 layers are 7, 15 and 22.
 
-    Raises:
-        ValueError: two depths are the same layer.
+    Depths of the same layer count once: .25, .5 and .75 of 3 layers are 1 and 2.
     """
     # .58 of 50 is 29, though the product of these floats is below it
     layers = [max(1, min(num_layers, int(round(fraction * num_layers, 9)))) for fraction in fractions]
-    if len(set(layers)) < len(layers):
-        raise ValueError(f"of {num_layers} layers these are {' '.join(map(str, layers))}")
-    return layers
+    return list(dict.fromkeys(layers))
 
 
 def token_features(hidden_states: Sequence[Tensor], layers: Sequence[int], norm: FeatureNorm = "concat") -> Tensor:
@@ -83,9 +82,6 @@ class FeatureNetwork:
         model: gives the module, without gradient and in evaluation mode; prepared before the first pass.
         fractions: depths of the layers, see `feature_layers`.
         norm: of a token. method: of pooling.
-
-    Raises:
-        ValueError: see `feature_layers`.
     """
 
     def __init__(
@@ -127,19 +123,17 @@ def load_features(args: Any, policy: nn.Module, reference: ReferenceModel | None
         args: with those settings.
         policy: what `load_policy` returned, not wrapped.
         reference: the KL reference, which is used if it is the same model.
-
-    Raises:
-        ConfigError: the depths of `--ebft_feature_layers` are not different layers.
     """
     own = copy.copy(args)
     own.ref_model = None
     same = reference is not None and args.ref_model in (None, args.model) and not args.sync_ref_model
     model = reference if same else load_reference(own, policy)
     assert model is not None
-    try:
-        return FeatureNetwork(
-            model, fractions=args.ebft_feature_layers, norm=args.ebft_feature_norm, method=args.ebft_embed_method
+    depths = args.ebft_feature_layers
+    network = FeatureNetwork(model, fractions=depths, norm=args.ebft_feature_norm, method=args.ebft_embed_method)
+    if len(network.layers) < len(depths):
+        given, found = (" ".join(f"{one:g}" for one in some) for some in (depths, network.layers))
+        logger.warning(
+            "--ebft_feature_layers: %s: are the layers %s of this model, each of which counts once", given, found
         )
-    except ValueError as error:
-        depths = " ".join(f"{one:g}" for one in args.ebft_feature_layers)
-        raise ConfigError(f"--ebft_feature_layers: {depths}: {error}; give depths that are different layers") from error
+    return network

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.quantisation import is_quantised, quantisation_config, settle
-from swift.models.source import locate, read_json
-from swift.models.tuners import add_adapter, check_head, freeze, merge_in
+from swift.models.source import ModelSource, find_other, locate, read_json
+from swift.models.tuners import adapter_config, add_adapter, check_head, check_ranks, freeze, merge_in, with_adapter
 from swift.startup import hush_libraries
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from swift.models.arguments import CheckpointArguments, TunerArguments
 
+logger = logging.getLogger(__name__)
 
 Head = Literal["answer", "step"]
 HEADS: dict[Head | None, tuple[str, str, int]] = {
@@ -62,6 +65,7 @@ def load_policy(
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
+    refuse_part(source, args, reward_head)
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
     if is_quantised(model):  # by --quant_method, or in its files
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
@@ -81,6 +85,12 @@ def load_for_inference(args: CheckpointArguments, *, device: torch.device | str 
     On quantised weights (`--quant_method`, or files that are quantised) a single adapter stays on top of them.
     """
     source = locate(args)
+    if source.adapters:
+        refuse_part(source, args)
+    elif is_part(load_config(source.base, args)):
+        logger.warning(
+            "--model: %s: only its text part is loaded; images, video and audio are not supported", source.base
+        )
     model = load_base(source.base, args, device=device)
     for folder in source.adapters:
         model = merge_in(model, folder)
@@ -191,6 +201,27 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
+def is_part(config: Any, reward_head: Head | None = None) -> bool:
+    """Whether the class that is loaded holds the text part of a multimodal checkpoint only."""
+    import transformers
+
+    kind = getattr(transformers, HEADS[reward_head][0])._model_mapping.get(type(config), None)
+    return kind is not None and type(config) is not kind.config_class
+
+
+def refuse_part(source: ModelSource, args: CheckpointArguments, reward_head: Head | None = None) -> None:
+    """Refuses a multimodal checkpoint of which training would save a part, or whose adapters have other names.
+
+    Raises:
+        ConfigError: see there.
+    """
+    if is_part(load_config(source.base, args), reward_head):
+        raise ConfigError(
+            f"--model: {source.base}: a multimodal checkpoint, whose vision or audio tower would be lost; save "
+            "its text part with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers; use it"
+        )
+
+
 def context_length(args: CheckpointArguments) -> int | None:
     """The longest sequence of the model in tokens, from its config; None when it names no limit."""
     config = load_config(locate(args).base, args).get_text_config()
@@ -243,7 +274,7 @@ def clear_module_dropout(model: nn.Module) -> None:
 
 
 def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuses_head: bool = False) -> None:
-    """Refuses names of modules and parameters that the model does not have, without loading its weights.
+    """Refuses a model that cannot be trained, and names that it does not have, without loading its weights.
 
     Args:
         args: model and tuner settings.
@@ -251,28 +282,53 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
         fuses_head: whether to refuse an adapter on the output layer; see `check_head`.
 
     Raises:
-        ConfigError: no module, or no parameter, has one of the names.
+        ConfigError: no module, or no parameter, has one of the names; see `refuse_part`.
     """
     import torch
     import transformers
 
     source = locate(args)
-    if source.adapters:
+    refuse_part(source, args, reward_head)
+    config = load_config(source.base, args)
+    _check_quantised(config, source.base, args)
+    for setting in ("ref_model", "teacher_model"):
+        name = getattr(args, setting, None)
+        if name and name != args.model and getattr(args, "beta", None) != 0:
+            find_other(name, flag=f"--{setting}", use_hf=args.use_hf)
+    if type(config) not in transformers.CONFIG_MAPPING.values():  # code of a repository may need real tensors
         return
-    named = args.target_regex or args.modules_to_save or args.rank_pattern or args.alpha_pattern
-    if args.tuner_type != "full" and not named and list(args.target_modules) in ([], ["all-linear"]):
-        return
-    with torch.device("meta"), quiet_loading():
-        model = getattr(transformers, HEADS[reward_head][0]).from_config(
-            load_config(source.base, args), trust_remote_code=args.trust_remote_code
-        )
+    cls = getattr(transformers, HEADS[reward_head][0])
+    with quiet_loading(), unusable(f"--model: {source.base}: no such model can be made"), torch.device("meta"):
+        model = cls.from_config(config)
     if args.tuner_type == "full":
+        for folder in source.adapters:
+            model = with_adapter(model, folder).unload()
         freeze(model, args)
+        return
+    task = HEADS[reward_head][1]
+    if source.adapters:
+        policy = add_adapter(model, source, args, task)
     else:
-        plain = dataclasses.replace(args, tuner_type="lora", init_weights="true", use_dora=False)
-        policy = add_adapter(model, source, plain, HEADS[reward_head][1])
-        if fuses_head:
-            check_head(policy, args)
+        adapter_config(model, args, task)
+        kind = "lora" if args.tuner_type == "vera" else args.tuner_type  # whose start is computed from weights
+        policy = add_adapter(
+            model, source, dataclasses.replace(args, tuner_type=kind, init_weights="true", use_dora=False), task
+        )
+    if args.changes_base:
+        check_ranks(policy, args)
+    if fuses_head:
+        check_head(policy, args)
+
+
+def _check_quantised(config: Any, folder: Path, args: TunerArguments) -> None:
+    """Refuses settings that do not go with the quantised weights of a folder, or a missing package for them."""
+    if not hasattr(config, "quantization_config"):
+        return
+    if args.quant_method:
+        raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ResourceError(f"--model: {folder}: its weights are quantised, which needs the package bitsandbytes")
+    join_problems([*args.quantised_problems(f"--model: {folder}")])
 
 
 def _architecture(name: str, known: Any) -> str:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
 from swift.models.policy import load_base
-from swift.models.source import adapter_folder, check_adapter, find_base, find_folder, is_adapter, locate
+from swift.models.source import find_other, locate
 from swift.models.tuners import merge_in
 
 if TYPE_CHECKING:
@@ -242,12 +241,9 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
 
 def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_model") -> nn.Module:
     """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
-    if is_adapter(Path(name)):
-        folder = adapter_folder(name)
-        base = find_base(None, [folder], use_hf=args.use_hf)
-        check_adapter(folder, base)
-        return merge_in(load_base(base, args, device=device), folder)
-    return load_base(find_folder(name, flag=flag, use_hf=args.use_hf), args, device=device)
+    source = find_other(name, flag=flag, use_hf=args.use_hf)
+    model = load_base(source.base, args, device=device)
+    return merge_in(model, source.adapters[0]) if source.adapters else model
 
 
 def _copied(module: nn.Module, device: torch.device | str, *, share: bool = False) -> nn.Module:

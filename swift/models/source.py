@@ -77,6 +77,16 @@ def find_base(model: str | None, adapters: list[Path], *, use_hf: bool = False, 
     return find_folder(recorded, flag=f"base model of {adapters[0]}", use_hf=use_hf, revision=revision)
 
 
+def find_other(name: str, *, flag: str, use_hf: bool = False) -> ModelSource:
+    """A model beside the policy, such as a reference, or an adapter with its base; `flag` gave the name."""
+    if is_adapter(Path(name)):
+        folder = adapter_folder(name)
+        base = find_base(None, [folder], use_hf=use_hf)
+        check_adapter(folder, base)
+        return ModelSource(base, [folder])
+    return ModelSource(find_folder(name, flag=flag, use_hf=use_hf))
+
+
 def find_folder(
     name: str,
     *,

@@ -92,7 +92,7 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if args.changes_base:
-        _check_ranks(policy, args)
+        check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         policy.adapter_start = {name: one.clone() for name, one in tensors.items() if _axis(name) is not None}
     return policy
@@ -173,13 +173,14 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
                 )
 
 
-def _check_ranks(policy: nn.Module, args: TunerArguments) -> None:
+def check_ranks(policy: nn.Module, args: TunerArguments) -> None:
     """Refuses ranks above the number of singular values, of which PiSSA and OLoRA make matrices of another shape."""
     for name, layer in policy.named_modules():
-        for adapter, first in getattr(layer, "lora_A", {}).items():
-            if len(first.weight) < layer.r[adapter]:
+        for adapter in getattr(layer, "lora_A", {}):
+            directions = min(layer.in_features, layer.out_features)
+            if directions < layer.r[adapter]:
                 raise ConfigError(
-                    f"--lora_rank: {layer.r[adapter]}: --init_weights {args.init_weights} finds {len(first.weight)} "
+                    f"--lora_rank: {layer.r[adapter]}: --init_weights {args.init_weights} finds {directions} "
                     f"directions in {name.removeprefix('base_model.model.')}; use at most these"
                 )
 

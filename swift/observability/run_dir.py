@@ -57,6 +57,18 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+def refuse_checkpoints(folder: Path) -> None:
+    """Raises ConfigError: a folder in which a new run would write between the checkpoints of another."""
+    if any(folder.glob("checkpoint-*")):
+        if (lock := folder / LOCK).exists():
+            _acquire(lock)  # a live run is another matter
+            _release(lock)
+        raise ConfigError(
+            f"--output_dir: {folder}: holds the checkpoints of another run; continue it with "
+            "--resume_from_checkpoint last, or choose another folder"
+        )
+
+
 class RunDirectory:
     """One run's folder; at most one process holds it open.
 
@@ -125,14 +137,7 @@ class RunDirectory:
         if self._resume_run is not None:
             return self._resume_run
         if not self._add_version:
-            if any(self._output_dir.glob("checkpoint-*")):
-                if (lock := self._output_dir / LOCK).exists():
-                    _acquire(lock)  # a live run is another matter
-                    _release(lock)
-                raise ConfigError(
-                    f"--output_dir: {self._output_dir}: holds the checkpoints of another run; continue it with "
-                    "--resume_from_checkpoint last, or choose another folder"
-                )
+            refuse_checkpoints(self._output_dir)
             self._output_dir.mkdir(parents=True, exist_ok=True)
             return self._output_dir
         self._output_dir.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,14 @@ from swift.flags import flag
 from swift.types import SamplingParams
 
 
+def request_limit_s(tokens: int) -> float:
+    """The usual `--rollout_timeout`, in seconds, for samples of at most so many tokens: at five tokens a second.
+
+    A longer limit costs nothing where an engine stands still, which `--stall_timeout` finds.
+    """
+    return max(600.0, 0.2 * tokens)
+
+
 @dataclass(kw_only=True)
 class GenerationArguments:
     """The sampling distribution of one completion."""
@@ -438,7 +446,7 @@ class EngineArguments:
     engine_restarts: int = flag(3, at_least=0, everyday=False)
     """Maximum number of engine restarts per hour."""
 
-    rollout_timeout: float = flag(600.0, above=0, everyday=False)
+    rollout_timeout: float | None = flag(above=0, everyday=False, unset="600, or 0.2 per token of the longest sample")
     """Time limit of a request to an engine, in seconds, without its time in the queue of the engine."""
 
     stall_timeout: float = flag(300.0, above=0, everyday=False)

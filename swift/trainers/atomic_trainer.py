@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
-from swift.errors import NumericError, first_line
+from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
 from swift.models.sharded import shard
 from swift.models.tuners import load_relative, make_relative
@@ -98,6 +98,14 @@ class AtomicTrainer(Trainer):
         if resume_from_checkpoint is not None:
             self._saved_step = step_of(Path(resume_from_checkpoint)) or -1
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Trainer's; a metric that evaluation does not give is refused."""
+        name = str(self.args.metric_for_best_model).removeprefix("eval_")
+        known = [one.removeprefix("eval_") for one in metrics if one.startswith("eval_")]
+        if self.args.metric_for_best_model is not None and name not in known:
+            raise ConfigError(f"--metric_for_best_model: {name}: not measured; there are: {', '.join(sorted(known))}")
+        return bool(super()._determine_best_metric(metrics, trial))
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, Any]:
         """Trainer's; the first thing in a step."""

@@ -123,17 +123,21 @@ def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = 
         world_size: processes that share the batches; None leaves them out of the comparison.
 
     Raises:
-        ConfigError: no valid checkpoint there, a setting differs that may not change, or a read-only `--output_dir`.
+        ConfigError: no valid checkpoint there, a setting differs that may not change, or an `--output_dir` that is
+            read-only or, without `--add_version`, another run's.
     """
     if world_size is not None:
         settings = {**settings, "world_size": world_size}
     from swift.models.source import read_json
     from swift.observability.files import check_writable
+    from swift.observability.run_dir import refuse_checkpoints
     from swift.trainers.checkpoint import resolve_resume
     from swift.trainers.resume_settings import compare_settings
 
     if not args.resume_from_checkpoint:
         check_writable(Path(args.output_dir))
+        if not args.add_version:
+            refuse_checkpoints(Path(args.output_dir).expanduser().absolute())
         return Start(settings)
     run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
     check_writable(run_dir)

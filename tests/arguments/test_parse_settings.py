@@ -259,6 +259,13 @@ def test_provenance_names_file_and_line(config):
         ("", "output_dir", "output/tiny", "output/<model name>"),
         ("--max_completion_length 9", "soft_max_length", 9, "= max_completion_length"),
         ("--max_completion_length 9", "cosine_max_len", 9, "= max_completion_length"),
+        ("--max_completion_length 9", "rollout_timeout", 600.0, "600, or 0.2 per token of max_completion_length if"),
+        (
+            "--max_completion_length 32000",
+            "rollout_timeout",
+            6400.0,
+            "600, or 0.2 per token of max_completion_length if",
+        ),
         ("--advantage_estimator rloo", "scale_rewards", "none", "rloo"),
         ("--advantage_estimator reinforce_plus_plus", "scale_rewards", "batch", "reinforce_plus_plus"),
         ("--advantage_estimator rloo", "kl_in_reward", True, "rloo"),
@@ -296,6 +303,7 @@ def test_a_given_value_is_never_replaced_by_a_rule():
     resolved = rlhf("--learning_rate", "0.5", "--epsilon_high", "0.28")
     assert (resolved.args.learning_rate, resolved.args.epsilon_high) == (0.5, 0.28)
     assert resolved.provenance["learning_rate"]["rule"] is None
+    assert value("rollout_timeout", "--rollout_timeout", "30", "--max_completion_length", "32000") == 30
 
 
 def test_dropout_of_supervised_tuning_is_on():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -115,9 +116,41 @@ REFUSED = {
     "no room for a prompt": (
         "--max_length 8 --max_completion_length 2000", 2, "--max_completion_length: 2000: leaves no room for a prompt"
     ),
+    "an adapter of another shape": ("--adapters larger", 2, "--adapters: "),
+    "an adapter of another shape, merged": ("--adapters larger --tuner_type full", 2, "--adapters: "),
+    "several adapters": ("--adapters own own", 2, "--adapters: "),
+    "settings that the adapter does not have": ("--adapters own --lora_rank 3", 2, "--lora_rank: 3: --adapters"),
+    "an adapter of another kind": ("--adapters own --tuner_type vera", 2, "--adapters: "),
+    "blocks that do not divide a layer": (
+        "--tuner_type boft --boft_block_size 3", 2, "--tuner_type: boft: in_features (32) must be divisible"
+    ),
+    "more directions than a layer has": (
+        "--init_weights pissa --lora_rank 64", 2, "--lora_rank: 64: --init_weights pissa finds 32 directions"
+    ),
+    "a reference that is not there": ("--ref_model ./none --beta 0.1", 2, "--ref_model: ./none: no such folder"),
+    "a folder with checkpoints": ("--add_version false --output_dir full", 2, "--output_dir: "),
+    "quantised weights that are to learn": ("--model quantised --tuner_type full", 3, "--model: "),
 }  # fmt: skip
 
 
+@pytest.fixture
+def models(folder, tiny_model, tmp_path_factory):
+    """Adapters, quantised weights and a folder with checkpoints, by the names in `REFUSED`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    larger = build_tiny(tmp_path_factory.mktemp("models") / "larger")
+    for name, base in (("own", tiny_model), ("larger", larger)):
+        config = LoraConfig(r=2, target_modules=["q_proj"])
+        get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder / name)
+    shutil.copytree(tiny_model, folder / "quantised")
+    config = json.loads((folder / "quantised" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "quantised" / "config.json").write_text(json.dumps(config))
+    (folder / "full" / "checkpoint-1").mkdir(parents=True)
+
+
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_refuses_what_the_run_refuses(name, tiny_model, folder, capsys):
     (folder / "whole_plugin.py").write_text(BATCH)

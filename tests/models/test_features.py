@@ -8,7 +8,6 @@ from policies import moved
 from torch import tensor
 from torch.nn.functional import normalize
 
-from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
 from swift.models.attention.choice import choose_attention
 from swift.models.features import feature_layers, load_features, pool, token_features
@@ -33,10 +32,9 @@ def test_the_floor_of_a_depth_is_that_of_the_decimal_number(depth, num_layers, l
     assert feature_layers([depth], num_layers) == [layer], "0.58 * 50 is 28.999... in floats"
 
 
-def test_depths_stay_within_the_model_and_apart():
+def test_depths_stay_within_the_model_and_those_of_one_layer_count_once():
     assert feature_layers([0.01, 1.0], 4) == [1, 4]
-    with pytest.raises(ValueError, match="of 2 layers these are 1 1"):
-        feature_layers([0.25, 0.5], 2)
+    assert feature_layers([0.25, 0.5, 0.75], 3) == [1, 2]
 
 
 def test_a_token_has_unit_length_over_all_layers_or_over_each():
@@ -107,7 +105,7 @@ def test_features_stay_while_the_policy_moves(qwen2, tuner):
     assert not before.requires_grad
 
 
-def test_depths_that_meet_are_refused(qwen2):
-    args = settings(qwen2, ebft_feature_layers=[0.25, 0.5])
-    with pytest.raises(ConfigError, match=r"--ebft_feature_layers: 0\.25 0\.5: of 2 layers these are 1 1"):
-        load_features(args, load_policy(args))
+def test_depths_that_meet_count_once_and_say_so(qwen2, caplog):
+    args = settings(qwen2, ebft_feature_layers=[0.25, 0.5, 1.0])
+    assert load_features(args, load_policy(args)).layers == [1, 2]
+    assert "--ebft_feature_layers: 0.25 0.5 1: are the layers 1 2 of this model" in caplog.text

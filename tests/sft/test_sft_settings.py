@@ -144,3 +144,11 @@ def test_a_wrong_input_is_one_line_before_anything_is_written(nano_folders, sums
         run(parse(mode, [*argv, *flags.split()], {}))
     assert caught.value.exit_code in (2, 3)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_metric_that_no_evaluation_gives_is_one_line(nano_folders, sums, tmp_path):
+    argv = ["--model", str(nano_folders["qwen2"]), "--dataset", str(sums), "--output_dir", str(tmp_path / "out")]
+    flags = "--metric_for_best_model nothing --load_best_model_at_end true --split_dataset_ratio 0.2 --max_steps 1"
+    flags += " --eval_strategy steps --save_strategy steps --eval_steps 1 --save_steps 1 --report_to none"
+    with pytest.raises(ConfigError, match=r"nothing: not measured; there are: .*loss"):
+        run(parse("sft", [*argv, *flags.split()], {}))

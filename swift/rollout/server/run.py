@@ -31,6 +31,7 @@ from swift.models.policy import load_config
 from swift.models.source import locate
 from swift.models.template import Template
 from swift.models.trained import take_trained
+from swift.rollout.arguments import request_limit_s
 from swift.rollout.engines import guard
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.events import Timeouts
@@ -180,7 +181,8 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
 
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
-    timeouts = Timeouts(request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    limit_s = args.rollout_timeout or request_limit_s(args.vllm_max_model_len or context_length(args) or 0)
+    timeouts = Timeouts(request_s=limit_s, stall_s=args.stall_timeout)
     workers = []
     for index, spec in enumerate(plan.settings.specs):
         workers.append(

@@ -45,13 +45,13 @@ def push(args: Any, folder: Path, trainer: Any) -> list[str]:
 
 
 def _asked(args: Any, request: str, **arguments: Any) -> None:
-    from httpx import HTTPError
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    failures: Any = (*HfHubHTTPError.__bases__, HFValidationError, OSError)  # of whichever httpx the client has
     try:
         getattr(HfApi(token=args.hub_token), request)(repo_id=args.hub_model_id, **arguments)
-    except (HTTPError, HFValidationError, OSError) as error:  # the hub's own are OSErrors
+    except failures as error:  # the hub's own are OSErrors
         raise ResourceError(
             f"--push_to_hub: {args.hub_model_id}: the hub refuses {request}: {first_line(error)}; check the network, "
             "--hub_model_id and --hub_token, or leave --push_to_hub out"
