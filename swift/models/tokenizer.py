@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, unusable
+from swift.errors import ConfigError, RefusedChat, unusable
 from swift.models.policy import load_config
 from swift.models.source import has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from swift.models.arguments import CheckpointArguments
+
+logger = logging.getLogger("swift.models")
 
 
 def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
@@ -44,8 +48,18 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
     name = f"--template {args.template}" if args.template else None
     kwargs = args.chat_template_kwargs
     template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, kwargs, name)
+    if not plain:
+        _check_reading(template)
     _check_ids(source.base, template, load_config(source.base, args).get_text_config())
     return template
+
+
+def _check_reading(template: Template) -> None:
+    """Warns of a template that leaves messages out, or a tokenizer that takes all texts for the same."""
+    with contextlib.suppress(RefusedChat):  # a template may want more than a question
+        first, second = (template.encode_prompt([{"role": "user", "content": text}]) for text in ("a 1", "b 2"))
+        if first == second:
+            logger.warning("%s: two different prompts become the same tokens; training teaches nothing", template.name)
 
 
 def _check_ids(folder: Path, template: Template, config: Any) -> None:

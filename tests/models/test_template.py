@@ -91,6 +91,13 @@ def test_stop_tokens_come_from_tokenizer_template_and_generation_config(qwen2):
     assert load_template(build_tokenizer(), qwen2).stop_token_ids == (end_of_text, end_of_turn)
 
 
+@pytest.mark.parametrize(("jinja", "warned"), [("hello", True), ("{{ messages[0].content }}", False)])
+def test_a_template_that_leaves_the_messages_out_is_warned_of(qwen2, tmp_path, caplog, jinja, warned):
+    (tmp_path / "own.jinja").write_text(jinja)
+    load_chat(ModelArguments(model=qwen2, template=str(tmp_path / "own.jinja")))
+    assert ("two different prompts become the same tokens" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("value", [-1, ["a"], 1.5, [[1]], "x", True, {}, [1, None], 10**30])
 def test_an_odd_end_token_of_a_model_folder_is_named(qwen2, tmp_path, value):
     folder = shutil.copytree(qwen2, tmp_path / "m")

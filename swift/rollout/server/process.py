@@ -240,7 +240,7 @@ class Signals(contextlib.ExitStack):
 
 def may_start_again(restarts: int) -> bool:
     """Whether fewer than `restarts` new starts lie within an hour; counts this one."""
-    now = time.time()
+    now = time.monotonic()  # that of the machine, so it goes on where the process is replaced
     before = [float(one) for one in os.environ.get(STARTS, "").split()]
     recent = [one for one in before if now - one < RESTART_WINDOW_S]
     os.environ[STARTS] = " ".join(map(str, [*recent, now]))
