@@ -80,6 +80,9 @@ class SFTArguments(LanguageModelingArguments):
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
     token. ignore_empty_think leaves out empty thoughts. `loss` of a message has precedence."""
 
+    disable_ignore_empty_think: bool = flag(False, everyday=False)
+    """Whether empty thoughts count where the chat template can switch thinking off; by default they are left out."""
+
     assistant_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says")
     """Whether the loss counts the assistant's turns only. false is loss_scale all."""
 

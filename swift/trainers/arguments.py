@@ -46,8 +46,8 @@ class OptimizationArguments:
     warmup_ratio: float = flag(0.0, at_least=0, at_most=1)
     """Share of all steps for warmup."""
 
-    warmup_steps: int = flag(0, at_least=0, everyday=False)
-    """Number of warmup steps; above 0 it replaces warmup_ratio."""
+    warmup_steps: float = flag(0.0, at_least=0, everyday=False)
+    """Number of warmup steps, or below 1 their share of all steps; above 0 it replaces warmup_ratio."""
 
     weight_decay: float = flag(0.1, at_least=0, everyday=False)
     """Decoupled weight decay."""
@@ -115,6 +115,8 @@ class OptimizationArguments:
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 
     def problems(self) -> Iterator[str]:
+        if self.warmup_steps > 1 and self.warmup_steps % 1:
+            yield f"--warmup_steps: {self.warmup_steps:g}: neither a number of steps nor a share below 1; give one"
         if self.optim == "adamw_cpu" and self.deepspeed:
             yield (
                 f"--optim: adamw_cpu: --deepspeed {self.deepspeed} keeps the optimizer's state itself; use "

@@ -47,10 +47,27 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     if args.packing:
         packing = Packing(args.packing_strategy, args.packing_length or args.max_length or min(length or MOST, MOST))
         length = min(length or packing.length, packing.length)
-    loss = "all" if purpose == "text" else args.loss_tokens
+    loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
     encoder = ChatEncoder(template, None if cut else length, loss)
-    return encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
+    train, val, lines = encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
+    return train, val, [*notes, *lines]
+
+
+def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
+    """The tokens that the loss counts, and a line where empty thoughts are left out unasked.
+
+    A template that can switch thinking off puts empty thoughts before answers without one. As in ms-swift they are not
+    learnt, unless TRL's flags say which tokens are.
+    """
+    loss: str = args.loss_tokens
+    jinja = str(template.tokenizer.get_chat_template())
+    switches = "enable_thinking" in jinja and "</think>" in jinja
+    decided = args.disable_ignore_empty_think or {args.assistant_only_loss, args.completion_only_loss} != {None}
+    if not switches or decided or loss == "all" or "ignore_empty_think" in loss:
+        return loss, []
+    line = "loss: without empty thoughts, as in ms-swift; --disable_ignore_empty_think true counts them"
+    return "ignore_empty_think" if loss == "default" else f"{loss}+ignore_empty_think", [line]
 
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:

@@ -39,6 +39,7 @@ def test_booleans_have_many_spellings(words, meant):
 
 WRITTEN = {
     "a bare boolean is true": ("--overlong_filter --strict", {"overlong_filter": True, "strict": True}),
+    "a share of steps to warm up": ("--warmup_steps 0.1", {"warmup_steps": 0.1}),
     "maps as one JSON list": (
         """--nemo_gym_datasets '[{"path": "a"}, {"path": "b"}]'""",
         {"nemo_gym_datasets": [{"path": "a"}, {"path": "b"}]},

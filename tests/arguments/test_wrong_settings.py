@@ -58,6 +58,7 @@ FLAGS = [
     ("--force_restart", ["--force_restart: true: only servers with --weight_bridge lora_restart"]),
     ("--fp16 true", ["--torch_dtype: float16: gradients of a step"]),
     ("--fp16 true --torch_dtype bfloat16", ["--torch_dtype: --fp16 float16, --torch_dtype bfloat16: the same setting"]),
+    ("--warmup_steps 1.5", ["--warmup_steps: 1.5: neither a number of steps nor a share below 1"]),
     ("--eval_dataset d", ["--eval_dataset: d: ms-swift's name: benchmarks", "--val_dataset"]),
     ("--wandb_project p", ["--wandb_project: p: Axolotl's name; set the variable WANDB_PROJECT"]),
     ("--model_init_kwargs {", ["--model_init_kwargs: {: TRL's name: {: not a map; write JSON"]),

@@ -14,6 +14,7 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl_runs import sums, trainer_of
 
 from swift.trainers.session import SAME_IN_TRANSFORMERS
+from swift.trainers.trl.method import method_of
 
 TRL = {
     "dpo": (DPOTrainer, DPOConfig, {}),
@@ -88,3 +89,8 @@ def test_steps_of_several_micro_batches_are_trls(settings, case, tmp_path):
     for name in ("loss", "grad_norm"):
         found, expected = ([row[name] for row in one.state.log_history if name in row] for one in (mine, bare))
         assert len(found) == 4 and found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("flags", ["--loss_type sigmoid sft --rpo_alpha 0.0", "--loss_type sigmoid --rpo_alpha 0.1"])
+def test_the_loss_of_the_chosen_answer_is_added_where_it_has_a_weight(settings, flags):
+    assert method_of("dpo").options(settings("dpo", flags).args)["loss_type"] == ["sigmoid", "sft"]

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from swift.arguments import parse
 from swift.data.loading import Example
 from swift.data.messages import read_messages
 from swift.errors import ConfigError, ResourceError
@@ -9,7 +10,7 @@ from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
 from swift.trainers.rows import IGNORED, TOO_LONG, encode_table
-from swift.trainers.sft import training_template
+from swift.trainers.sft import loss_of, training_template
 from swift.trainers.sft_data import NO_ANSWER, ChatEncoder
 from swift.trainers.sft_packing import Packing
 
@@ -139,6 +140,23 @@ def test_the_loss_counts_what_loss_scale_says_and_token_ids_stay_the_same(loss, 
         whole = said = template.render(TWO)
     assert trained_text(template, row) == said
     assert template.decode(row["input_ids"], skip_special_tokens=False) == whole
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", "ignore_empty_think"),
+        ("--loss_scale last_round", "last_round+ignore_empty_think"),
+        ("--loss_scale all", "all"),
+        ("--disable_ignore_empty_think true", "default"),
+        ("--assistant_only_loss true", "default"),
+    ],
+)
+def test_empty_thoughts_do_not_count_where_a_template_can_switch_thinking_off(flags, expected):
+    args = parse("sft", f"--model m --dataset d {flags}".split(), {}).args
+    loss, lines = loss_of(args, qwen3())
+    assert loss == expected and bool(lines) == ("+" in loss or loss == "ignore_empty_think")
+    assert loss_of(args, Template(build_tokenizer())) == (args.loss_tokens, [])
 
 
 def test_loss_of_a_message_has_precedence():

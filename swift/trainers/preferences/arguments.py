@@ -104,7 +104,7 @@ class DPOParameters(DivergenceArguments):
     loss_weights: list[float] = flag([], everyday=False, unset="1 each")
     """Weight of each of several losses."""
 
-    rpo_alpha: float | None = flag(at_least=0, unset="off")
+    rpo_alpha: float | None = flag(at_least=0, unset="off, as 0")
     """Weight of the negative log-likelihood of the chosen answer, which is added (RPO, arXiv:2404.19733)."""
 
     label_smoothing: float = flag(0.0, at_least=0, below=0.5, everyday=False)
@@ -123,7 +123,7 @@ class DPOParameters(DivergenceArguments):
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             shown = " ".join(f"{weight:g}" for weight in self.loss_weights)
             yield f"--loss_weights: {shown}: {len(self.loss_weights)} for --loss_type {losses}; give one each"
-        if self.rpo_alpha is not None and "sft" in self.loss_type:
+        if self.rpo_alpha and "sft" in self.loss_type:
             yield "--rpo_alpha: adds the loss sft, which --loss_type has already; use --loss_weights"
         if self.label_smoothing and not set(SMOOTHED) & set(self.loss_type):
             yield (

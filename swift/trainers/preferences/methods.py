@@ -51,7 +51,7 @@ def _options(*names: str, **fixed: Any) -> Any:
 def _with_losses(args: Any) -> dict[str, Any]:
     """The losses of DPO with their weights; that of `--rpo_alpha` is TRL's loss sft."""
     losses, weights = list(args.loss_type), list(args.loss_weights) or [1.0] * len(args.loss_type)
-    if args.rpo_alpha is not None:
+    if args.rpo_alpha:
         losses, weights = [*losses, "sft"], [*weights, args.rpo_alpha]
     return {"loss_type": losses, "loss_weights": weights, **_DPO(args)}
 
