@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, suggest
+from swift.errors import ConfigError, printable, suggest
 from swift.rewards.payload import Outcome
 from swift.rewards.pipeline import RewardPipeline
 from swift.rewards.selfcheck import adversarial_texts, made_up_group, truth_forms, truth_of
@@ -88,7 +88,7 @@ def run(resolved: Resolved) -> int:
     rows = load_prompts(args)
     report = examine(args, rows, read_completions(args.completions, rows) if args.completions else [])
     as_json = asdict(report) | {"exit_code": report.exit_code}
-    text = json.dumps(as_json, indent=2) if args.json else "\n".join(to_text(report))
+    text = json.dumps(as_json, indent=2) if args.json else "\n".join(map(printable, to_text(report)))
     sys.stdout.write(text + "\n")
     return report.exit_code
 

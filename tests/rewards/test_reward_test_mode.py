@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift.arguments.modes import RewardTestArguments
+from swift.cli.main import main
 from swift.errors import ConfigError
 from swift.rewards import reward_test
 from swift.rewards.selfcheck import adversarial_texts, truth_of
@@ -167,3 +168,12 @@ def test_lengths_are_tokens_when_a_tokenizer_is_given(arguments, tmp_path):
     report = reward_test.examine(args, prompts("123456"))
     assert report.functions[0].gold_max == -0.5  # six digits are six tokens of this tokenizer
     assert report.notes == [f"lengths are tokens of {folder}"]
+
+
+def test_escape_sequences_of_a_function_do_not_reach_the_terminal(plugin, tmp_path, capsys):
+    source = "def loud(completions, **kwargs):\n    raise ValueError('\\x1b]0;mine\\x07')\norms['loud'] = loud\n"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "solution": "1"}\n')
+    words = ["--reward_funcs", "loud", "--external_plugins", plugin(source), "--dataset", str(tmp_path / "rows.jsonl")]
+    assert main(["reward-test", *words]) == 5
+    out = capsys.readouterr().out
+    assert r"ValueError: \x1b]0;mine\x07" in out and "\x1b" not in out
