@@ -54,6 +54,18 @@ class Tokenizer:
         """Whether a row is over the limit with a prompt of these ids."""
         return self.limit is not None and len(ids) > self.limit
 
+    @property
+    def deleted_for(self) -> str:
+        """Why rows are left out, for the report."""
+        return "the length of the prompt"
+
+    def none_left(self, examples: Sequence[Example], all_ids: Sequence[Sequence[int]]) -> str:
+        """The problem of a dataset whose rows are all left out, with their uncut ids."""
+        return (
+            f"--max_length: {self.limit}: all of {counted(len(all_ids), 'prompt')} longer, the shortest has "
+            f"{counted(min(map(len, all_ids)), 'token')}; raise --max_length or use --truncation_strategy left"
+        )
+
     def cut(self, ids: list[int]) -> list[int]:
         """`ids`, cut to the limit."""
         if self.limit is None or len(ids) <= self.limit:
@@ -75,6 +87,7 @@ class PromptDataset(Sequence[Prompt]):
 
     def __init__(self, rows: Rows, tokenizer: Tokenizer, *, num_proc: int = 1) -> None:
         self.report = rows.report
+        self.report.deleted_for = tokenizer.deleted_for
         self.examples = rows.examples
         self._tokenizer = tokenizer
         self._ids: list[array[int] | None] = [None] * len(rows.examples)
@@ -103,11 +116,7 @@ class PromptDataset(Sequence[Prompt]):
         pairs = zip(self.examples, all_ids, strict=True)
         kept = [index for index, (row, ids) in enumerate(pairs) if not self._tokenizer.too_long(row, ids)]
         if all_ids and not kept:
-            shortest = min(len(ids) for ids in all_ids)
-            raise ConfigError(
-                f"--max_length: {self._tokenizer.limit}: all of {counted(len(all_ids), 'prompt')} longer, the shortest "
-                f"has {counted(shortest, 'token')}; raise --max_length or use --truncation_strategy left"
-            )
+            raise ConfigError(self._tokenizer.none_left(self.examples, all_ids))
         self.examples = [self.examples[index] for index in kept]
         self._ids = [all_ids[index] for index in kept]
         self.report.num_deleted = len(all_ids) - len(kept)

@@ -18,7 +18,7 @@ class DataReport:
 
     `mappings` maps a dataset's name to its column line, such as `prompt <- messages; to rewards: solution`.
     `first_bad` are the first bad rows as `file:line: reason`. `num_truncated` counts prompts cut so far (they
-    are cut when they are first used); `num_deleted` those left out for their length.
+    are cut when they are first used); `num_deleted` those left out, and `deleted_for` says why.
     """
 
     split: str = "train"
@@ -27,6 +27,7 @@ class DataReport:
     first_bad: list[str] = field(default_factory=list)
     num_truncated: int = 0
     num_deleted: int = 0
+    deleted_for: str = "the length of the prompt"
     notes: list[str] = field(default_factory=list)
     _seen: set[str] = field(default_factory=set, repr=False)
 
@@ -51,7 +52,7 @@ class DataReport:
                 f"{self.split} data: {count} skipped (--strict true stops instead), the first: {self.first_bad[0]}"
             )
         if self.num_deleted:
-            lines.append(f"{self.split} data: {counted(self.num_deleted, 'row')} deleted for the length of the prompt")
+            lines.append(f"{self.split} data: {counted(self.num_deleted, 'row')} deleted for {self.deleted_for}")
         if self.num_truncated:
             lines.append(f"{self.split} data: {counted(self.num_truncated, 'prompt')} truncated")
         return lines

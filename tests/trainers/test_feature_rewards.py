@@ -16,6 +16,7 @@ from swift.arguments.ebft import FeatureArguments
 from swift.cli.dry_run import rehearse_rlhf
 from swift.data.arguments import PromptArguments
 from swift.data.loading import Example
+from swift.data.prompts import load_prompts
 from swift.data.source import StreamingPrompts
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
@@ -189,6 +190,28 @@ def test_a_stream_leaves_them_out_too(tmp_path):
     stream = StreamingPrompts(args, tokenizer)
     assert [stream.next().columns["ground_truth"] for _ in range(2)] == ["x", "xx"]
     assert stream.report.num_deleted == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit", "said"),
+    [
+        (
+            [("a", 6), ("a", 9)],
+            None,
+            "--max_completion_length 5: 2 references longer, the shortest has 6 tokens; raise it",
+        ),
+        ([("abcd", 2)], 3, "--max_length 3: 1 prompt longer, the shortest has 4 tokens; raise it"),
+        ([("abcd", 2), ("a", 6)], 3, "1 prompt longer, .*: 1 reference longer, the shortest has 2 tokens; raise it"),
+    ],
+)
+def test_rows_that_are_all_left_out_are_an_error_that_says_what_to_raise(tmp_path, rows, limit, said):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": "x" * n}) + "\n" for p, n in rows))
+    tokenizer = ReferenceTokenizer(
+        lambda chat: list(chat[0]["content"].encode()), limit, references=references(max_tokens=5)
+    )
+    with pytest.raises(ConfigError, match=f"--dataset: none of {len(rows)} rows? is left: .*{said}"):
+        load_prompts(PromptArguments(dataset=[str(data)]), tokenizer)
 
 
 CHAT = {

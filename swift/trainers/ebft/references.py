@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swift.data.prompts import Tokenizer
-from swift.errors import ConfigError
+from swift.errors import ConfigError, counted
 from swift.trainers.ebft.turns import COLUMN as TURNS
 from swift.trainers.ebft.turns import conversation, remaining_turns
 
@@ -112,6 +112,27 @@ class ReferenceTokenizer(Tokenizer):
     def deletes(self) -> bool:
         """See `Tokenizer`."""
         return True
+
+    @property
+    def deleted_for(self) -> str:
+        """See `Tokenizer`."""
+        return "the length of the prompt (--max_length) or of the reference (--max_completion_length)"
+
+    def none_left(self, examples: Sequence[Example], all_ids: Sequence[Sequence[int]]) -> str:
+        """See `Tokenizer`."""
+        assert self.references is not None
+        limits = self.limit, self.references.max_tokens
+        lengths = [(len(ids), len(self.references.of(one))) for one, ids in zip(examples, all_ids, strict=True)]
+        names = ("--max_length", "prompt"), ("--max_completion_length", "reference")
+        longer = [
+            f"{name} {limit}: {counted(sum(length > limit for length in of), noun)} longer, the shortest has "
+            f"{counted(min(of), 'token')}"
+            for (name, noun), limit, of in zip(names, limits, zip(*lengths, strict=True), strict=True)
+            if limit is not None and max(of) > limit
+        ]
+        return (
+            f"--dataset: none of {counted(len(lengths), 'row')} is left: {'; '.join(longer)}; raise it, or shorten them"
+        )
 
     def too_long(self, example: Example, ids: Sequence[int]) -> bool:
         """See `Tokenizer`."""
