@@ -247,7 +247,8 @@ class TrajectoryEngine(EngineAround):
         try:
             return await turn.answer
         except asyncio.CancelledError:
-            self.engine.abort([request.request_id])
+            if not loop.given_up:  # else the id may be that of another turn by now
+                self.engine.abort([request.request_id])
             raise
 
     def _failed(self, told: str) -> None:
