@@ -115,7 +115,7 @@ def assert_in_order(cli, attempt: Attempt, code: int, out: str, err: str, run: R
     assert "Traceback" not in out + err, told
     assert "\x1b" not in (out + err).replace("\x1b[", "") and "\x1b[2J" not in out + err, told
     if code in CODES - {0, 75}:
-        assert "swift: error: " in err, told
+        assert "swift: error: " in err or "\nproblem: " in out, told
     assert not list(cli.folder.rglob("EXECUTED")), told
     written = [path for path in run.folder.rglob("*") if path.is_file()] if run.folder.is_dir() else []
     assert SECRET not in out + err, told
