@@ -55,7 +55,7 @@ def short_run(cli: Cli, mode: str, **flags: Any) -> list[str]:
         return cli.words("out", **{"max_steps": 2, **flags})
     if mode == "ebft":
         own = {"rlhf_type": "ebft", "reward_funcs": None, "ebft_feature_layers": "0.5", "max_steps": 2}
-        return cli.words("out", **own, **{"external_plugins": None, "dataset": references(cli), **flags})
+        return cli.words("out", **{**own, "external_plugins": None, "dataset": references(cli), **flags})
     if mode in PREFERENCES:
         own = {"rlhf_type": mode, "dataset": pairs(cli, mode), **STEPS}
         return ["rlhf", *cli.words("out", mode="", **{**own, **flags})[1:]]

@@ -90,7 +90,9 @@ def test_a_server_answers_after_any_requests(serve, number):
     server, rng = serve(), chance("requests", number)
     asked = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4, "temperature": 0}
     with server.client() as http:
-        first = http.post("/v1/chat/completions", json=asked).json()["choices"]
+        reply = http.post("/v1/chat/completions", json=asked)
+        assert reply.status_code == 200, reply.text
+        first = reply.json()["choices"]
         for _ in range(REQUESTS):
             request = peers.random_request(rng)
             begun = time.monotonic()
