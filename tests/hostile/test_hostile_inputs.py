@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 SEED = int(os.environ.get("HOSTILE_SEED", "1"))
 CODES = {0, 2, 3, 4, 5, 6, 75}
-LIMIT_S, STOP_S, MEMORY = 60, 30, 6 << 30
+LIMIT_S, STOP_S, MEMORY = 90, 30, 6 << 30
+"""Seconds after which a run that is long by what it was told is ended (more than threads of plugins may take at the end),
+seconds that this may take, and bytes."""
 SERVER_MEMORY, REQUESTS = 2 << 30, 40
 
 
@@ -102,10 +104,12 @@ def test_a_server_answers_after_any_requests(serve, number):
                 assert status < 500 or status == 503, (status, told)
             assert time.monotonic() - begun < 20
             assert psutil.Process(server.process.pid).memory_info().rss < SERVER_MEMORY
-        with contextlib.suppress(peers.httpx.HTTPStatusError):
-            http.post("/resume").raise_for_status()
+        for route in ("/resume", "/wake_up"):  # the owner of a server may let it rest
+            assert http.post(route).status_code == 200
         assert http.get("/health").status_code == 200
-        assert http.post("/v1/chat/completions", json=asked).json()["choices"] == first
+        reply = http.post("/v1/chat/completions", json=asked)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"] == first
     assert "Traceback" not in server.text()
 
 
