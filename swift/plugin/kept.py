@@ -81,7 +81,9 @@ def process_kept(subject: str) -> Iterator[None]:
         changed = ["sys.modules"] if sys.modules is not modules or loaded.keys() - modules.keys() else []
         if changed:
             sys.modules = modules
-            modules.update({name: module for name, module in loaded.items() if name not in modules})
+            modules.update(
+                loaded
+            )  # also those that were imported a second time, without what others have put into them
         for number, (stream, copy) in enumerate(streams):
             if _put_back(number, stream, copy):
                 changed.append(f"sys.{STREAMS[number]}")

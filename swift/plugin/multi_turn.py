@@ -84,7 +84,7 @@ class Env:
         """(first observation, columns for reward functions, system message); None for both keeps the row's prompt."""
         raise NotImplementedError(f"{type(self).__name__} does not define reset")
 
-    async def step(self, messages: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
+    async def step(self, messages: list[dict[str, Any]]) -> tuple[str, float | None, bool, dict[str, Any]]:
         """(next observation, reward, whether it is over, columns) after the last answer in `messages`."""
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 

@@ -7,13 +7,13 @@ workers use them to build the entries and to call them.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from swift.data.columns import RESERVED
 from swift.errors import ConfigError, counted, nearest
+from swift.plugin.numbers import as_number
 from swift.plugin.registry import BUILT_IN, IMPORTED, ORM, SESSION
 from swift.rewards.payload import Outcome, is_ordered
 from swift.rewards.trl_convention import TRL_KEYWORDS, TURNS, Logged, trl_keywords, turns_of
@@ -220,16 +220,7 @@ def read_outcome(result: Any, count: int, logged: Logged) -> Outcome:
 
 
 def _read_value(item: Any, index: int) -> float | None:
-    if item is None:
-        return None
-    if isinstance(item, str | bytes | complex):
-        raise ContractBroken(f"entry {index} is {item!r:.80}, not a number or None")
-    shape: Sequence[int] = getattr(item, "shape", ())
-    if len(shape):
-        raise ContractBroken(f"entry {index} has shape {tuple(shape)}, not a single number")
     try:
-        return float(item)
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError):
-        raise ContractBroken(f"entry {index} is a {type(item).__name__}, not a number or None") from None
+        return as_number(item)
+    except TypeError as error:
+        raise ContractBroken(f"entry {index} {error}") from None

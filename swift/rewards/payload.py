@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from swift.plugin.numbers import is_finite
+
 OutcomeKind = Literal["ok", "exception", "contract", "timeout", "crash", "not_finite"]
 
 Payload = Mapping[str, Any]
@@ -51,15 +53,6 @@ class Job:
             name: value if name == "trainer_state" else [value[index] for index in chosen]
             for name, value in keywords.items()
         }
-
-
-LARGEST = 3.4028234e38
-"""The largest reward: rewards are logged, and compared between processes, as 32-bit floats."""
-
-
-def is_finite(value: float) -> bool:
-    """Whether a reward is a number that a 32-bit float can hold."""
-    return abs(value) <= LARGEST
 
 
 def is_ordered(values: Any) -> bool:

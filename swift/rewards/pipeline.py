@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from swift.devices import allowed_cores
 from swift.errors import RewardError, join_problems
 from swift.plugin import load_external_plugins
+from swift.plugin.numbers import is_finite
 from swift.rewards import selfcheck
 from swift.rewards.catalogue import model_names, read_signatures, run_flags
 from swift.rewards.contract import Signature, group_keywords
 from swift.rewards.health import Failure, GroupRecord, RewardHealth
-from swift.rewards.payload import Job, LoadSpec, Outcome, Payload, call_seed, is_finite
+from swift.rewards.payload import Job, LoadSpec, Outcome, Payload, call_seed
 from swift.rewards.trl_convention import logged_means
 from swift.rewards.workers import WorkerPool, memory_limit
 from swift.types import GroupScores, Prompt, RolloutGroup, TrainerProgress

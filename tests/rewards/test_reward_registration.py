@@ -76,6 +76,7 @@ TORCH = "torch.set_grad_enabled(False); torch.set_default_dtype(torch.float64); 
 CHANGES = {
     f"import torch; {TORCH}": "torch's gradients, default type or device",
     "import sys; sys.modules.clear()": "sys.modules",
+    "import sys; sys.modules.clear(); import collections\nfrom swift.plugin import orms": "sys.modules",
     "import sys; sys.modules = {}": "sys.modules",
     "import sys; sys.stdout.close()": "sys.stdout",
     "import sys; sys.stderr = None": "sys.stderr",
@@ -88,7 +89,7 @@ CHANGES = {
     "import time; time.sleep = print": "the clock",
 }
 PROBE = """
-import os, signal, sys, time
+import collections, os, signal, sys, time
 from swift.errors import SwiftError
 from swift.plugin import load_external_plugins
 
@@ -96,7 +97,7 @@ def state():
     os.umask(mask := os.umask(0o77))
     torch = sys.modules.get("torch")
     return (os.getcwd(), mask, signal.getsignal(signal.SIGTERM), time.time, time.monotonic, time.sleep,
-            sorted({"os", "signal", "swift.errors"} & sys.modules.keys()),
+            sorted({"os", "signal", "swift.errors"} & sys.modules.keys()), sys.modules["collections"] is collections,
             torch and (torch.is_grad_enabled(), torch.zeros(1).dtype, torch.zeros(1).device))
 
 if "torch" in sys.argv:

@@ -7,7 +7,9 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy
 import pytest
+import torch
 from small_runs import SmallRun
 from trajectories import Once, requests, run, sleepy
 
@@ -90,6 +92,22 @@ def test_a_sample_whose_environment_fails_is_left_out_alone(template, engine_of,
     engine = engine_of(of_envs({"shaky": Shaky}, "shaky"))
     assert [fault(one) for one in run(engine, wanted)] == [None, f"environment: {error.__name__}"] * 2
     assert (engine.late, Once.closed) == (0, 4)
+
+
+REWARDS = [(1, None), (True, None), (None, None), (numpy.float32(0.5), None), (torch.tensor(2.0), None)]
+NONE = [("1.0", "TypeError"), (b"1", "TypeError"), ({1.0}, "TypeError"), (numpy.ones(1), "TypeError")]
+INFINITE = [(float("nan"), "ValueError"), (float("-inf"), "ValueError"), (10**400, "ValueError"), (1e39, "ValueError")]
+
+
+@pytest.mark.parametrize(("value", "error"), REWARDS + NONE + INFINITE)
+def test_the_reward_of_a_step_is_a_number_or_its_sample_is_left_out(template, engine_of, value, error):
+    class Giving(Once):
+        async def step(self, messages):
+            return "", value, True, {}
+
+    [one] = run(engine_of(of_envs({"giving": Giving}, "giving")), requests(template, 1))
+    assert fault(one) == (error and f"environment: {error}")
+    assert error or one.episode.rewards == [None if value is None else float(value)]
 
 
 def test_an_environment_that_never_works_ends_the_run(template, engine_of, caplog):

@@ -11,6 +11,7 @@ from swift.data.messages import INSTRUCTIONS
 from swift.errors import ConfigError, RewardError, first_line, suggest
 from swift.models.template import Message
 from swift.plugin.multi_turn import ChatMessage, Env, MultiTurnScheduler, RolloutChoice, RolloutInferRequest
+from swift.plugin.numbers import as_number, is_finite
 from swift.rollout.multi_turn.engine import Play
 from swift.rollout.multi_turn.trajectory import Trajectory
 
@@ -158,7 +159,7 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
                 await trajectory.answer()
                 asked = [dict(one) for one in trajectory.messages]
                 observation, reward, done, columns = await _result(env.step(asked))
-                trajectory.reward(float(reward))
+                trajectory.reward(_reward(reward))
                 trajectory.columns |= columns or {}
                 if done or trajectory.out_of_turns():
                     return
@@ -168,6 +169,17 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
                 await asyncio.shield(asyncio.ensure_future(_result(env.close())))
 
     return play
+
+
+def _reward(value: Any) -> float | None:
+    """What a step returned as its reward, which is read as a value of a reward function is."""
+    try:
+        number = as_number(value)
+    except TypeError as error:
+        raise TypeError(f"the reward of a step {error}") from None
+    if number is not None and not is_finite(number):
+        raise ValueError(f"the reward of a step is {number}, not a number that a 32-bit float holds")
+    return number
 
 
 def _opening(messages: list[Message], observation: str | None, system: str | None) -> list[Message]:

@@ -19,6 +19,7 @@ import httpx
 
 from swift.data.responses import COLUMN, without_nulls
 from swift.errors import ConfigError, parse_json
+from swift.plugin.numbers import is_finite
 from swift.rollout.child import Child
 from swift.rollout.engines import replies
 from swift.rollout.engines.base import InferenceEngine
@@ -33,7 +34,6 @@ RETRY_S = 0.25
 """Pause before the second try."""
 MOST_COMPONENTS = 64
 """Of a reward; each is a metric."""
-LARGEST = 3.4028234e38
 FAILURE = "_ng_failure_class"
 """Key of an answer that says that its reward is none."""
 
@@ -191,4 +191,4 @@ async def _whole(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> 
 
 def is_reward(value: Any) -> bool:
     """Whether a value is a number that a 32-bit float holds; rewards are compared as such."""
-    return isinstance(value, int | float) and abs(value) <= LARGEST
+    return isinstance(value, int | float) and is_finite(value)
