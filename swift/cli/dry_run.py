@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.cli import launcher
-from swift.errors import counted
+from swift.errors import counted, printable
 from swift.rollout import placement
 
 if TYPE_CHECKING:
@@ -148,5 +148,5 @@ def show(resolved: Resolved, lines: Sequence[str]) -> None:
     print("derived:")
     for name, origin in derived.items():
         print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['rule']})")
-    print("\n".join(lines))
+    print(printable("\n".join(lines)))
     print("dry run: all checks passed; no weights were loaded, no file was written")

@@ -11,6 +11,9 @@ import sys
 import threading
 import time
 
+from swift.errors import printable
+
+TELL_S = 5.0
 LIMIT_S = 60.0
 """Enough for a tracker that sends what it has left."""
 
@@ -23,8 +26,17 @@ def leave_in_time(code: int) -> None:
 
 def _end(code: int) -> None:
     threading.main_thread().join()
-    time.sleep(LIMIT_S)
-    names = ", ".join(repr(one.name) for one in threading.enumerate() if not one.daemon and one.is_alive())
-    what = f"thread {names}" if names else "an exit handler of a plugin or library"
-    print(f"swift: warning: exit: {what} still runs {LIMIT_S:g} s after the end; stopped", file=sys.stderr, flush=True)
+    time.sleep(TELL_S)
+    _tell(f"note: exit: {_waited_for()} still runs {TELL_S:g} s after the end; stopped after {LIMIT_S:g} s")
+    time.sleep(LIMIT_S - TELL_S)
+    _tell(f"warning: exit: {_waited_for()} still runs {LIMIT_S:g} s after the end; stopped")
     os._exit(code)
+
+
+def _waited_for() -> str:
+    names = ", ".join(repr(one.name) for one in threading.enumerate() if not one.daemon and one.is_alive())
+    return f"thread {names}" if names else "an exit handler of a plugin or library"
+
+
+def _tell(line: str) -> None:
+    print(printable(f"swift: {line}"), file=sys.stderr, flush=True)

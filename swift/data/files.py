@@ -272,15 +272,37 @@ def _csv_row(header: list[str], cells: list[str], origin: str) -> Record:
 
 
 def _read_parquet(file: Path) -> Iterator[Record]:
+    """A text that many rows share, which may be long in a small file, is held once."""
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, known = 0, dict[str, str]()
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1024):
+            for batch in table.iter_batches(batch_size=_batch_rows(table.metadata)):
+                texts: dict[str, str] = {}
                 for values in batch.to_pylist():
                     number += 1
-                    yield plain_row(values, f"{file}:{number}")
+                    yield plain_row(_shared(values, known, texts), f"{file}:{number}")
+                known = texts
     except pyarrow.ArrowException as error:
         yield _damaged(file, number + 1, f"broken parquet: {first_line(error)}; write the file again")
+
+
+def _batch_rows(metadata: Any) -> int:
+    """As many rows as fit into `MAX_ARRAY_CHARS` if each holds all that a row group has in a column."""
+    chunks = (
+        metadata.row_group(group).column(column).total_uncompressed_size
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    )
+    return min(1024, max(1, MAX_ARRAY_CHARS // max([1, *chunks])))
+
+
+def _shared(value: Any, known: dict[str, str], texts: dict[str, str]) -> Any:
+    """The value with each text as it stands in `texts`, or in `known`, the texts of the batch before."""
+    if isinstance(value, str):
+        return texts.setdefault(value, known.get(value, value))
+    if isinstance(value, dict):
+        return {name: _shared(item, known, texts) for name, item in value.items()}
+    return [_shared(item, known, texts) for item in value] if isinstance(value, list) else value

@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
+from swift.errors import printable
 from swift.observability.secrets import mask_text
 from swift.startup import EARLY, LIBRARIES, hush_libraries
 
@@ -27,9 +28,11 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-class _Masking(logging.Formatter):
+class _Lines(logging.Formatter):
+    """Without secrets, and with control characters written out, for who shows the file in a terminal."""
+
     def format(self, record: logging.LogRecord) -> str:
-        return mask_text(super().format(record))
+        return printable(mask_text(super().format(record)))
 
 
 class RankLog:
@@ -39,7 +42,7 @@ class RankLog:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
-        self._handler.setFormatter(_Masking(_FORMAT))
+        self._handler.setFormatter(_Lines(_FORMAT))
         self._handler.setLevel(logging.INFO)
         root = logging.getLogger()
         separate = [logging.getLogger(name) for name in (*LIBRARIES, "vllm")]

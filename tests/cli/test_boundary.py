@@ -219,7 +219,7 @@ def test_what_a_plugin_leaves_running_keeps_no_process_and_no_code(tmp_path, kee
     source = f"""
 import sys
 from swift.cli import leaving, main
-leaving.LIMIT_S = 0.5
+leaving.TELL_S, leaving.LIMIT_S = 0.2, 0.5
 sys.argv[1:] = {words}
 if __name__ == "__main__":
     sys.exit(main.main())
@@ -229,4 +229,7 @@ if __name__ == "__main__":
         [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert ended.returncode == code, ended.stderr
-    assert ended.stderr.endswith(f"swift: warning: exit: {KEEPS[keeps]} still runs 0.5 s after the end; stopped\n")
+    assert ended.stderr.endswith(
+        f"swift: note: exit: {KEEPS[keeps]} still runs 0.2 s after the end; stopped after 0.5 s\n"
+        f"swift: warning: exit: {KEEPS[keeps]} still runs 0.5 s after the end; stopped\n"
+    )

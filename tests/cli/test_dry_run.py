@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -36,6 +37,14 @@ def test_it_prints_settings_placement_batches_columns_and_rewards(tiny_model, fo
     assert "the last 1 row of each epoch left out" in text
     assert "prompt <- query; to rewards: solution, level" in text
     assert "reward accuracy: weight 1; ground truths of the first rows: 1 1 1 1; empty answers: 0 0 0 0" in text
+
+
+def test_control_characters_of_columns_are_written_out(tiny_model, folder, capsys):
+    rows = [json.loads(line) | {"\x1b[2Jlevel": 1} for line in Path("rows.jsonl").read_text().splitlines()]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(rlhf(tiny_model)) == 0
+    text = capsys.readouterr().out
+    assert "\\x1b[2Jlevel" in text and "\x1b" not in text
 
 
 def test_rows_may_be_streamed_beside_evaluation_rows(tiny_model, folder, capsys):

@@ -6,6 +6,8 @@ import os
 import random
 import socket
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from row_files import settings
 
@@ -138,3 +140,20 @@ def test_folders_behind_links_are_read_once_and_unreadable_ones_are_an_error(tmp
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(SwiftError, match="inner: cannot be read: Permission denied"):
         load_rows(settings(tmp_path / "rows"), "train", purpose="prompt")
+
+
+def test_a_text_that_all_rows_of_a_parquet_file_share_is_held_once(tmp_path, monkeypatch):
+    text, rows = "a" * 10**6, 3000
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+    turns = pyarrow.array([[{"role": "user", "content": "b"}]] * rows)
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"query": column, "turns": turns}), path, compression="zstd")
+    assert path.stat().st_size < 5000
+    before = pyarrow.default_memory_pool().max_memory()
+    monkeypatch.setattr(files, "MAX_ARRAY_CHARS", 10**8)
+    records = list(files.read_file(path))
+    assert pyarrow.default_memory_pool().max_memory() < max(before, 4 * 10**8)
+    assert len(records) == rows and {id(record.values["query"]) for record in records} == {
+        id(records[0].values["query"])
+    }
+    assert records[0].values == {"query": text, "turns": [{"role": "user", "content": "b"}]}

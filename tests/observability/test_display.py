@@ -279,9 +279,11 @@ def test_the_rank_log_holds_logging_warnings_and_console_lines(tmp_path):
         logging.captureWarnings(True)
         warnings.warn("from warnings", stacklevel=1)
     log.line("from the console")
+    logging.getLogger("swift.x").warning("\x1b[2J\x9b of a %s\nsecond line", "reward")
     log.close()
     logging.getLogger("swift.x").warning("too late")
     text = path.read_text()
+    assert "swift.x: \\x1b[2J\\x9b of a reward\nsecond line\n" in text and "\x1b" not in text
     assert all(source in text for source in ("from logging", "from warnings", "from the console"))
     assert "too late" not in text
 
