@@ -1,8 +1,9 @@
 """The reward workers: pebble's process pool, with what reward functions need around it.
 
-pebble starts the processes, hands tasks to them, kills the worker of a task that is late and replaces workers that
+pebble starts the processes, hands tasks to them, kills the worker of a task that is cancelled and replaces workers that
 ended. Added here:
 
+* A task that is late is cancelled, by a clock that does not jump.
 * A worker leads a session of its own and adopts orphans; when it is killed or has ended, its family goes too
   (`_Process`).
 * Awaited calls gather: a task takes all that wait, and at most half of the workers serve awaited calls. If such a
@@ -43,6 +44,7 @@ MAX_AWAITED = 64
 LOG_LIMIT_BYTES = 64 << 20
 _GATHER_S = 0.01
 _LOOK_S = 0.5
+_POLL_S = 0.1
 _LEFT = 256
 """Exit status 0 of a worker; none ends by itself."""
 
@@ -176,6 +178,13 @@ class _Lost(Exception):
         self.outcome = outcome
 
 
+async def _late(task: Future[Any], limit_s: float) -> None:
+    """Returns when a task has run for its limit; pebble's own limits go by the wall clock, which may jump."""
+    while not task.running():
+        await asyncio.sleep(_POLL_S)
+    await asyncio.sleep(limit_s)
+
+
 class WorkerPool:
     """`num_workers` processes that run reward functions, kept alive; at least 1."""
 
@@ -283,12 +292,17 @@ class WorkerPool:
         for _ in range(MAX_START_FAILURES + 1):
             pool = self._working_pool()
             try:
-                scheduled = pool.processes.schedule(worker.run, args=(jobs, self._log), timeout=limit_s)
+                scheduled = pool.processes.schedule(worker.run, args=(jobs, self._log))
             except RuntimeError:  # it has just broken
                 pool.end()
                 continue
             future: asyncio.Future[Any] = asyncio.wrap_future(scheduled)
-            await asyncio.wait([future, pool.ended], return_when=asyncio.FIRST_COMPLETED)
+            late = self._loop.create_task(_late(scheduled, limit_s))
+            await asyncio.wait([future, pool.ended, late], return_when=asyncio.FIRST_COMPLETED)
+            if late.done() and not future.done() and not pool.ended.done():
+                future.cancel()  # pebble kills the worker
+                raise self._lost(TimeoutError())
+            late.cancel()
             if not future.done() or future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
                 future.cancel()
                 pool.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import random
 import signal
@@ -218,6 +219,20 @@ orms["slow"] = slow
     assert time.monotonic() - began < 1.0
     groups = [group(["a"], group_id=f"g{index}") for index in range(4)]
     assert [item.excluded for item in rewards.score(groups, progress)] == [[None]] * 4
+
+
+def test_a_clock_that_jumps_is_no_time_out(pipeline, group, progress, monkeypatch):
+    source = """
+import time
+def slow(completions, **kwargs):
+    time.sleep(0.5)
+    return [1.0] * len(completions)
+orms["slow"] = slow
+"""
+    rewards = pipeline(["slow"], source, reward_timeout=60, num_workers=1)
+    hours = itertools.count(time.time(), 3600)
+    monkeypatch.setattr(time, "time", lambda: next(hours))
+    assert rewards.score([group(["a"])], progress)[0].excluded == [None]
 
 
 def test_awaited_calls_of_different_groups_overlap_in_one_worker(pipeline, group, progress):
