@@ -107,7 +107,7 @@ class FeatureArguments:
     ebft_n_samples_per_prompt: int = flag(4, at_least=1, aliases=("n_samples_per_prompt",), needs=STRIDED, strict=True)
     """Number of samples of each block."""
 
-    ebft_temperature: float = flag(0.6, above=0, needs=STRIDED, strict=True)
+    ebft_temperature: float = flag(0.6, at_least=0.01, needs=STRIDED, strict=True)
     """Sampling temperature of blocks. Structured mode uses `--temperature`."""
 
     ebft_top_p: float = flag(1.0, above=0, at_most=1, needs=STRIDED, strict=True, everyday=False)

@@ -16,7 +16,7 @@ from swift.data.arguments import DataArguments
 from swift.flags import REQUIRED, flag
 from swift.models.arguments import CheckpointArguments, QuantArguments
 from swift.rewards.arguments import RewardArguments
-from swift.rollout.arguments import EngineArguments, GenerationArguments
+from swift.rollout.arguments import LEAST_TEMPERATURE, EngineArguments, GenerationArguments
 
 if TYPE_CHECKING:
     from swift.arguments.layers import Given
@@ -49,6 +49,8 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantA
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from self.quant_problems()
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            yield f"--temperature: {self.temperature:g}: out of range; valid: 0, or at least {LEAST_TEMPERATURE:g}"
         if self.quant_method and self.infer_backend == "vllm":
             yield "--quant_method: bnb: vLLM gets merged, unquantised weights; use --infer_backend transformers"
 

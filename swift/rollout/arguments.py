@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Literal
 from swift.flags import flag
 from swift.types import SamplingParams
 
+LEAST_TEMPERATURE = 0.01
+"""Above 0. At lower ones logits leave the range of floats, and vLLM takes this one."""
+
 
 def request_limit_s(tokens: int) -> float:
     """The usual `--rollout_timeout`, in seconds, for samples of at most so many tokens: at five tokens a second.
@@ -37,7 +40,7 @@ class GenerationArguments:
     truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False)
     """Treatment of prompts over `--max_length`: cut on the left or right, or leave the row out."""
 
-    temperature: float = flag(0.9, at_least=0.01)
+    temperature: float = flag(0.9, at_least=LEAST_TEMPERATURE)
     """Sampling temperature, also of the log-probs in the loss."""
 
     top_p: float = flag(1.0, above=0, at_most=1)
@@ -49,7 +52,7 @@ class GenerationArguments:
     min_p: float = flag(0.0, at_least=0, at_most=1, everyday=False)
     """Minimum probability of a token relative to the likeliest. Biases the gradient."""
 
-    repetition_penalty: float = flag(1.0, above=0, everyday=False)
+    repetition_penalty: float = flag(1.0, at_least=0.001, everyday=False)
     """Divisor of the logits of tokens already seen. Biases the gradient."""
 
     stop_words: list[str] = flag([], everyday=False)

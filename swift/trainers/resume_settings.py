@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swift.errors import counted
+from swift.data.system import resolve_system
+from swift.errors import ConfigError, counted
 from swift.flags import typed
 from swift.observability.secrets import MASK
 
@@ -104,7 +105,7 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         if name.startswith("_") or name not in saved or MASK in (saved[name], now):
             continue
         then = saved[name]
-        if _same(then, now):
+        if _same(then, now) or (name == "system" and _same_system(then, now)):
             continue
         change.changed[name] = (then, now)
         if name == "world_size":
@@ -136,3 +137,11 @@ def _same(then: Any, now: Any) -> bool:
     if not (isinstance(then, str) and isinstance(now, str)):
         return False
     return Path(now).exists() and Path(then).resolve() == Path(now).resolve()
+
+
+def _same_system(then: str | None, now: str | None) -> bool:
+    """Whether two system prompts are one text. Earlier versions wrote the name of its file down."""
+    try:
+        return resolve_system(then)[0] == resolve_system(now)[0]
+    except ConfigError:  # the file of then is gone
+        return False

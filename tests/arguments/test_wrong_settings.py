@@ -16,6 +16,7 @@ FLAGS = [
     ("--top_k 1.5", ["--top_k: 1.5: not a whole number"]),
     ("--min_p 2", ["--min_p: 2: out of range"]),
     ("--temperature 0", ["--temperature: 0: out of range", "at least 0.01"]),
+    ("--repetition_penalty 5e-324", ["--repetition_penalty: 5e-324: out of range; valid: at least 0.001"]),
     ("--temperature hot", ["--temperature: hot: not a number"]),
     ("--beta -0.1", ["--beta: -0.1: out of range", "at least 0"]),
     ("--num_generations 1", ["--num_generations: 1: out of range", "at least 2"]),
@@ -282,6 +283,12 @@ MODES = [
     ("rlhf", "--rlhf_type grpo --model m --reward_funcs accuracy", "--dataset: missing"),
     ("rlhf", "--rlhf_type grpo --model m --dataset d", "--reward_funcs or --reward_model"),
     ("sft", "--model m", "--dataset: missing"),
+    (
+        "infer",
+        "--model m --temperature 5e-324",
+        "--temperature: 4.94066e-324: out of range; valid: 0, or at least 0.01",
+    ),
+    ("infer", "--model m --temperature 1e-310", "--temperature: 1e-310: out of range; valid: 0, or at least 0.01"),
     ("sft", "--model m --dataset d --curriculum_column c", "--curriculum_column: c: not a flag of swift sft"),
     (
         "sft",

@@ -12,6 +12,7 @@ import torch
 
 from swift.errors import ConfigError, RequestRefused, ResourceError, Unsupported
 from swift.rollout.engines import guided
+from swift.rollout.engines.running import ends_with_stop, first_stop
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.types import Request, SamplingParams
@@ -152,6 +153,14 @@ def test_a_minimum_also_holds_for_stop_texts(engine):
     short = run(engine, stops)
     long = run(engine, replace(stops, min_tokens=10))
     assert min(len(one.token_ids) for one in long) >= 10 > min(len(one.token_ids) for one in short)
+
+
+def test_a_stop_text_counts_from_the_least_length_on(tokenizer):
+    ids = tokenizer("xax xyx", add_special_tokens=False)["input_ids"]
+    for least, expected in ((0, [False, True, True, True, True, True, True]), (2, [False] * 6 + [False])):
+        found = [ends_with_stop(ids[:length], ["a"], tokenizer, least) for length in range(1, len(ids) + 1)]
+        assert found == expected, least
+    assert first_stop(ids, ["x x", "y", "a"], 3, tokenizer.decode) == (2, "x x")
 
 
 @XGRAMMAR

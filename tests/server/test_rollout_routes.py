@@ -1,5 +1,6 @@
 """The routes of `swift rollout`, as clients of every kind use them."""
 
+import asyncio
 import json
 import pickle
 import re
@@ -8,12 +9,15 @@ from dataclasses import replace
 from http.client import HTTPConnection
 from importlib.util import find_spec
 
+import httpx
 import pytest
 from oracle import PROMPT, ask, difference, load, run
 from processes import wait_for
+from server_parts import KEY, Wakeful
 
 from swift.errors import Unsupported
 from swift.models.tokenizer import read_tokenizer
+from swift.rollout.server.app import make_app
 
 XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
 IDS = {"prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
@@ -49,8 +53,6 @@ def infer_lines(http, requests, **more):
 
 
 def test_health_needs_no_key_and_everything_else_does(server, http):
-    import httpx
-
     assert httpx.get(f"{server.url}/health", trust_env=False).json() == {"status": "ok", "alive": True}
     assert {"detail", "boot_id", "counters"} <= set(http.get("/health").json())
     assert httpx.get(f"{server.url}/health/", trust_env=False).status_code == 200
@@ -62,6 +64,21 @@ def test_health_needs_no_key_and_everything_else_does(server, http):
             assert reply.status_code == 401
             assert server.key not in reply.text
     assert http.get("/info").status_code == 200
+
+
+def test_every_route_but_health_needs_the_key(made):
+    """The application's own list, so that a new route is in it."""
+    service = made(Wakeful(), api_key=KEY)
+    gate = make_app(service)
+    routes = [(method, route.path) for route in gate.app.routes for method in sorted(route.methods)]
+    assert len(routes) >= 25
+
+    async def answered(keys=({}, {"Authorization": "Bearer wrong"})):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://server") as client:
+            replies = [(route, await client.request(*route, headers=key)) for route in routes for key in keys]
+            return {route for route, reply in replies if reply.status_code != 401}
+
+    assert asyncio.run(answered()) == {("GET", "/health"), ("GET", "/health/")}
 
 
 def test_it_says_what_it_serves(server, http):
@@ -191,6 +208,20 @@ def test_a_text_ends_before_its_stop_and_ids_and_logprobs_after_it(http, model):
     events = http.post("/v1/completions", json={**body, "stop": stop, "stream": True}).text.splitlines()
     parts = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: {")]
     assert "".join(part["choices"][0]["text"] for part in parts) == whole["text"][:place]
+
+
+def test_a_stop_text_before_the_least_length_is_text_streamed_or_not(http):
+    body = {**IDS, "max_tokens": 64, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    whole = ok(http.post("/v1/completions", json=body))["choices"][0]
+    text, least = whole["text"], 20
+    stop = text[least]
+    assert len(text) == len(whole["token_ids"]) and stop in text[:least], "a letter for each token"
+    body |= {"stop": stop, "min_tokens": least}
+    cut = ok(http.post("/v1/completions", json=body))["choices"][0]
+    assert (cut["text"], cut["stop_reason"]) == (text[:least], stop)
+    events = http.post("/v1/completions", json={**body, "stream": True}).text.splitlines()
+    parts = [json.loads(one.removeprefix("data: ")) for one in events if one.startswith("data: {")]
+    assert "".join(part["choices"][0]["text"] for part in parts) == cut["text"]
 
 
 def test_a_stop_token_is_no_part_of_the_text(http):

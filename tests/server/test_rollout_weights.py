@@ -194,6 +194,24 @@ def test_only_what_lies_below_the_folder_is_inside(tmp_path, name):
         disk.inside(None, "a")
 
 
+@pytest.mark.parametrize("swapped", ["file", "folder"])
+def test_a_path_that_becomes_a_link_after_the_check_is_not_followed(tmp_path, swapped):
+    inner, outer = tmp_path / "weights" / "run", tmp_path / "elsewhere"
+    for folder in (inner, outer):
+        folder.mkdir(parents=True)
+        disk.write_whole(folder / "bucket", disk.as_bytes([("a", torch.ones(1))]))
+    path, wanted = disk.inside(tmp_path / "weights", "run/bucket"), [TensorInfo.of("a", torch.ones(1))]
+    assert disk.read_bucket(path, wanted, None).tensors
+    inner.rename(tmp_path / "weights" / "former")
+    if swapped == "file":
+        inner.mkdir()
+        (inner / "bucket").symlink_to(outer / "bucket")
+    else:
+        inner.symlink_to(outer)
+    with pytest.raises(SyncFailed, match="bucket: cannot be read"):
+        disk.read_bucket(path, wanted, None)
+
+
 def test_servers_that_see_one_folder_share_the_files_of_a_version(tmp_path):
     one, other = disk.open_run(tmp_path, "run-1"), disk.open_run(tmp_path / "x" / "..", "run-1")
     buckets = [Bucket([(f"layer.{index}", torch.randn(4))]) for index in range(3)]

@@ -253,6 +253,15 @@ def test_what_publishes_weights_out_of_turn_is_free_only_with_a_publication_per_
     assert change.problems == [] and OUT_OF_TURN <= FREE
 
 
+def test_a_system_prompt_and_the_file_that_it_came_from_are_one_setting(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("Be brief.\n")
+    assert compare_settings({"system": str(file)}, {"system": "Be brief."}).changed == {}
+    assert compare_settings({"system": str(file)}, {"system": "Be long."}).problems
+    assert compare_settings({"system": str(tmp_path / "gone.txt")}, {"system": "Be brief."}).problems
+    assert compare_settings({"system": None}, {"system": "Be brief."}).problems
+
+
 def test_two_spellings_of_one_path_are_the_same_setting(tmp_path, monkeypatch):
     (tmp_path / "data.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from swift.errors import EngineError, NumericError
@@ -101,10 +102,19 @@ def impossible(logprobs: Sequence[float], first: int = 0) -> str:
     return ""
 
 
-def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: Any) -> bool:
-    """Whether the text that has been sampled contains a stop string; only the tail of the tokens is decoded."""
-    if not words:
+def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: Any, least: int = 0) -> bool:
+    """Whether a stop text ends after `least` tokens; only the tail of the tokens is decoded."""
+    if not words or len(token_ids) <= least:
         return False
-    tail = token_ids[-(max(len(word) for word in words) + TAIL_SLACK_TOKENS) :]
-    text = tokenizer.decode(tail, skip_special_tokens=False)
-    return any(word in text for word in words)
+    first = max(0, len(token_ids) - max(len(word) for word in words) - TAIL_SLACK_TOKENS)
+    tail = token_ids[first:]
+    return first_stop(tail, words, max(0, least - first), partial(tokenizer.decode, skip_special_tokens=False))[0] >= 0
+
+
+def first_stop(
+    token_ids: Sequence[int], words: Sequence[str], least: int, decode: Callable[[Sequence[int]], str]
+) -> tuple[int, str]:
+    """Where in the text of the tokens the first stop text begins that ends after `least` tokens; (-1, "") for none."""
+    text, early = decode(token_ids), len(decode(token_ids[:least]).rstrip("\ufffd")) if least else 0
+    found = [(text.find(word, max(0, early - len(word) + 1)), word) for word in words]
+    return min((one for one in found if one[0] >= 0), default=(-1, ""))

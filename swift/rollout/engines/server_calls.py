@@ -187,7 +187,7 @@ class ServerCalls(EngineClient):
             return None
         folder = Path(info.weights_folder)
         try:
-            with open_regular(folder / info.weights_probe) as file:
+            with open_regular(Path(os.path.realpath(folder)) / info.weights_probe) as file:
                 same = file.read(wire.PROBE_BYTES).decode("utf-8", "replace") == info.boot_id
         except (OSError, ValueError):
             return None

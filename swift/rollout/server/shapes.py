@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec import Struct
 
+from swift.rollout.arguments import LEAST_TEMPERATURE
 from swift.rollout.seeds import sample_seed
 from swift.rollout.server.access import LIMITS, body_by, check_count, decoded, field_error
 from swift.rollout.server.service import Service
@@ -45,9 +46,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "seed": (0, 2**63 - 1),
 }
 """Bounds of numbers, inclusive."""
-
-LEAST_TEMPERATURE = 0.01
-"""Above 0. At lower ones logits leave the range of floats, and vLLM takes this one."""
 
 STOPS = {"stop": 256, "stop_token_ids": 1024}
 """Most entries of a request."""

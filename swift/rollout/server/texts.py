@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swift.errors import RefusedChat
+from swift.rollout.engines.running import first_stop
 from swift.rollout.server.access import Refused, field_error
 from swift.rollout.server.chats import call_reader, read_chat
 from swift.rollout.server.service import Service
@@ -111,12 +112,12 @@ class Texts:
         ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
         if ended and ids and ids[-1] in request.sampling.stop_token_ids:
             ids = ids[:-1]
-        text = template.decode(ids, skip_special_tokens=wanted.skip_special_tokens)
-        found = [(text.find(stop), stop) for stop in request.sampling.stop if ended and stop in text]
-        if not found or len(ids) < len(completion.token_ids):
+        decode = partial(template.decode, skip_special_tokens=wanted.skip_special_tokens)
+        text = decode(ids)
+        if not ended or len(ids) < len(completion.token_ids):
             return text, None
-        place, stop = min(found)
-        return text[:place], stop
+        place, stop = first_stop(ids, request.sampling.stop, request.sampling.min_tokens, decode)
+        return (text[:place], stop) if stop else (text, None)
 
     def message(self, completion: Completion, text: str, body: ChatRequest) -> dict[str, Any]:
         """An answer in a chat, with the calls of the tools that the client offers."""

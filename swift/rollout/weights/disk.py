@@ -156,12 +156,16 @@ def inside(folder: Path | None, name: str) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file for reading. Raises OSError: there is none, or it is a pipe, a device or a folder, which may block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    """A file for reading, by a path without links.
+
+    Raises OSError: there is none, it is a pipe, a device or a folder, which may block, or a link on the way leads away.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    regular, opened = stat.S_ISREG(os.fstat(descriptor).st_mode), Path(f"/proc/self/fd/{descriptor}").readlink()
+    if regular and opened == path:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no regular file")
+    raise OSError(errno.EINVAL, f"it leads to {opened}" if regular else "it is no regular file")
 
 
 def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) -> Bucket:

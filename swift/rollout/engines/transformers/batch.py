@@ -60,8 +60,7 @@ class Sampler:
         wanted = row.request.sampling
         if row.token_ids[-1] in row.ends:
             return "stop"
-        long_enough = wanted.stop and len(row.token_ids) >= wanted.min_tokens
-        if long_enough and ends_with_stop(row.token_ids, wanted.stop, self.tokenizer):
+        if ends_with_stop(row.token_ids, wanted.stop, self.tokenizer, wanted.min_tokens):
             return "stop"
         return "length" if len(row.token_ids) >= row.budget else None
 
