@@ -61,7 +61,7 @@ _KNOWN = _names(
     quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
     save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace target_parameters
+    swanlab_project swanlab_token swanlab_workspace
     teacher_adapters teacher_deepspeed teacher_model_revision
     teacher_model_server teacher_model_type tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample

@@ -115,6 +115,11 @@ class TunerArguments(QuantArguments):
     target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules")
     """Regular expression for the whole names of the modules with an adapter."""
 
+    target_parameters: list[str] = flag(
+        [], aliases=("lora_target_parameters",), everyday=False, needs="tuner_type=lora"
+    )
+    """Ends of the names of parameters with an adapter besides, such as experts.down_proj."""
+
     modules_to_save: list[str] = flag([], everyday=False, needs=_ADAPTERS)
     """Modules trained in full and saved with the adapter, such as embed_tokens."""
 

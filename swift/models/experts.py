@@ -1,4 +1,4 @@
-"""Fused experts below an adapter: PEFT gives all experts of a layer one adapter, which no engine takes by itself."""
+"""Parameters below an adapter, such as fused experts, which share one in a layer: no engine takes it by itself."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from swift.models.arguments import TunerArguments
 
 
-def adapted_experts(args: TunerArguments) -> str:
-    """Name of the first fused parameter that the adapter of the settings changes, or ""; builds the model without data.
+def adapted_parameter(args: TunerArguments) -> str:
+    """Name of the first parameter, no module, that the adapter of the settings changes, or ""; loads no weights.
 
     Raises:
         ConfigError: the adapter does not fit the model.
@@ -27,7 +27,7 @@ def adapted_experts(args: TunerArguments) -> str:
         model = AutoModelForCausalLM.from_config(
             load_config(source.base, args), trust_remote_code=args.trust_remote_code
         )
-    if all(one.ndim < 3 for one in model.parameters()):
+    if all(one.ndim < 3 for one in model.parameters()) and not args.target_parameters and not source.adapters:
         return ""
     with adapter_errors(source.adapters[0] if source.adapters else source.base):
         config: Any = adapter_config(model, args, "CAUSAL_LM")
@@ -39,7 +39,7 @@ def adapted_experts(args: TunerArguments) -> str:
         (
             f"{name.removeprefix('base_model.model.').replace('.base_layer', '')}.{layer.parameter_name}"
             for name, layer in policy.named_modules()
-            if getattr(layer, "num_experts", 0) > 1 and hasattr(layer, "parameter_name")
+            if hasattr(layer, "parameter_name")
         ),
         "",
     )

@@ -8,6 +8,7 @@ A' = [A; A0] and B' = [B, -B0]. A resumed run makes the same start again and rea
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from bisect import bisect_right
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
 from swift.models.adapter_config import check_finite
+from swift.models.expert_targets import HEADS, count_experts, fused_projections, resolve
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from swift.models.arguments import TunerArguments
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +47,6 @@ class Tuner:
 def _same(*names: str, **others: str) -> dict[str, str]:
     return {**{name: name for name in names}, **others}
 
-
-_HEADS = {"score", "classifier"}
-"""Heads of reward models, which PEFT trains in full without being told."""
 
 TUNERS = {
     "lora": Tuner(
@@ -91,6 +93,10 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
         ) from error
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
+    if isinstance(getattr(config, "target_parameters", None), set):
+        config.target_parameters = sorted(config.target_parameters)
+    if count := count_experts(policy):
+        logger.info("LoRA trains %s parameters on experts", f"{count:,}")
     if args.changes_base:
         check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
@@ -113,11 +119,18 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     if targets in ([], ["all-linear"]):
         targets = "all-linear"
     if args.tuner_type == "lora":
+        if found := resolve(model, targets):
+            targets, options["target_parameters"] = found.modules, sorted(found.parameters)
+            for name, width in found.widths.items():  # each projection in it keeps its rank and scale
+                scale = math.sqrt(width) if args.use_rslora else width
+                options["rank_pattern"] = {rf".*\.{name}": width * args.lora_rank, **args.rank_pattern}
+                options["alpha_pattern"] = {rf".*\.{name}": scale * args.lora_alpha, **args.alpha_pattern}
+        options["target_parameters"] = sorted({*options.get("target_parameters", []), *args.target_parameters}) or None
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
     if task == "TOKEN_CLS":
-        options["exclude_modules"] = sorted(_HEADS)
+        options["exclude_modules"] = sorted(HEADS)
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
             task_type=task,
@@ -158,9 +171,17 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
         "rank_pattern": [(one, rf"(.*\.)?({one})") for one in args.rank_pattern],
         "alpha_pattern": [(one, rf"(.*\.)?({one})") for one in args.alpha_pattern],
     }
+    matrices = sorted(name for name, weight in model.named_parameters() if weight.ndim >= 2)
+    for one in args.target_parameters:
+        if not any(f".{name}".endswith(f".{one}") for name in matrices):
+            ends = sorted({".".join(name.split(".")[-2:]) for name in matrices})
+            raise ConfigError(f"--target_parameters: {one}: fits no parameter of the model; valid: {', '.join(ends)}")
+    fused = fused_projections(model) if args.tuner_type == "lora" else {}
     for flag, named in patterns.items():
         for one, pattern in named:
             found = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
+            if flag.startswith("target") and any(re.fullmatch(pattern, name) for name in fused):
+                continue
             if not found and one != "all-linear":
                 least = 1 if flag == "modules_to_save" else 2  # dimensions of a weight: adapters change matrices
                 weighty = {name for name, weight in model.named_parameters() if weight.ndim >= least}
@@ -226,7 +247,7 @@ def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     cls: Any = type(args)
     for name, field in fields.items():
         given, has = getattr(args, name), getattr(start, field) or ""
-        same = set(given) == set(has) - _HEADS if isinstance(given, list) else given == has
+        same = set(given) == set(has) - HEADS if isinstance(given, list) else given == has
         if not same and not name.endswith("dropout") and given != flags_of(cls)[name].default:
             words = " ".join(given) if isinstance(given, list) else given
             raise ConfigError(f"--{name}: {words}: --adapters {folder} was made with another value; leave it out")

@@ -23,6 +23,7 @@ FIXED = frozenset(
     {
         "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
+        "target_parameters",
         "target_regex", "use_dora", "use_rslora", "init_weights", "rank_pattern", "alpha_pattern", "vera_rank",
         "vera_projection_prng_key", "vera_d_initial", "boft_block_size", "boft_block_num",
         "quant_method", "quant_bits",

@@ -372,7 +372,7 @@ RULES: dict[str, Rule] = {
     "use_eaft": refused("entropy-weighted cross-entropy (EAFT) is not supported", "false"),
     "reinit_weights": refused("weights are read from the model, never drawn; save such a model first", "false"),
     "trainer_cls": refused("trainers of one's own cannot be imported"),
-    "lora_target_parameters": lambda draft, key, raw: trl.needed(draft, key, "target_parameters", raw),
+    "lora_target_parameters": trl.take_parameters,
     "quantize_moe_experts": lost("experts stay as they are in the files"),
     "datasets": datasets("dataset"),
     "pretraining_dataset": datasets("dataset"),

@@ -117,6 +117,13 @@ def take_targets(draft: Draft, key: str, raw: Any) -> None:
     draft.take(key, "target_regex" if is_regex else "target_modules", raw)
 
 
+def take_parameters(draft: Draft, key: str, raw: Any) -> None:
+    """`lora_target_parameters`; without targets of the other kind PEFT would adapt no module."""
+    if not any(draft.config.get(name) for name in ("lora_target_modules", "lora_target_linear")):
+        refused("swift would adapt all linear layers besides; name the modules in lora_target_modules")(draft, key, raw)
+    draft.take(key, "target_parameters", raw)
+
+
 def _model_settings(draft: Draft, key: str, raw: Any) -> None:
     """`model_init_kwargs`: a map, or its JSON on a command line."""
     try:
@@ -159,7 +166,7 @@ RULES: dict[str, Rule] = {
     "lora_target_modules": take_targets,
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_task_type": same("the task follows from the method"),
-    "lora_target_parameters": lambda draft, key, raw: needed(draft, key, "target_parameters", raw),
+    "lora_target_parameters": take_parameters,
     "use_bnb_nested_quant": Renamed("bnb_4bit_use_double_quant"),
     "torch_dtype": Renamed("torch_dtype", {"auto": "none"}),
     "dtype": Renamed("torch_dtype", {"auto": "none"}),

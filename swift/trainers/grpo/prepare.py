@@ -208,12 +208,12 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
 
 
 def _check_sent_adapter(args: Any) -> None:
-    """Refuses adapters on fused experts that would be sent alone."""
-    from swift.models.experts import adapted_experts
+    """Refuses adapters on parameters, such as fused experts, that would be sent alone."""
+    from swift.models.experts import adapted_parameter
 
-    if args.vllm_enable_lora and args.use_vllm and (name := adapted_experts(args)):
+    if args.vllm_enable_lora and args.use_vllm and (name := adapted_parameter(args)):
         raise ConfigError(
-            f"--vllm_enable_lora: true: {name}: vLLM takes adapters of linear layers, none of fused experts; "
+            f"--vllm_enable_lora: true: {name}: vLLM takes adapters of linear layers, none of parameters; "
             "--vllm_enable_lora false sends merged weights"
         )
 
