@@ -54,12 +54,12 @@ def register_import_path(registry: Registry, name: str, *, flag: str, path: str 
 
 def _import(module: str, subject: str) -> Any:
     try:
-        with _working_folder_first(), watched(subject):
+        with _working_folder_first(), watched(subject) as watch:
             importlib.invalidate_caches()  # a file may be younger than the last look into its folder
             return importlib.import_module(module)
-    except (ConfigError, KeyboardInterrupt):
-        raise
     except BaseException as error:
+        if isinstance(error, ConfigError) or watch.interrupted(error):
+            raise
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module}.".startswith(f"{missing}."):
             near = nearest(missing, [path.stem for path in Path.cwd().iterdir() if path.suffix == ".py"])

@@ -12,12 +12,13 @@ import hashlib
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from swift.errors import ConfigError, end_process, join_problems, nearest
@@ -106,20 +107,48 @@ def _load(path: Path, given: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        with registering(given) as entries, watched(f"--external_plugins: {given}", path):
+        with registering(given) as entries, watched(f"--external_plugins: {given}", path) as watch:
             spec.loader.exec_module(module)
         _loaded[name] = entries
-    except (ConfigError, KeyboardInterrupt):
-        del sys.modules[name]
-        raise
     except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, ConfigError) or watch.interrupted(error):
+            raise
         raise ConfigError(_import_problem(error, path, given)) from error
     return module
 
 
+class Watch:
+    """Knows whether Ctrl-C was pressed: a KeyboardInterrupt may be the plugin's own."""
+
+    def __init__(self) -> None:
+        self._pressed = False
+
+    def interrupted(self, error: BaseException) -> bool:
+        """Whether the user ended the import."""
+        return self._pressed and isinstance(error, KeyboardInterrupt)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Notes SIGINT before its handler acts."""
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler) or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._pressed = True
+            handler(number, frame)
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+
 @contextlib.contextmanager
-def watched(subject: str, path: Path | None = None) -> Iterator[None]:
+def watched(subject: str, path: Path | None = None) -> Iterator[Watch]:
     """Tells of an import that takes long, ends the process if it hangs, and turns `os._exit` into a SystemExit.
 
     What a run depends on in the process is put back, and a child that the import has forked ends there.
@@ -149,9 +178,10 @@ def watched(subject: str, path: Path | None = None) -> Iterator[None]:
         timer.daemon = True
         timer.start()
     os._exit = leave_by_error
+    watch = Watch()
     try:
-        with process_kept(subject):
-            yield
+        with watch.listening(), process_kept(subject):
+            yield watch
     finally:
         if os.getpid() != pid:
             leave(0)

@@ -99,6 +99,7 @@ def test_what_an_import_path_may_not_be(pipeline, module):
     assert ".py:1: raised while it was imported: ModuleNotFoundError" in problem(pipeline, f"{module('import nope')}.f")
     assert ".py:1: raised while it was imported: SyntaxError" in problem(pipeline, f"{module('def f(:')}.f")
     assert "SystemExit: 3" in problem(pipeline, f"{module('exit(3)')}.f")
+    assert "imported: KeyboardInterrupt" in problem(pipeline, f"{module('raise KeyboardInterrupt')}.f")
     assert not [line for line in sys.path if line == "" or line.endswith(name)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from array import array
@@ -129,6 +130,13 @@ def test_what_a_run_depends_on_is_put_back_after_an_import(tmp_path, change, wor
     assert ("ZeroDivisionError" in ended.stdout) == ("1/0" in change)
 
 
+def test_a_key_that_is_pressed_ends_an_import(plugin):
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        load_external_plugins([plugin("import signal\nsignal.raise_signal(signal.SIGINT)\n")])
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_an_import_that_only_loads_torch_is_no_change(plugin, caplog):
     load_external_plugins([plugin("import torch, random; random.seed(0); torch.set_num_threads(1)\n")])
     assert "put back" not in caplog.text
@@ -147,6 +155,7 @@ def test_a_missing_plugin_names_the_nearest_file(plugin, tmp_path):
         ("raise KeyError('no key')", "KeyError: 'no key'"),
         ("import no_such_module_here", "ModuleNotFoundError"),
         ("exit(3)", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "raised while it was imported: KeyboardInterrupt"),
         ("raise type('Own', (BaseException,), {})('of mine')", "Own: of mine"),
         ("def broken(:", "SyntaxError"),
     ],
