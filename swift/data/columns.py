@@ -68,6 +68,8 @@ class ColumnPlan:
     """
 
     others_are = "to rewards"
+    optional: tuple[str, ...] = ("system", "tools", "history")
+    """Columns that are read if they are there."""
 
     def __init__(
         self, columns: Sequence[str], renames: Mapping[str, str], *, flag: str, name: str, chats: Sequence[str] = ()
@@ -118,6 +120,21 @@ class ColumnPlan:
         if renamed := [f"{old} -> {new}" for old, new in self.here.items() if old != new]:
             parts.append("renamed: " + ", ".join(renamed))
         return "; ".join(parts)
+
+    @property
+    def doubts(self) -> list[str]:
+        """A note on each column whose name is nearly that of one that would be read."""
+        pairs = [
+            (column, right)
+            for right in self.optional
+            if right not in self.names
+            for column in nearest(right, self.others, 1, likeness=_MISSPELLED)
+        ]
+        return [
+            f"{self.where}: column {column}: not read as {right}; if it is that: --columns "
+            f"'{json.dumps({column: right}, ensure_ascii=False)}'"
+            for column, right in pairs
+        ]
 
     def more_parts(self) -> list[str]:
         """For subclasses: what else becomes messages, for `line`."""

@@ -13,6 +13,7 @@ class DocumentPlan(ColumnPlan):
     """What a transform made is taken as it is; a chat gets the system turn of `--system`."""
 
     others_are = "document"
+    optional = ()
 
     def _choose_prompt(self) -> str:
         return "document"

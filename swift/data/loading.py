@@ -234,6 +234,7 @@ def plan_datasets(
     each(pairs, check)
     _check_names(tables, renames, report)
     plans = each(pairs, plan)
+    report.notes += dict.fromkeys(f"note: {doubt}" for plan in plans for doubt in plan.doubts)
     report.mappings = {spec.name: plan.line for spec, plan in zip(specs, plans, strict=True)}
     return plans
 

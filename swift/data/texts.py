@@ -19,6 +19,7 @@ class TextPlan(ColumnPlan):
     """Documents. Other columns are read and not used."""
 
     others_are = "other columns"
+    optional = ()
 
     def choose(self) -> None:
         """Nothing but the text is used; names of rewards' keywords mean nothing here."""

@@ -69,6 +69,22 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 """How each is read and set."""
 
 
+class TorchKept:
+    """Puts back what is changed of torch's settings from here on: of this thread, and of all threads."""
+
+    def __init__(self) -> None:
+        self._before = _read_torch()
+
+    def put_back(self) -> None:
+        """With a note if anything was changed."""
+        if _read_torch() != self._before:
+            _set_torch(self._before)
+            logger.warning(
+                "note: torch's gradients, default type or device: changed by a plugin or library during the run, which "
+                "depends on them: put back; change them in the functions that need it, and back"
+            )
+
+
 @contextlib.contextmanager
 def process_kept(subject: str) -> Iterator[None]:
     """Puts back what the code inside changes of the process, with a note. subject: what the note begins with."""

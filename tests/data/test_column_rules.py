@@ -4,8 +4,9 @@ import json
 
 import pytest
 from refusals import problems_of
+from row_files import settings
 
-from swift.data.loading import PLANS
+from swift.data.loading import PLANS, load_rows
 from swift.data.records import RowError
 
 
@@ -30,6 +31,20 @@ def test_messages_win_and_the_other_candidates_reach_rewards():
     messages, columns = chosen.read({"problem": "p", "solution": "s", "messages": CHAT}, None)
     assert messages == USER
     assert columns == {"problem": "p", "solution": "s"}
+
+
+NEARLY = {"systm": "system", "tool": "tools", "histroy": "history"}
+
+
+@pytest.mark.parametrize("name", [*NEARLY, "answer", "source", "solution"])
+def test_a_column_that_is_nearly_called_like_one_that_would_be_read_is_noted(tmp_path, name):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"query": "q", name: "x"}) + "\n")
+    notes = load_rows(settings(path), "train", purpose="prompt").report.notes
+    right = NEARLY.get(name)
+    fix = f"if it is that: --columns '{json.dumps({name: right})}'"
+    assert notes == ([f"note: --dataset: {path}: column {name}: not read as {right}; {fix}"] if right else [])
+    assert plan(["query", "system", "systems"]).doubts == []
 
 
 def test_no_column_is_renamed_or_dropped_unasked():

@@ -21,6 +21,15 @@ def passing(prompts, rollout):
     return {"completion_ids": [one.token_ids for one in done], "logprobs": [one.logprobs for one in done]}
 
 
+def changing(prompts, rollout):
+    import torch
+
+    done = passing(prompts, rollout)
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    return done
+
+
 def counting(prompts, rollout):
     half = len(prompts) * rollout.num_generations
     return {**passing(prompts, rollout), "place": list(range(half)), "asked": [c["solution"] for c in rollout.columns
@@ -54,6 +63,14 @@ def test_a_function_that_passes_everything_on_is_the_run_without_it_bit_for_bit(
     plain = cli.finish("plain", **flags)
     own = cli.finish("own", **flags, rollout_func=functions / "functions.py:passing")
     assert_same_run(own, plain)
+
+
+def test_what_a_function_changes_of_torch_is_put_back_before_the_step(cli, functions):
+    flags = {"max_steps": 1, "save_steps": 1}
+    plain = cli.finish("plain", **flags)
+    own = cli.finish("own", **flags, rollout_func=functions / "functions.py:changing")
+    assert_same_run(own, plain)
+    assert "changed by a plugin or library during the run" in (own / "logs/attempt-1/rank-0.log").read_text()
 
 
 def test_columns_of_a_function_reach_rewards_and_the_log_on_every_rank(cli, functions):

@@ -34,6 +34,7 @@ from swift.models.attention.choice import choose_attention
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_sharded
 from swift.observability.metric_names import with_aliases
+from swift.plugin.kept import TorchKept
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.atomic_trainer import AtomicTrainer
@@ -104,6 +105,7 @@ class GRPOTrainer(AtomicTrainer):
         **trainer_arguments: Any,
     ) -> None:
         self.pipeline = pipeline
+        self.torch_kept = TorchKept()
         self.stops_at_alert = stops_at_alert
         self.alert: Alert | None = None
         self.reference = reference
@@ -209,6 +211,7 @@ class GRPOTrainer(AtomicTrainer):
 
     def training_step(self, model: nn.Module, inputs: RolloutBatch, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one global batch; see `GlobalBatchStep.run`."""
+        self.torch_kept.put_back()
         report = StepMetrics()
         if not self.planner.ready:
             on_host = self.args.optim == "adamw_cpu"
