@@ -57,6 +57,7 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         _copy_side_files(source, partial)
+        share(partial)
         if output.exists():
             output.rmdir()  # empty, as checked
         partial.rename(output)
@@ -81,6 +82,14 @@ def new_folder(path: str | Path) -> Path:
     except OSError as error:
         raise ResourceError(f"--output_dir: {folder}: cannot be created ({error})") from error
     return folder
+
+
+def share(folder: Path) -> None:
+    """Give the files of a new folder the permissions that it has by the umask; safetensors writes mode 0600."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def run(resolved: Resolved) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.quantisation import is_quantised, quantisation_config, settle
-from swift.models.source import ModelSource, find_other, locate, read_json
+from swift.models.source import ModelSource, find_other, locate, read_json, tensor_sizes
 from swift.models.tuners import adapter_config, add_adapter, check_head, check_ranks, freeze, merge_in, with_adapter
 from swift.startup import hush_libraries
 
@@ -126,6 +126,8 @@ def load_base(
     else:
         placed = {}
     kind = getattr(transformers, HEADS[reward_head][0])
+    if type(config) in transformers.CONFIG_MAPPING.values():
+        _without_weights(folder, config, kind)
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
             model, info = kind.from_pretrained(
@@ -284,7 +286,6 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
     Raises:
         ConfigError: no module, or no parameter, has one of the names; see `refuse_part`.
     """
-    import torch
     import transformers
 
     source = locate(args)
@@ -297,9 +298,9 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
             find_other(name, flag=f"--{setting}", use_hf=args.use_hf)
     if type(config) not in transformers.CONFIG_MAPPING.values():  # code of a repository may need real tensors
         return
-    cls = getattr(transformers, HEADS[reward_head][0])
-    with quiet_loading(), unusable(f"--model: {source.base}: no such model can be made"), torch.device("meta"):
-        model = cls.from_config(config)
+    if reward_head:
+        config.num_labels = HEADS[reward_head][2]
+    model = _without_weights(source.base, config, getattr(transformers, HEADS[reward_head][0]))
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = with_adapter(model, folder).unload()
@@ -318,6 +319,29 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
         check_ranks(policy, args)
     if fuses_head:
         check_head(policy, args)
+
+
+def _without_weights(folder: Path, config: Any, kind: Any) -> Any:
+    """A model on the meta device, made after a look at the files: nothing has the size of a wrong number of a config.
+
+    Raises:
+        ConfigError: config.json does not fit the weights.
+    """
+    import torch
+
+    sizes = tensor_sizes(folder)
+    with quiet_loading(), unusable(f"--model: {folder}: no such model can be made"), torch.device("meta"):
+        model = kind.from_config(config)
+    if not hasattr(config, "quantization_config"):
+        _refuse_shapes(
+            folder, [name for name, one in model.state_dict().items() if sizes.get(name, one.numel()) != one.numel()]
+        )
+    return model
+
+
+def _refuse_shapes(folder: Path, names: list[str]) -> None:
+    if names:
+        raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {names[0]}")
 
 
 def _check_quantised(config: Any, folder: Path, args: TunerArguments) -> None:
@@ -348,9 +372,7 @@ def _check_complete(folder: Path, info: dict[str, Any]) -> None:
             f"--model: {folder}: {len(missing)} weights of the architecture are not in its safetensors files "
             f"({', '.join(missing[:3])}); is the download complete?"
         )
-    mismatched = [str(entry[0]) for entry in info["mismatched_keys"]]
-    if mismatched:
-        raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {mismatched[0]}")
+    _refuse_shapes(folder, [str(entry[0]) for entry in info["mismatched_keys"]])
 
 
 def _check_finite(folder: Path, model: nn.Module) -> None:

@@ -8,17 +8,21 @@ pickled `.bin` files can run code when they are read.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from swift.data.files import is_lfs_pointer
-from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json
+from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json, unusable
 from swift.models.adapter_config import check_config
 
 if TYPE_CHECKING:
     from swift.models.arguments import CheckpointArguments
+
+MAX_LAYERS = 10_000
+"""More layers than any model has; configs of transformers have a list of them."""
 
 HUB_ATTEMPT_S = 20
 """Seconds a hub may stay silent before the download counts as failed."""
@@ -123,8 +127,17 @@ def find_folder(
     if require_weights and not any(folder.glob("*.safetensors")):
         _refuse_weights(folder, flag)
     _refuse_pointers(folder, flag)
-    read_json(folder / "config.json")  # or else libraries say of the tokenizer what is wrong with it
+    _check_layers(folder)
     return folder
+
+
+def _check_layers(folder: Path) -> None:
+    """Refuses a config.json that is none, which libraries call a wrong tokenizer, and one of too many layers."""
+    config = read_json(folder / "config.json")
+    for part in (config, config.get("text_config")):
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MAX_LAYERS:
+            raise ConfigError(f"{folder}/config.json: num_hidden_layers {layers}: above {MAX_LAYERS}; correct it")
 
 
 def _refuse_pointers(folder: Path, flag: str) -> None:
@@ -156,6 +169,20 @@ def weight_files(folder: Path) -> list[Path]:
     if index.exists():
         return sorted({folder / name for name in read_json(index)["weight_map"].values()})
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def tensor_sizes(folder: Path) -> dict[str, int]:
+    """Numbers of elements of the tensors in a model's files."""
+    from safetensors import safe_open
+
+    sizes: dict[str, int] = {}
+    with unusable(f"--model: {folder}: its weights cannot be loaded"):
+        for file in weight_files(folder):
+            if file.exists() and not file.is_file():
+                raise ConfigError(f"--model: {file}: no regular file")
+            with safe_open(file, framework="numpy") as tensors:
+                sizes |= {key: math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    return sizes
 
 
 def head_of(base: Path, *adapters: Path) -> Literal["answer", "step"] | None:

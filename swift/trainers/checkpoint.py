@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from swift.errors import ConfigError, first_line, join_problems, unusable
+from swift.models.export import share
 from swift.models.source import read_json
 from swift.observability.files import fsync_file, write_json, writing
 from swift.observability.run_dir import list_versions
@@ -89,6 +90,7 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
     replaced = final.with_name(_REPLACED + final.name)
     with writing(folder):
         write_json(folder / MANIFEST, msgspec.to_builtins(manifest), indent=1)
+        share(folder)
         _map_files(fsync_file, [*paths, folder / MANIFEST])
         for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
             fsync_file(path)
@@ -154,12 +156,16 @@ def last_checkpoint(run_dir: Path) -> Path | None:
 
 
 def verify(checkpoint: Path) -> Manifest:
-    """Read every file of a checkpoint and compare it with the manifest. Files added later are not looked at.
+    """Read every file of a checkpoint and compare it with the manifest. Files added later are not read.
 
     A ConfigError names each file that is missing, cut off or altered; or what makes it no checkpoint.
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"{_FLAG}: {checkpoint}: no such folder; name a checkpoint-<step> folder, or use last")
+    special = sorted(path for path in checkpoint.rglob("*") if path.exists() and not (path.is_file() or path.is_dir()))
+    join_problems(
+        [f"{_FLAG}: {path}: a pipe, device or socket, not a file; choose another checkpoint" for path in special]
+    )
     manifest = _read_manifest(checkpoint)
     present = [name for name in manifest.files if (checkpoint / name).is_file()]
     seen = dict(zip(present, _map_files(_entry, [checkpoint / name for name in present]), strict=True))

@@ -231,6 +231,21 @@ MODELS = {
         lambda d: d.sft("--model", damaged_model(d, lambda f: edit_config(f, vocab_size=200))),
         "--model | tokenizer has ids up to | embedding 200 rows",
     ),
+    **{
+        f"{name} of {value}, {'rehearsed' if words else 'run'}": (
+            lambda d, name=name, value=value, words=words: d.rlhf(
+                "--model", damaged_model(d, lambda f: edit_config(f, layer_types=None, **{name: value})), *words
+            ),
+            f"copy | config.json | {said}",
+        )
+        for name, value, said in (
+            ("hidden_size", 0, "another shape"),
+            ("vocab_size", 10**9, "another shape"),
+            ("intermediate_size", 10**12, "another shape"),
+            ("num_hidden_layers", 10**9, "num_hidden_layers 1000000000"),
+        )
+        for words in ((), ("--dry_run true",))
+    },
     "pad token beyond the vocabulary": (
         lambda d: d.rlhf("--model", damaged_model(d, lambda f: edit_config(f, pad_token_id=10**6)), "--dry_run true"),
         "--model | config.json: pad_token_id 1000000",

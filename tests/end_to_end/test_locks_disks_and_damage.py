@@ -128,3 +128,12 @@ def test_last_passes_over_a_damaged_checkpoint(cli):
     assert f"{weights}: incomplete, 1000 of " in cli.printed
     assert f"resuming {torn} from checkpoint-2" in cli.printed
     assert_same_run(torn, straight)
+
+
+@pytest.mark.parametrize("mask", ["022", "077"])
+def test_what_a_run_writes_is_as_readable_as_the_umask_allows(cli, mask):
+    code, _ = behind(cli, "sh", "-c", f'umask {mask}; exec "$@"', "sh", output="run", max_steps=2)
+    assert code == 0
+    modes = {path: path.stat().st_mode & 0o777 for path in (cli.folder / "run").rglob("*") if path.name != "lock"}
+    wanted = {path: (0o777 if path.is_dir() else 0o666) & ~int(mask, 8) for path in modes}
+    assert {str(path): f"{modes[path]:o}" for path in modes if modes[path] != wanted[path]} == {}

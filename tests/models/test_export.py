@@ -14,6 +14,7 @@ def test_an_empty_folder_becomes_a_whole_model_with_tokenizer(qwen2, make_adapte
     folder = merge_adapter(ModelArguments(model=qwen2, adapters=[make_adapter(qwen2)]), tmp_path / "merged")
     assert AutoTokenizer.from_pretrained(folder).chat_template
     names = {path.name for path in folder.iterdir()}
+    assert {path.stat().st_mode & 0o666 for path in folder.iterdir()} == {folder.stat().st_mode & 0o666}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
     assert not any(name.startswith("adapter") for name in names)
     ours = AutoModelForCausalLM.from_pretrained(folder)

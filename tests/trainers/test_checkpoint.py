@@ -76,6 +76,17 @@ def test_a_damaged_manifest_is_named(tmp_path, content):
         verify(final)
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "optimizer.pt", "later"])
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_pipes_and_devices_are_no_files_of_a_checkpoint(tmp_path, name, target):
+    final = save(tmp_path, 5)
+    os.mkfifo(tmp_path / "pipe")
+    (final / name).unlink(missing_ok=True)
+    (final / name).symlink_to(tmp_path / target)
+    with pytest.raises(ConfigError, match=f"{name}: a pipe, device or socket"):
+        resolve_resume(str(final), tmp_path)
+
+
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     with pytest.raises(ConfigError, match="not a checkpoint"):
