@@ -6,9 +6,11 @@ import dataclasses
 import json
 from typing import Any
 
+from swift.arguments import known
 from swift.arguments.layers import Given
 from swift.arguments.modes import METHODS
 from swift.arguments.values import Raw, show
+from swift.errors import ConfigError
 
 TRAINING = ("rlhf", "sft", "pt", *METHODS)
 """Modes whose settings other projects name."""
@@ -26,14 +28,18 @@ class Translation:
 def translation(given: Given, mode: str, where: str) -> Translation | None:
     """What another project's name means in a mode; None where no table has it. `where`: the name with its value."""
     from swift.arguments.imports import axolotl, ms_swift, trl
-    from swift.arguments.imports.draft import Draft, text_of
+    from swift.arguments.imports.draft import NOT_IMPORTED, Draft, text_of
 
     tables = {"ms-swift": ms_swift.RULES, "TRL": trl.RULES, "Axolotl": axolotl.RULES}
     project = next((one for one, rules in tables.items() if given.spelling in rules), None)
-    if project is None or mode not in TRAINING:
+    if project is None or mode not in TRAINING or (project != "ms-swift" and known.is_replaced(given.spelling)):
         return None
     draft = Draft(mode)
-    draft.translate([(given.spelling, one_value(given))], tables[project])
+    try:
+        draft.translate([(given.spelling, one_value(given))], tables[project])
+    except ConfigError as error:
+        whys = (problem.removeprefix("--").removesuffix(f"; {NOT_IMPORTED}") for problem in error.problems)
+        return Translation({}, [], [f"{given.subject}: {why.removeprefix(f'{given.spelling}: ')}" for why in whys])
     values = {name: text_of(value) for name, value in draft.settings.items()}
     settings = {name: dataclasses.replace(given, raw=_raw(given, value)) for name, value in values.items()}
     notes = [f"{given.subject}: {project}'s name of --{name} {show(value)}" for name, value in values.items()]

@@ -28,8 +28,8 @@ _SAME = {
 
 _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-    "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side template_backend use_liger_loss "
-    "use_data_producer"
+    "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
+    "use_data_producer experts_impl"
 )
 """Flags that change no result here, whatever their value."""
 
@@ -43,7 +43,7 @@ _KNOWN = _names(
     """
     acc_strategy agent_template aligner_lr
     bbox_format
-    cached_dataset callbacks channels cliprange cliprange_value
+    cached_dataset cached_val_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
     eval_use_evalscope exist_ok fourier_n_frequency freeze_llm
@@ -80,6 +80,7 @@ _FAMILIES = (
 
 _REPLACED = {
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
+    "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
 }
 """Known flags -> what to do instead."""
 
@@ -108,6 +109,11 @@ _MODES = {
 def is_known(name: str) -> bool:
     """Whether a name that is no setting here is a flag elsewhere."""
     return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() | _REPLACED.keys() or name.startswith(_FAMILIES)
+
+
+def is_replaced(name: str) -> bool:
+    """Whether an error line about a known flag says what to do instead."""
+    return name in _REPLACED
 
 
 def changes_nothing(name: str, text: str) -> bool:

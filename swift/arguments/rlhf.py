@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -92,7 +93,6 @@ class RLHFArguments(
     def _engine_problems(self) -> Iterator[str]:
         own_engine = has_own_engine(self)
         max_rank = self.vllm_max_lora_rank
-        total = (self.max_length or 0) + self.max_completion_length
         if not self.ds3_gather_for_generation and (self.use_vllm or self.use_lmdeploy):
             yield (
                 "--ds3_gather_for_generation: false: an inference engine needs the gathered weights; "
@@ -122,11 +122,6 @@ class RLHFArguments(
             yield (
                 f"--vllm_tensor_parallel_size: {self.vllm_tensor_parallel_size}: the transformers engine computes on "
                 "one device; --use_vllm true, or 1"
-            )
-        if self.max_length and self.use_vllm and total > (self.vllm_max_model_len or total):
-            yield (
-                f"--vllm_max_model_len: {self.vllm_max_model_len}: below --max_length {self.max_length} + "
-                f"--max_completion_length {self.max_completion_length} = {total}; raise it, or lower these"
             )
         check, colon, steps = self.parity_check.partition(":")
         every = check == "every" and steps.isdigit() and int(steps) > 0
@@ -284,6 +279,13 @@ class RLHFArguments(
                     f"--{name}: {str(getattr(self, name)).lower()}: no effect where the trainer's own model "
                     "samples; --use_vllm true, or --vllm_mode dedicated"
                 )
+        room = (self.vllm_max_model_len or math.inf) - self.max_completion_length
+        if self.use_vllm and room < (self.max_length or 0):
+            yield (
+                f"--vllm_max_model_len: {self.vllm_max_model_len}: below --max_length {self.max_length} + "
+                f"--max_completion_length {self.max_completion_length}: completions of prompts over "
+                f"{max(0, room)} tokens end there"
+            )
         if self.dynamic_sample and self.async_generate and self.prefetch_depth > 1:
             yield (
                 f"--prefetch_depth: {self.prefetch_depth}: with --dynamic_sample one batch is made ahead, because "

@@ -8,6 +8,8 @@ import pytest
 from command_lines import RLHF, problems, rlhf
 
 from swift.arguments import parse
+from swift.arguments.imports import axolotl, ms_swift, trl
+from swift.errors import ConfigError
 from swift.observability.secrets import mask_argv, mask_config
 from swift.plugin import envs
 from swift.rollout.arguments import most_tokens
@@ -349,6 +351,27 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
         ("sft", "--bf16 true", {"torch_dtype": "bfloat16"}, "--bf16: ms-swift's name of --torch_dtype bfloat16"),
         ("sft", "--bf16 false", {"torch_dtype": "float32"}, "--bf16: false: --torch_dtype is the precision"),
         ("rlhf", "--fp16 false", {"torch_dtype": "float32"}, "--fp16: false: --torch_dtype is the precision"),
+        (
+            "sft",
+            "--enable_dft_loss true",
+            {"loss_type": "dft"},
+            "--enable_dft_loss: ms-swift's name of --loss_type dft",
+        ),
+        (
+            "rlhf",
+            "--enable_thinking false",
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            "--enable_thinking: ms-swift's name of --chat_template_kwargs",
+        ),
+        ("rlhf", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
+        ("dpo", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
+        (
+            "rlhf",
+            "--use_vllm true --max_length 4000 --max_completion_length 97 --vllm_max_model_len 4096",
+            {"vllm_max_model_len": 4096},
+            "--vllm_max_model_len: 4096: below --max_length 4000 + --max_completion_length 97: completions of prompts "
+            "over 3999 tokens end there",
+        ),
         ("rlhf", "--dataloader_drop_last false", {}, "--dataloader_drop_last: false: changes nothing"),
     ],
 )
@@ -359,6 +382,19 @@ def test_names_of_other_projects_are_ours_where_they_mean_the_same(mode, words, 
     run = parse("rlhf" if method else mode, " ".join([method, *rest, words]).split(), {})
     assert {name: getattr(run.args, name) for name in settings} == settings
     assert any(one.startswith(note) for one in run.notes)
+
+
+@pytest.mark.parametrize("mode", ["rlhf", "dpo", "sft"])
+def test_no_name_of_another_project_is_unknown(mode):
+    names = {**ms_swift.RULES, **trl.RULES, **axolotl.RULES}.keys()
+    method = [] if mode == "sft" else ["--rlhf_type", mode.replace("rlhf", "grpo")]
+    unsuited = []
+    for name in names:
+        try:
+            parse(mode.replace("dpo", "rlhf"), [*method, f"--{name}", "x"], {})
+        except ConfigError as error:
+            unsuited += [one for one in error.problems if name in one and ("unknown" in one or "not imported" in one)]
+    assert unsuited == []
 
 
 def test_known_flags_that_change_nothing_are_noted():

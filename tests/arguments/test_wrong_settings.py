@@ -119,10 +119,6 @@ FLAGS = [
     ("--use_vllm false --vllm_mode server", ["--use_vllm: false: contradicts --vllm_mode"]),
     ("--use_vllm true --use_lmdeploy true", ["--use_lmdeploy: true: excludes --use_vllm true"]),
     ("--use_vllm true --ds3_gather_for_generation false", ["--ds3_gather_for_generation: false:"]),
-    (
-        "--use_vllm true --max_length 4000 --max_completion_length 97 --vllm_max_model_len 4096",
-        ["--vllm_max_model_len: 4096:", "4000", "97", "4097"],
-    ),
     ("--use_vllm true --tuner_type full --vllm_enable_lora true", ["--vllm_enable_lora: true:", "trains no adapter"]),
     (
         "--use_vllm true --lora_rank 32 --vllm_enable_lora true --vllm_max_lora_rank 16",
@@ -252,7 +248,7 @@ FLAGS = [
         ["--reward_funcs: environment: nothing rewards", "give --rollout_source or --gym_env"],
     ),
     ("--reward_funcs environment --rollout_func f.py:g", ["--reward_funcs: environment: nothing rewards"]),
-    ("--padding_free", ["--padding_free: true: not a flag of swift rlhf; a flag of: sft, pt"]),
+    ("--packing", ["--packing: true: not a flag of swift rlhf; a flag of: sft, pt"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
     *(
         (f"--optim {name}", [f"--optim: {name}: not a choice"])

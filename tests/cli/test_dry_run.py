@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from swift.arguments import parse
 from swift.cli.main import main
 from swift.models.tiny import build_tiny
+from swift.trainers.grpo.arguments import max_prompt_length
 
 
 @pytest.fixture
@@ -103,6 +105,20 @@ def test_weights_are_not_read(tiny_model, folder, tmp_path_factory):
     bare = shutil.copytree(tiny_model, tmp_path_factory.mktemp("bare") / "tiny")
     (bare / "model.safetensors").write_bytes(b"no tensors")
     assert main(rlhf(bare)) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "longest"),
+    [
+        ("--max_length 100 --vllm_max_model_len 64", 63),
+        ("--max_length 100 --vllm_max_model_len 164", 100),
+        ("--vllm_max_model_len 64", 63),
+        ("--max_length 100", 100),
+    ],
+)
+def test_a_prompt_leaves_room_for_a_token_in_the_engine(words, longest, tiny_model):
+    flags = f"--use_vllm true --max_completion_length 64 {words}"
+    assert max_prompt_length(parse("rlhf", [*rlhf(tiny_model)[1:], *flags.split()], {}).args) == longest
 
 
 BATCH = (

@@ -19,6 +19,9 @@ from swift.errors import ConfigError, nearest
 from swift.flags import Flag, flags_of, spellings_of
 from swift.observability.secrets import is_secret, mask
 
+NOT_IMPORTED = "the file is not imported"
+"""How a line ends that refuses a whole file."""
+
 Fate = Literal["taken", "same", "added", "no counterpart"]
 
 
@@ -176,7 +179,7 @@ def refused(why: str, *off: str) -> Rule:
     def rule(draft: Draft, key: str, raw: Any) -> None:
         text = show(text_of(raw))
         if text.lower() not in off:
-            raise ConfigError(f"{key}: {text if len(text) < 60 else '...'}: {why}; the file is not imported")
+            raise ConfigError(f"{key}: {text if len(text) < 60 else '...'}: {why}; {NOT_IMPORTED}")
         draft.same(key, f"{text} changes nothing")
 
     return rule

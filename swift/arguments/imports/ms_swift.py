@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same
+from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, text_of, where_true
 from swift.arguments.imports.trl import take_precision
+from swift.arguments.values import show
 from swift.errors import ConfigError
 
 MULTIMODAL = re.compile(
@@ -34,9 +35,19 @@ def _quantisation(draft: Draft, key: str, raw: Any) -> None:
     draft.take(key, "quant_method", raw)
 
 
+def _thinking(draft: Draft, key: str, raw: Any) -> None:
+    text = show(text_of(raw)).lower()
+    if text in ("true", "false"):
+        draft.take(key, "chat_template_kwargs", {key: text == "true"})
+    else:
+        draft.lose(key, f"{text}: neither true nor false; give one")
+
+
 RULES: dict[str, Rule] = {
     "model": _model,
     "quant_method": _quantisation,
+    "enable_thinking": _thinking,
+    "enable_dft_loss": where_true(loss_type="dft"),
     "rlhf_type": same("the method"),
     "sft_type": Renamed("tuner_type"),
     "model_id_or_path": _model,

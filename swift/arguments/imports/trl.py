@@ -8,7 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, refused, same, variable, where_true
+from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, refused, same, text_of, variable, where_true
 from swift.arguments.modes import command_of
 from swift.arguments.values import show
 from swift.flags import spellings_of
@@ -148,6 +148,15 @@ QUANTISATION: dict[str, Rule] = {
 }
 """How QLoRA is switched on, by TRL and Axolotl alike."""
 
+
+def _variables(draft: Draft, key: str, raw: Any) -> None:
+    if not isinstance(raw, dict):
+        draft.lose(key, f"{show(text_of(raw))}: not a map of variables; set them in the shell")
+        return
+    for name, value in raw.items():
+        draft.export(key, name, value)
+
+
 RULES: dict[str, Rule] = {
     **QUANTISATION,
     "model_name_or_path": Renamed("model"),
@@ -184,7 +193,7 @@ RULES: dict[str, Rule] = {
     "num_processes": variable("NPROC_PER_NODE"),
     "log_level": same("`swift` has one level"),
     "num_completions_to_print": lost("completions.jsonl in the run's folder has all"),
-    "env": lambda draft, key, raw: [draft.export(key, name, value) for name, value in raw.items()],  # type: ignore
+    "env": _variables,
 }
 
 TRAINER: dict[str, Any] = {

@@ -114,7 +114,16 @@ def uncorrected_lines(settings: GRPOSettings) -> list[str]:
 
 
 def max_prompt_length(args: Any) -> int | None:
-    """`--max_length`: the longest prompt in tokens; by default what the context leaves beside the completion."""
+    """The longest prompt in tokens: `--max_length`, by default what the context leaves beside the completion.
+
+    A prompt leaves at least one token of `--vllm_max_model_len`; the completion ends there.
+    """
+    longest = _longest_in_context(args)
+    most = args.vllm_max_model_len if args.use_vllm else None
+    return longest if most is None else min(longest or most, most - 1)
+
+
+def _longest_in_context(args: Any) -> int | None:
     from swift.models.policy import context_length
 
     context, completion, longest = context_length(args), args.max_completion_length, args.max_length

@@ -161,8 +161,8 @@ class KTOParameters(ReferenceArguments):
         """What is wrong with these settings, one line each."""
         if self.loss_type == "kto" and self.per_device_train_batch_size < 2:
             yield (
-                "--per_device_train_batch_size: 1: the KL term of kto needs several rows in a batch; use 2 or more, or "
-                "--loss_type apo_zero_unpaired"
+                "--per_device_train_batch_size: 1: the KL term of kto needs several rows in a batch; use 2 or more "
+                "with fewer --gradient_accumulation_steps, or --loss_type apo_zero_unpaired"
             )
 
 
