@@ -130,6 +130,16 @@ def test_experts_that_do_not_arrive_are_refused_in_16_bits(small_model, monkeypa
     assert report.error()[:28] == wanted, report.line()
 
 
+def test_routers_near_a_tie_are_no_fault_in_16_bits(small_model):
+    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 8, "initializer_range": 0.05}
+    model = small_model("qwen3_moe", **sizes).bfloat16().eval()
+    start = copy.deepcopy(model)
+    engine = TransformersEngine(copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda: start)
+    report = make_check(engine, model).run()
+    assert max(stage.gaps.maximum for stage in report.stages) > 0.5, "no token had other experts"
+    assert report.verdict != "refuse", report.line()
+
+
 # --- LoRA --------------------------------------------------------------------------------------------------------
 
 

@@ -82,6 +82,20 @@ def test_the_measures_of_three_tokens_by_hand():
     assert (found.worst.engine, found.worst.trainer) == pytest.approx((-0.5, -0.2))
 
 
+def test_routing_that_differs_for_some_tokens_is_no_fault_of_a_mixture_in_16_bits():
+    delta = [0.9] * 5 + [1e-3] * 95
+    trainer = torch.tensor(delta) - 1
+    few = limits_for("bfloat16", "bfloat16", "cpu", experts=True)
+    samples = [drawn([4] * 100, [-1.0] * 100)]
+    assert few.judge(measure(samples, trainer, left_out=few.left_out))[0] == "pass"
+    trainer[5:8] = -0.1
+    assert few.judge(measure(samples, trainer, left_out=few.left_out))[0] == "refuse"
+    trainer[5:8] = -math.inf
+    assert measure(samples, trainer, left_out=0.5).k3 == math.inf
+    for plain in (limits_for("bfloat16", "bfloat16", "cpu"), limits_for("float32", "float32", "cpu", experts=True)):
+        assert plain.left_out == 0
+
+
 def test_a_token_that_is_impossible_to_the_trainer_is_an_infinite_gap():
     assert measure([drawn([4], [-1.0])], torch.tensor([-math.inf])).maximum == math.inf
     assert measure([drawn([4], [math.nan])], torch.tensor([-1.0])).maximum == math.inf

@@ -25,7 +25,7 @@ from swift.models.quantisation import is_quantised, rounds_activations
 from swift.models.sharded import exchanged
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.parity.noise import make_noise
+from swift.rollout.parity.noise import has_experts, make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
@@ -163,7 +163,10 @@ class ParityCheck:
         self.dtypes = dtype_name(parameter.dtype), self.capabilities.dtype
         other_base = rounds_activations(model) or (adapter_only and is_quantised(model))
         self.limits = limits_for(
-            *self.dtypes, own_device().type, quantised=other_base or bool(self.capabilities.quantization)
+            *self.dtypes,
+            own_device().type,
+            quantised=other_base or bool(self.capabilities.quantization),
+            experts=has_experts(model),
         )
         self._requests = self._make_requests(prompts, sampling)
         self._ended = True
@@ -213,7 +216,7 @@ class ParityCheck:
         )
         usable = [one for one in samples if 0 < len(one.completion.token_ids) == len(one.completion.logprobs)]
         trainer_N = self._scored([one.sequence for one in usable] or [_FILLER])
-        gaps = measure(usable, trainer_N) if usable else Gaps()
+        gaps = measure(usable, trainer_N, left_out=self.limits.left_out) if usable else Gaps()
         verdict, problem = self.limits.judge(gaps)
         if broken:
             verdict, problem = "refuse", f"contract: {broken}"

@@ -78,6 +78,11 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
     return chosen
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether tokens are routed to experts."""
+    return any(_ROUTED.search(name) for name, _ in model.named_parameters())
+
+
 def _has_noise(name: str, dimensions: int) -> bool:
     """Whether a parameter is in use, and one that any value suits: a matrix, a norm or a bias."""
     unused = "lora_" in name or ".original_module." in name
