@@ -305,6 +305,33 @@ def test_a_long_text_is_tokenized_in_turns_until_it_is_too_long(server, http, to
     assert max(tokenized) <= 64
 
 
+def test_others_are_answered_while_a_long_text_is_tokenized(server, http, monkeypatch):
+    monkeypatch.setattr(texts, "TURN", 64)
+    begun, others, codes = threading.Event(), threading.Event(), []
+    kind = server.service.template.tokenizer.__class__
+    plain = kind.__call__
+
+    def waiting(tokenizer, text, **more):
+        if len(text) > 64:
+            begun.set()
+            others.wait(20)
+        return plain(tokenizer, text, **more)
+
+    monkeypatch.setattr(kind, "__call__", waiting)
+
+    def ask_for_much():
+        with server.client() as client:
+            codes.append(client.post("/tokenize", json={"prompt": "a" * 100}).status_code)
+
+    thread = threading.Thread(target=ask_for_much)
+    thread.start()
+    assert begun.wait(20)
+    assert http.post("/tokenize", json={"prompt": "a"}, timeout=10).status_code == 200
+    others.set()
+    thread.join()
+    assert codes == [200]
+
+
 def test_large_bodies_have_room_for_some_of_them_and_the_room_comes_back(server, http, monkeypatch):
     monkeypatch.setattr(access, "LIMITS", replace(access.LIMITS, bodies_bytes=8 * MIB))
     begun = [connect(server, posted("/v1/completions", 5 * MIB) + b" " * (5 * MIB - 1)) for _ in range(2)]

@@ -1,12 +1,16 @@
-"""Texts of clients to tokens, and completions to texts: off the event loop, bounded by the context, one at a time."""
+"""Texts of clients to tokens, and completions to texts: off the event loop, bounded by the context, one at a time.
+
+Long texts wait for each other, and nothing else waits for them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from swift.errors import RefusedChat
@@ -54,6 +58,7 @@ class Texts:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
         self._tokens: dict[int, str] = {}
         self.context = service.engine.capabilities.max_model_len
         self.longest = max(map(len, service.template.tokenizer.get_vocab()), default=1)  # characters of a token
@@ -65,15 +70,23 @@ class Texts:
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text, in turns of `TURN` characters. Raises Refused: it cannot fit the context (422)."""
         self.check_length(text)
-        count = 0
-        for place, start in enumerate(range(0, len(text), TURN) if len(text) > TURN else ()):
-            count += len(await self.run(partial(self._ids, text[start : start + TURN], special=False)))
+        if len(text) <= TURN:
+            return await self.run(partial(_ids, self.service.template.tokenizer, text, special=special))
+        loop, count = asyncio.get_running_loop(), 0
+        for place, start in enumerate(range(0, len(text), TURN)):
+            part = text[start : start + TURN]
+            count += len(await loop.run_in_executor(self._long, partial(self._long_ids, part, special=False)))
             if count - place * self.longest > self.context:  # a cut may add the characters of one token
                 raise self._too_long(f"over {count} tokens")
-        return await self.run(partial(self._ids, text, special=special))
+        return await loop.run_in_executor(self._long, partial(self._long_ids, text, special=special))
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
-        return list(self.service.template.tokenizer(text, add_special_tokens=special)["input_ids"])
+    def _long_ids(self, text: str, *, special: bool) -> list[int]:
+        return _ids(self._long_tokenizer, text, special=special)
+
+    @cached_property
+    def _long_tokenizer(self) -> Any:
+        """A copy, for the thread of long texts: tokenizers are not made for several threads."""
+        return copy.deepcopy(self.service.template.tokenizer)
 
     def check_length(self, *parts: Any) -> None:
         """Refuse texts that cannot fit the context, before anything is made of them (422)."""
@@ -142,6 +155,10 @@ class Texts:
 
     def version(self, completion: Completion) -> int:
         return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
+
+
+def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def count_characters(value: Any, most: int) -> int:
