@@ -179,7 +179,16 @@ def parse_json(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, cut to 200 characters, or its type."""
     lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    return shortened(lines[0], 200) if lines else type(error).__name__
+
+
+def shortened(text: str, limit: int) -> str:
+    """`text` cut to at most `limit` characters after a whole word: half of a URL may be a password that no mask finds.
+
+    >>> shortened("cannot reach https://me:hunter2@host", 31)
+    'cannot reach ...'
+    """
+    return text if len(text) <= limit else f"{text[: limit - 3].rpartition(' ')[0]} ...".lstrip()
 
 
 OUT_OF_MEMORY = (

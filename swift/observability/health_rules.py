@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from swift.errors import ConfigError, join_problems, suggest
+from swift.errors import ConfigError, join_problems, shortened, suggest
 
 GROWTH_STEPS, WARM_UP_STEPS = 100, 20
 """Optimizer steps over which the growth of memory is measured, after those in which caches fill."""
@@ -241,7 +241,7 @@ def load_rules(path: str | None) -> dict[str, Rule]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag}: cannot be read ({getattr(error, 'strerror', None) or 'no text'})") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{flag}: neither YAML nor JSON: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{flag}: neither YAML nor JSON: {shortened(' '.join(str(error).split()), 200)}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{flag}: must map rules to limits, such as `kl: 5.0`; rules: {', '.join(RULES)}")
     rules, problems = dict(RULES), []

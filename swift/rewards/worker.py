@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from swift.errors import ConfigError, RewardError, SwiftError
+from swift.errors import ConfigError, RewardError, SwiftError, shortened
 from swift.plugin.registry import Registration
 from swift.rewards import contract
 from swift.rewards.catalogue import find
@@ -345,4 +345,4 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     last = " ".join(traceback.format_exception_only(error)[-1].split())
-    return f"{last[:500]}{where}"
+    return f"{shortened(last, 500)}{where}"

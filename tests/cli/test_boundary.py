@@ -17,6 +17,7 @@ from swift.errors import (
     ResourceError,
     RewardError,
     Unfinished,
+    first_line,
     note_unfinished,
 )
 
@@ -40,6 +41,13 @@ def test_an_anticipated_failure_is_a_line_and_a_code(kind, code, capsys):
 def test_no_line_shows_a_password(capsys):
     assert run(ConfigError("--dataset: https://me:hunter2@host/x?token=hunter2: no such file")) == 2
     assert "hunter2" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at", range(150, 210))
+def test_no_message_is_cut_inside_a_password(at, capsys):
+    told = f"{'x' * (at - 1)} https://me:hunter2@host/x?token=hunter2 is away"
+    assert run(ConfigError(f"--dataset: {first_line(RuntimeError(told))}")) == 2
+    assert "hunt" not in capsys.readouterr().err
 
 
 def test_all_problems_are_listed(capsys):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.devices import allowed_cores
-from swift.errors import EngineDead, SwiftError, first_line
+from swift.errors import EngineDead, SwiftError, first_line, shortened
 from swift.rollout.engines import cluster, guard, wire
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health
 from swift.rollout.engines.client import EngineClient
@@ -369,5 +369,5 @@ def how_ended(error: BaseException, life: _Life) -> str:
     if life.here and oom_kills() > life.oom_kills:
         return f"was killed by the kernel, because this machine ran out of memory; {MEMORY_ADVICE}"
     if type(error).__name__ == "ActorDiedError" and "SIGKILL" not in text and "connection error code" not in text:
-        return f"ended ({text[:300]})"
+        return f"ended ({shortened(text, 300)})"
     return "ended unexpectedly (killed, out of memory, or crashed)"

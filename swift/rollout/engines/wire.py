@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 import swift.errors
-from swift.errors import EngineError, SwiftError, first_line
+from swift.errors import EngineError, SwiftError, first_line, shortened
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
@@ -260,7 +260,7 @@ def error_from(error: ToldError, name: str) -> SwiftError | None:
     kind = getattr(swift.errors, error.type, None)
     if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
         kind = EngineError
-    return error_in_name(name, kind, [problem[:LINE_CHARACTERS] for problem in error.problems], error.state)
+    return error_in_name(name, kind, [shortened(one, LINE_CHARACTERS) for one in error.problems], error.state)
 
 
 def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: Mapping[str, Any]) -> SwiftError:
