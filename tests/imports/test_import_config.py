@@ -225,6 +225,16 @@ def test_a_silent_configuration_of_axolotl_trains_with_its_defaults(imported, rl
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+def test_the_warm_up_that_axolotl_ends_after_100_steps_is_told(imported):
+    result, ours = imported({"base_model": "m", "datasets": [{"path": "d"}]})
+    assert ours["warmup_ratio"] == 0.03
+    ((fate, why),) = said(result, "warmup_ratio")
+    assert fate == "added"
+    assert "at most 100 steps: give --warmup_steps 100 to a run of more than 3,333 steps" in why
+    result, ours = imported({"base_model": "m", "datasets": [{"path": "d"}], "warmup_steps": 5})
+    assert "warmup_ratio" not in ours
+
+
 LORA, EVAL = {"adapter": "lora"}, {"val_set_size": 0.1}
 KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys that are stated as lost
     "saves per epoch": ({"saves_per_epoch": 4, "num_epochs": 2}, {"save_strategy": "steps",

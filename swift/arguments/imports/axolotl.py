@@ -474,7 +474,10 @@ DEFAULTS: dict[str, Any] = {
     "split_dataset_ratio": 0.0, "eval_strategy": "no", "save_strategy": "epoch", "save_total_limit": 4,
     "router_aux_loss_coef": 0.0,
 }  # fmt: skip
-"""What its schemas, and the transformers below them, use. Warm-up is at most 100 steps there."""
+"""What its schemas, and the transformers below them, use."""
+
+CAVEATS = {"warmup_ratio": ", but for at most 100 steps: give --warmup_steps 100 to a run of more than 3,333 steps"}
+"""Settings whose default is another in some runs."""
 
 
 def defaults(mode: str, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

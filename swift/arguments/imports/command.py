@@ -133,7 +133,7 @@ def _filled(project: str, mode: str, config: Mapping[str, Raw], environment: Map
     rules, defaults = PROJECTS[project]
     draft = Draft(mode, config)
     draft.translate(axolotl.flattened(config) if project == "Axolotl" else config.items(), rules)
-    draft.add(defaults(mode, config, draft.settings), project)
+    draft.add(defaults(mode, config, draft.settings), project, axolotl.CAVEATS if project == "Axolotl" else {})
     for name, value in environment.items():
         draft.export(name, name, value)
     return Imported(project, draft)

@@ -82,13 +82,17 @@ class Draft:
         """A key that cannot be taken."""
         self.lines.append((key, "no counterpart", why))
 
-    def add(self, defaults: Mapping[str, Any], project: str) -> None:
-        """Values that the other project uses where a configuration is silent, and we do not."""
+    def add(self, defaults: Mapping[str, Any], project: str, caveats: Mapping[str, str]) -> None:
+        """Values that the other project uses where a configuration is silent, and we do not.
+
+        caveats: settings -> where its default is not quite this value.
+        """
         flags = flags_of(self.cls)
         for name, value in defaults.items():
             if name in flags and name not in self.settings and flags[name].default != value:
                 self.settings[name] = value
-                self.lines.append((name, "added", f"{name}: {shown(name, value)}, as {project} has it by default"))
+                why = f"{name}: {shown(name, value)}, as {project} has it by default{caveats.get(name, '')}"
+                self.lines.append((name, "added", why))
 
     def translate(self, entries: Iterable[tuple[str, Raw]], rules: Mapping[str, Rule]) -> None:
         """Every key of a configuration."""
