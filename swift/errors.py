@@ -159,8 +159,8 @@ def unfinished() -> Unfinished | None:
     return _unfinished[0] if _unfinished else None
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""All but tabs and line breaks, and what turns the direction of text round."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""All but tabs and line breaks, what turns the direction of text round, and halves of pairs, which no stream takes."""
 
 _DECODER = json.JSONDecoder()
 

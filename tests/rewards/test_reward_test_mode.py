@@ -170,10 +170,11 @@ def test_lengths_are_tokens_when_a_tokenizer_is_given(arguments, tmp_path):
     assert report.notes == [f"lengths are tokens of {folder}"]
 
 
-def test_escape_sequences_of_a_function_do_not_reach_the_terminal(plugin, tmp_path, capsys):
-    source = "def loud(completions, **kwargs):\n    raise ValueError('\\x1b]0;mine\\x07')\norms['loud'] = loud\n"
+@pytest.mark.parametrize("text", [r"\x1b]0;mine\x07", r"\ud800"])
+def test_what_a_terminal_must_not_get_of_a_function_is_written_out(plugin, tmp_path, capsys, text):
+    source = f"def loud(completions, **kwargs):\n    raise ValueError('{text}')\norms['loud'] = loud\n"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "solution": "1"}\n')
     words = ["--reward_funcs", "loud", "--external_plugins", plugin(source), "--dataset", str(tmp_path / "rows.jsonl")]
     assert main(["reward-test", *words]) == 5
     out = capsys.readouterr().out
-    assert r"ValueError: \x1b]0;mine\x07" in out and "\x1b" not in out
+    assert f"ValueError: {text}" in out and "\x1b" not in out and out.encode()
