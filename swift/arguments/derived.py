@@ -137,7 +137,7 @@ RULES: tuple[Rule, ...] = (
         f"else max(1, ceil({USUAL_BATCH} / per_device_train_batch_size / processes))",
         lambda args, machine: -(-USUAL_BATCH // (args.per_device_train_batch_size * machine.processes)),
     ),
-    _fixed("dataloader_drop_last", True, "true in online reinforcement learning", _samples),
+    _fixed("dataloader_drop_last", True, "true in online reinforcement learning", _has("num_generations")),
     _fixed("dataloader_drop_last", False, "else false"),
     _same_as("steps_per_generation", "gradient_accumulation_steps", lambda args, _: args.generation_batch_size is None),
     _same_as("num_generations_eval", "num_generations"),

@@ -93,7 +93,7 @@ class OptimizationArguments:
     """Number of micro-batches per optimizer step."""
 
     dataloader_drop_last: bool | None = flag(everyday=False)
-    """Whether an incomplete last batch is left out."""
+    """Whether an incomplete last batch of training rows is left out."""
 
     dataloader_num_workers: int = flag(1, at_least=0, everyday=False)
     """Number of processes that prepare batches."""

@@ -107,6 +107,14 @@ class AtomicTrainer(Trainer):
             raise ConfigError(f"--metric_for_best_model: {name}: not measured; there are: {', '.join(sorted(known))}")
         return bool(super()._determine_best_metric(metrics, trial))
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's, of all rows: an incomplete last batch is left out of training only."""
+        drops, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.args.dataloader_drop_last = drops
+
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, Any]:
         """Trainer's; the first thing in a step."""
         self.begin_step()

@@ -190,11 +190,6 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(strided_argv, flag
         parse("rlhf", strided_argv(flags), {})
 
 
-def test_layers_that_are_the_same_are_refused_without_a_folder(strided_argv, tmp_path):
-    with pytest.raises(ConfigError, match=r"--ebft_feature_layers: 0\.5 0\.6"):
-        strided(strided_argv("--ebft_feature_layers 0.5 0.6"))
-
-
 @pytest.mark.parametrize(
     ("rows", "said"),
     [

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from swift.arguments import parse
 from swift.errors import EngineError
@@ -52,7 +54,7 @@ def test_with_adapters_alone_the_server_and_environments_are_told_their_base(tmp
     (base / "config.json").write_text("{}")
     (base / "model.safetensors").touch()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
-    (tmp_path / "adapter_model.safetensors").touch()
+    save_file({"lora_A": torch.zeros(1, 2)}, tmp_path / "adapter_model.safetensors")
     monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
     flags = f"--rlhf_type grpo --adapters {tmp_path} --rollout_source atropos --max_steps 5 --atropos_env 'true $X'"
     sources = Sources(parse("rlhf", shlex.split(flags), {"CUDA_VISIBLE_DEVICES": ""}).args)
