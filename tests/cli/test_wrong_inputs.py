@@ -9,9 +9,10 @@ import json
 import math
 
 import pytest
-from desk import IMPORT, ROWS, cut_in_half, refused_without_a_trace
+from desk import IMPORT, ROWS, cut_in_half, refused, refused_without_a_trace
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from trap import trap, trapped_archive
 
 from swift.models.tiny import build_tiny
 
@@ -395,3 +396,69 @@ def test_a_wrong_input_is_told_in_lines_and_leaves_nothing(name, desk, capfd):
 def test_a_damaged_model_is_told_in_lines_and_leaves_nothing(name, desk, capfd):
     damage, fragments = DAMAGED[name]
     refused_without_a_trace(desk, (lambda desk: desk.rlhf("--model", damaged_model(desk, damage)), fragments), capfd)
+
+
+def pickled_weights(desk, owned):
+    folder = desk.copy_model("pickled")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(trapped_archive(owned))
+    return folder
+
+
+def pickled_adapter(desk, owned):
+    folder = adapter(desk)
+    (folder / "adapter_model.safetensors").unlink()
+    (folder / "adapter_model.bin").write_bytes(trapped_archive(owned))
+    return folder
+
+
+def pickled_tokenizer(desk, owned):
+    folder = desk.copy_model("pickled")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(trap(owned))
+    return folder
+
+
+def repository_code(desk, owned):
+    folder = desk.copy_model("coded")
+    (folder / "own.py").write_text(f"open({str(owned)!r}, 'w')\nclass Own: pass\n")
+    edit_config(folder, model_type="own", auto_map={"AutoConfig": "own.Own"})
+    return folder
+
+
+def pickled_rows(desk, owned, name):
+    (desk.folder / name).write_bytes(trap(owned))
+    return desk.folder / name
+
+
+PAIRS = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(8)]
+OTHERS_FILES = {
+    "weights": lambda d, o: d.rlhf("--model", pickled_weights(d, o)),
+    "weights of sft": lambda d, o: d.sft("--model", pickled_weights(d, o)),
+    "weights of a reward model": lambda d, o: d.rlhf("--reward_model", pickled_weights(d, o)),
+    "weights of a reference": lambda d, o: d.rlhf("--beta 0.1", "--ref_model", pickled_weights(d, o)),
+    "weights of a reference of dpo": lambda d, o: d.train(
+        "rlhf", {"--rlhf_type": "dpo", "--ref_model": pickled_weights(d, o)}, ["--dataset", d.rows(PAIRS)], ()
+    ),
+    "weights of a teacher": lambda d, o: d.train(
+        "rlhf", {"--rlhf_type": "gkd", "--teacher_model": pickled_weights(d, o)}, (), ()
+    ),
+    "an adapter": lambda d, o: d.rlhf("--adapters", pickled_adapter(d, o)),
+    "an adapter to infer with": lambda d, o: ["infer", "--adapters", pickled_adapter(d, o)],
+    "an adapter to export": lambda d, o: ["export", "--merge_lora", "true", "--adapters", pickled_adapter(d, o)],
+    "an adapter to merge": lambda d, o: ["merge-lora", "--adapters", pickled_adapter(d, o)],
+    "a tokenizer": lambda d, o: d.rlhf("--model", pickled_tokenizer(d, o)),
+    "code": lambda d, o: d.rlhf("--model", repository_code(d, o)),
+    "code to infer with": lambda d, o: ["infer", "--model", repository_code(d, o)],
+    **{
+        f"rows in {name}": lambda d, o, name=name: d.rlhf("--dataset", pickled_rows(d, o, name))
+        for name in ("rows.pt", "rows.pkl", "rows.arrow", "rows.parquet", "rows.jsonl")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS_FILES)
+def test_files_of_others_are_refused_and_run_nothing(name, desk, capfd):
+    owned = desk.folder / "owned"
+    refused(OTHERS_FILES[name](desk, owned), f"{desk.folder}", capfd)
+    assert not owned.exists()
