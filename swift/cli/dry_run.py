@@ -1,7 +1,8 @@
 """`--dry_run true`: everything that can be wrong before weights are loaded, and the plan of the run, in words.
 
 Reads the data set and the tokenizer, calls the reward functions on the ground truths and empty answers of the first
-rows, and does the arithmetic. No weights are loaded and no file is written.
+rows, and does the arithmetic. Of weights it reads names, shapes and types, and makes the models of the run without
+their numbers, by the functions of the run. No file is written.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CALLED_ROWS = 4
 
 def rehearse_rlhf(resolved: Resolved) -> int:
     """The dry run of `swift rlhf`; returns 0."""
-    from swift.models.policy import check_targets
+    from swift.models.policy import check_policy
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
     from swift.trainers.session import find_start, require_packages
@@ -38,7 +39,13 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     world_size = launcher.world_size(os.environ)
     start = find_start(args, resolved.to_json(), world_size)
     parts = prepare(args, Collectives(), start, placed, world_size=world_size)
-    check_targets(args)
+    if (policy := check_policy(args)) is not None:
+        from swift.models.features import load_features
+        from swift.trainers.grpo.build import reference_of
+
+        reference = reference_of(args, policy, len(parts.template.tokenizer))
+        if parts.references is not None:
+            load_features(args, policy, reference)
     prompts = parts.first_prompts
     with parts.rewards as rewards:
         rewards.self_check(prompts, max_steps=parts.plan.max_steps)
@@ -51,10 +58,10 @@ def rehearse_rlhf(resolved: Resolved) -> int:
 def rehearse_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
-    from swift.models.policy import check_targets
+    from swift.models.policy import check_policy
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.trl.method import method_of
-    from swift.trainers.trl.run import plan_line
+    from swift.trainers.trl.run import parts_beside, plan_line
 
     args: Any = resolved.args
     require_packages(args)
@@ -65,7 +72,8 @@ def rehearse_trl(resolved: Resolved) -> int:
         *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
     ]
     method = method_of(resolved.mode)
-    check_targets(args, method.reward_head, fuses_head=method.fuses_head)
+    if (model := check_policy(args, method.reward_head)) is not None:
+        parts_beside(args, method, model)
     train, _, lines = method.encode(args, load_chat(args, plain=method.plain))
     plan = plan_line(args, train, launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])

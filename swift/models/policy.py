@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.quantisation import is_quantised, quantisation_config, settle
-from swift.models.source import ModelSource, find_other, locate, read_json, tensor_sizes
-from swift.models.tuners import adapter_config, add_adapter, check_head, check_ranks, freeze, merge_in, with_adapter
+from swift.models.source import ModelSource, locate, read_json, tensor_sizes, weight_files
+from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
 
 if TYPE_CHECKING:
@@ -107,10 +107,13 @@ def load_base(
 ) -> Any:
     """The causal language model in `folder`, every weight but a new `reward_head` read from its safetensors files.
 
+    On the device "meta" the weights have names, shapes and types, which are all that is read of the files.
+
     Raises:
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
     import transformers
+    from transformers.modeling_utils import load_state_dict
 
     config = load_config(folder, args)
     if reward_head:
@@ -130,8 +133,14 @@ def load_base(
         _without_weights(folder, config, kind)
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
+            if str(device) == "meta":  # a class for several architectures wants a folder
+                kind = kind._model_mapping.get(type(config), kind)
+                shapes = {
+                    name: one for file in weight_files(folder) for name, one in load_state_dict(file, "meta").items()
+                }
+                placed = {"state_dict": shapes, "device_map": {"": device}}
             model, info = kind.from_pretrained(
-                folder,
+                folder if str(device) != "meta" else None,
                 config=config,
                 dtype=dtype,
                 attn_implementation=_attention_for(config, args.attn_impl),
@@ -275,16 +284,18 @@ def clear_module_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuses_head: bool = False) -> None:
-    """Refuses a model that cannot be trained, and names that it does not have, without loading its weights.
+def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
+    """Refuses a model that cannot be trained, and names and shapes that do not fit it, without reading its weights.
 
     Args:
         args: model and tuner settings.
         reward_head: see `load_policy`.
-        fuses_head: whether to refuse an adapter on the output layer; see `check_head`.
+
+    Returns:
+        The policy on the device "meta"; None where code of a repository, which may need real tensors, makes it.
 
     Raises:
-        ConfigError: no module, or no parameter, has one of the names; see `refuse_part`.
+        ConfigError, ResourceError: see `load_policy`.
     """
     import transformers
 
@@ -292,20 +303,19 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
     refuse_part(source, args, reward_head)
     config = load_config(source.base, args)
     _check_quantised(config, source.base, args)
-    for setting in ("ref_model", "teacher_model"):
-        name = getattr(args, setting, None)
-        if name and name != args.model and getattr(args, "beta", None) != 0:
-            find_other(name, flag=f"--{setting}", use_hf=args.use_hf)
-    if type(config) not in transformers.CONFIG_MAPPING.values():  # code of a repository may need real tensors
-        return
-    if reward_head:
-        config.num_labels = HEADS[reward_head][2]
-    model = _without_weights(source.base, config, getattr(transformers, HEADS[reward_head][0]))
+    if type(config) not in transformers.CONFIG_MAPPING.values():
+        return None
+    if args.quant_method or hasattr(config, "quantization_config"):  # packed weights have other names and shapes
+        if reward_head:
+            config.num_labels = HEADS[reward_head][2]
+        model = _without_weights(source.base, config, getattr(transformers, HEADS[reward_head][0]))
+    else:
+        model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
     if args.tuner_type == "full":
         for folder in source.adapters:
-            model = with_adapter(model, folder).unload()
+            model = merge_in(model, folder)
         freeze(model, args)
-        return
+        return model
     task = HEADS[reward_head][1]
     if source.adapters:
         policy = add_adapter(model, source, args, task)
@@ -317,8 +327,7 @@ def check_targets(args: TunerArguments, reward_head: Head | None = None, *, fuse
         )
     if args.changes_base:
         check_ranks(policy, args)
-    if fuses_head:
-        check_head(policy, args)
+    return policy
 
 
 def _without_weights(folder: Path, config: Any, kind: Any) -> Any:

@@ -222,7 +222,7 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
 
     # where the policy will be sharded, it comes to the device when most of that has left
     home = next(policy.parameters()).device
-    device = None if args.sharded_by else home
+    device = None if args.sharded_by and home.type != "meta" else home
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
         reference = FrozenReference(load_other(args.ref_model, args, device), moves=moves)

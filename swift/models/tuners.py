@@ -256,6 +256,8 @@ def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
 def merge_in(model: Any, folder: Path) -> Any:
     """`model` with an adapter merged into its weights; on quantised weights the adapter stays on top of them.
 
+    On the device "meta" it is found out whether the adapter fits, and `model` comes back as it was.
+
     Raises:
         ConfigError: the adapter does not fit, or is a second one on quantised weights.
     """
@@ -269,6 +271,8 @@ def merge_in(model: Any, folder: Path) -> Any:
         )
     policy = with_adapter(model, folder)
     with adapter_errors(folder):
+        if model.device.type == "meta":
+            return policy.unload()
         _untie(policy)
         return policy if quantised else policy.merge_and_unload(safe_merge=True)
 

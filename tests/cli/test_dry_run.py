@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from swift.arguments import parse
 from swift.cli.main import main
@@ -99,12 +100,12 @@ def test_json_is_one_object(tiny_model, folder, capsys):
     assert any(line.startswith("placement: ") for line in plan["plan"])
 
 
-def test_weights_are_not_read(tiny_model, folder, tmp_path_factory):
-    import shutil
-
-    bare = shutil.copytree(tiny_model, tmp_path_factory.mktemp("bare") / "tiny")
-    (bare / "model.safetensors").write_bytes(b"no tensors")
-    assert main(rlhf(bare)) == 0
+def test_numbers_of_weights_are_not_read(tiny_model, folder):
+    for name in ("policy", "reference"):
+        file = shutil.copytree(tiny_model, folder / name) / "model.safetensors"
+        tensors = load_file(file)
+        save_file({name: one.fill_(float("nan")) for name, one in tensors.items()}, file, metadata={"format": "pt"})
+    assert main(rlhf("policy", "--beta", "0.1", "--ref_model", "reference")) == 0
 
 
 @pytest.mark.parametrize(
@@ -153,18 +154,45 @@ REFUSED = {
         "--init_weights pissa --lora_rank 64", 2, "--lora_rank: 64: --init_weights pissa finds 32 directions"
     ),
     "a reference that is not there": ("--ref_model ./none --beta 0.1", 2, "--ref_model: ./none: no such folder"),
+    "a reference that is a reward model": (
+        "--ref_model judge --beta 0.1", 2, "judge: 1 weights of the architecture are not in its safetensors"
+    ),
+    "a reference of fewer tokens": ("--ref_model few --beta 0.1", 2, "--ref_model: few: knows 262 tokens"),
+    "a reference that cannot move": (
+        "--ref_model larger_model --beta 0.1 --sync_ref_model true --tuner_type full",
+        2,
+        "--sync_ref_model: true: the reference has",
+    ),
+    "missing weights": ("--model missing", 2, "missing: 1 weights of the architecture are not in its"),
+    "weights of another shape": ("--model misshaped", 2, "misshaped: weights of another shape than config.json says"),
+    "a file of weights that is cut": ("--model cut", 2, "cut"),
     "a folder with checkpoints": ("--add_version false --output_dir full", 2, "--output_dir: "),
     "quantised weights that are to learn": ("--model quantised --tuner_type full", 3, "--model: "),
 }  # fmt: skip
 
 
 @pytest.fixture
-def models(folder, tiny_model, tmp_path_factory):
+def models(folder, tiny_model):
     """Adapters, quantised weights and a folder with checkpoints, by the names in `REFUSED`."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    larger = build_tiny(tmp_path_factory.mktemp("models") / "larger")
+    larger = build_tiny(folder / "larger_model")
+    build_tiny(folder / "judge", "llama", reward_model=True)
+    for name in ("missing", "misshaped", "cut", "few"):
+        file = shutil.copytree(tiny_model, folder / name) / "model.safetensors"
+        tensors = load_file(file)
+        if name == "missing":
+            del tensors["model.norm.weight"]
+        elif name == "misshaped":
+            tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+        elif name == "few":
+            tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:262].clone()
+            config = json.loads((file.parent / "config.json").read_text())
+            (file.parent / "config.json").write_text(json.dumps(config | {"vocab_size": 262}))
+        save_file(tensors, file, metadata={"format": "pt"})
+    content = (folder / "cut" / "model.safetensors").read_bytes()
+    (folder / "cut" / "model.safetensors").write_bytes(content[:-100])
     for name, base in (("own", tiny_model), ("larger", larger)):
         config = LoraConfig(r=2, target_modules=["q_proj"])
         get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(folder / name)
@@ -185,10 +213,44 @@ def test_it_refuses_what_the_run_refuses(name, tiny_model, folder, capsys):
         del command[command.index("accuracy") - 1 : command.index("format") + 1]
     assert main(command) == code
     told = capsys.readouterr().err
-    assert f"swift: error: {line}" in told
+    assert line in told.partition("swift: error: ")[2]
     assert " -" not in told.partition("use at most")[2], "a length is never negative"
     assert main([*command, "--dry_run", "false"]) == code
-    assert f"swift: error: {line}" in capsys.readouterr().err
+    assert line in capsys.readouterr().err.partition("swift: error: ")[2]
+
+
+METHODS = {
+    "rows of one stream in a model without rotary positions": (
+        "sft --dataset chats.jsonl --model gpt2 --tuner_type full --packing true", "--packing: true: rows of one stream"
+    ),
+    "blocks in a model without rotary positions": (
+        "rlhf --rlhf_type ebft --ebft_mode strided --dataset texts.jsonl --model gpt2 --tuner_type full",
+        "blocks of strided EBFT need packed attention",
+    ),
+    "a teacher of another vocabulary": (
+        "rlhf --rlhf_type gkd --dataset chats.jsonl --teacher_model gpt2", "--teacher_model: gpt2: a vocabulary of 300"
+    ),
+    "a reference without a head": (
+        "rlhf --rlhf_type dpo --dataset pairs.jsonl --ref_model judge", "judge: 1 weights of the architecture are not"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_refuses_models_that_a_method_cannot_use(name, tiny_model, folder, desk, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    build_tiny(folder / "judge", "llama", reward_model=True)
+    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    shutil.copytree(tiny_model, folder / "gpt2")
+    GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=258)).save_pretrained(folder / "gpt2")
+    desk.rows([{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(4)], "pairs.jsonl")
+    desk.rows([{"prompt": f"Count {n}", "completion": "abc" * n} for n in range(1, 5)], "texts.jsonl")
+    words, line = METHODS[name]
+    command = [*words.split(), *(["--model", str(tiny_model)] if "--model gpt2" not in words else [])]
+    for dry in ("true", "false"):
+        assert main([*command, "--max_steps", "1", "--report_to", "none", "--dry_run", dry]) == 2
+        assert line in capsys.readouterr().err.partition("swift: error: ")[2]
 
 
 def test_the_first_command_of_the_readme_needs_no_further_flag(tiny_model, folder, capsys):

@@ -13,7 +13,7 @@ from swift.models.adapter_merge import merged_tensors
 from swift.models.arguments import ModelArguments
 from swift.models.checkpoint_tensors import checkpoint_units, read_adapter, read_unit
 from swift.models.export import merge_adapter
-from swift.models.policy import check_targets, load_for_inference, load_policy
+from swift.models.policy import check_policy, load_for_inference, load_policy
 from swift.models.reference import load_reference
 from swift.models.tuners import load_relative, make_relative
 
@@ -181,7 +181,7 @@ def test_a_ratio_freezes_from_the_first_parameter_on(qwen2):
     ],
 )
 def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(flags, message, qwen2):
-    for refuses in (load_policy, check_targets):
+    for refuses in (load_policy, check_policy):
         with pytest.raises(ConfigError, match=message):
             refuses(ModelArguments(model=qwen2, **flags))
 

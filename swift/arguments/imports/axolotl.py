@@ -326,7 +326,7 @@ RULES: dict[str, Rule] = {
     )},
     **_speed(
         "pad_to_sequence_len pad_to_multiple_of remove_unused_columns ddp ddp_bucket_cap_mb ddp_broadcast_buffers "
-        "low_cpu_mem_usage device_map device gc_steps gc_collect_steps torch_empty_cache_steps tiled_mlp use_kernels "
+        "low_cpu_mem_usage device gc_steps gc_collect_steps torch_empty_cache_steps tiled_mlp use_kernels "
         "experimental_skip_move_to_device lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel "
         "flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum "
         "fused_attn_kernel gemma4_hybrid_attn_impl cut_cross_entropy chunked_cross_entropy experts_implementation "

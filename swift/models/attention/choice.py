@@ -34,6 +34,8 @@ ASKED: dict[str, Kernel] = {"flash_attention_2": "flash", "flex_attention": "fle
 def choose_attention(model: nn.Module) -> str | None:
     """Give `model` packed attention where that computes what its own attention does, which is tried out.
 
+    A model on the device "meta" stays as it is: without numbers nothing can be tried out.
+
     Returns:
         why the model keeps its own attention, in a few words; None when it is packed now.
     """
@@ -45,7 +47,7 @@ def choose_attention(model: nn.Module) -> str | None:
         own = "eager"
         base.set_attn_implementation(own)
     obstacle = packing_obstacle(model)
-    if obstacle is None:
+    if obstacle is None and base.device.type != "meta":
         if own == "flex_attention":  # it would compile for each length of the trial
             base.set_attn_implementation("eager")
         obstacle = _packing_gap(model, ASKED.get(asked))

@@ -60,25 +60,30 @@ if TYPE_CHECKING:
 
 
 def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
-    """The policy, where `loading_device` says, and, with beta > 0, its reference.
-
-    Raises ConfigError: the reference does not know as many tokens as the tokenizer.
-    """
+    """The policy, where `loading_device` says, and, with beta > 0, its reference."""
     logging.disable_progress_bar()  # ours is the only one
     set_seed(args.seed)  # fresh adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
+    return policy, reference_of(args, policy, num_tokens)
+
+
+def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
+    """The reference of a policy, which may be without weights; None with beta = 0.
+
+    Raises ConfigError: it does not know as many tokens as the tokenizer.
+    """
     if args.beta == 0:
-        return policy, None
+        return None
     reference = load_reference(args, policy, moves=args.sync_ref_model)
     if not isinstance(reference, FrozenReference):
-        return policy, reference
+        return reference
     known = transformers_model(reference.module).config.get_text_config().vocab_size
     if args.ref_model and known < num_tokens:
         raise ConfigError(
             f"--ref_model: {args.ref_model}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
             "give a model with the same tokenizer"
         )
-    return policy, reference
+    return reference
 
 
 def build_watchdog(run: Attempt) -> Watchdog:

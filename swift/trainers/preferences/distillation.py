@@ -31,14 +31,15 @@ class Distilled:
 
 
 def load_teacher(args: Any, model: Any) -> dict[str, Any]:
-    """The teacher, frozen, on the device of this process.
+    """The teacher, frozen, on the device of this process; without weights where the model has none.
 
     Raises:
         ConfigError: it cannot be loaded, or has another vocabulary.
     """
     from swift.models.reference import load_other
 
-    teacher: Any = load_other(args.teacher_model, args, own_device(), "--teacher_model")
+    device = "meta" if model.device.type == "meta" else own_device()
+    teacher: Any = load_other(args.teacher_model, args, device, "--teacher_model")
     teacher.requires_grad_(False)
     theirs, ours = (one.config.get_text_config().vocab_size for one in (teacher, model))
     if theirs != ours:

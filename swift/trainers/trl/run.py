@@ -129,16 +129,22 @@ def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
     from transformers import set_seed
 
     from swift.models import load_policy
-    from swift.models.tuners import check_head
 
     set_seed(args.seed)
     model: Any = load_policy(
         args, device=loading_device(args), model_dropout=method.model_dropout, reward_head=method.reward_head
     )
+    model.config.use_cache = False
+    return model, parts_beside(args, method, model)
+
+
+def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
+    """`Method.parts` of a model that the method can train, which may be without weights."""
+    from swift.models.tuners import check_head
+
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
-    model.config.use_cache = False
-    return model, method.parts(args, model)
+    return method.parts(args, model)
 
 
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
