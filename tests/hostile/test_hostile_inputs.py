@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 SEED = int(os.environ.get("HOSTILE_SEED", "1"))
 CODES = {0, 2, 3, 4, 5, 6, 75}
-LIMIT_S, STOP_S, MEMORY = 90, 30, 6 << 30
+LIMIT_S, STOP_S, MEMORY = 120, 30, 6 << 30
 """Seconds after which a run that is long by what it was told is ended (threads of plugins may take 60 at the end),
 seconds that this may take, and bytes."""
 SERVER_MEMORY, REQUESTS = 2 << 30, 40
