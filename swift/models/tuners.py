@@ -242,11 +242,11 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
 
 def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     """Refuses settings of a fresh adapter that the one to start from does not have; a default counts as not given."""
-    targets = _same("target_modules", "modules_to_save", target_regex="target_modules")
+    targets = _same("target_modules", "target_parameters", "modules_to_save", target_regex="target_modules")
     fields = {**TUNERS[args.tuner_type].fields, **targets}
     cls: Any = type(args)
     for name, field in fields.items():
-        given, has = getattr(args, name), getattr(start, field) or ""
+        given, has = getattr(args, name), getattr(start, field, None) or ""
         same = set(given) == set(has) - HEADS if isinstance(given, list) else given == has
         if not same and not name.endswith("dropout") and given != flags_of(cls)[name].default:
             words = " ".join(given) if isinstance(given, list) else given

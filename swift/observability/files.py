@@ -51,6 +51,8 @@ def _reason(error: Exception, path: Path) -> str | None:
             "--output_dir"
         )
     fix = "check its mount and ulimit -f" if path.parent.exists() else "its folder is gone"
+    if number == errno.EMFILE:
+        fix = "raise the limit of open files (ulimit -n)"
     return f"cannot be written ({os.strerror(number) if number else first_line(error)}); {fix}"
 
 

@@ -214,6 +214,7 @@ def test_a_start_in_the_base_has_no_more_directions_than_a_weight(start, qwen2):
     ("flags", "message"),
     [
         ({"lora_rank": 16}, "--lora_rank: 16: --adapters .* was made with another value"),
+        ({"target_parameters": ["x.weight"]}, "--target_parameters: x.weight: --adapters .* was made with another"),
         ({"use_rslora": True}, "--use_rslora: True: "),
         ({"target_modules": ["q_proj"]}, "--target_modules: q_proj: "),
         ({"modules_to_save": ["norm"]}, "--modules_to_save: norm: "),

@@ -147,6 +147,8 @@ def test_the_lock_of_another_machine_is_respected(tmp_path):
 def test_a_full_disk_names_the_free_bytes(tmp_path):
     with pytest.raises(ResourceError, match=r"no space left \(\d+ bytes free\)"), writing(tmp_path / "x"):
         raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(ResourceError, match=r"cannot be written .*ulimit -n"), writing(tmp_path / "x"):
+        raise OSError(errno.EMFILE, "Too many open files")
     with pytest.raises(ResourceError, match="Input/output error"), writing(tmp_path):
         raise OSError(errno.EIO, "other")
     with pytest.raises(ValueError, match="a defect"), writing(tmp_path):
