@@ -13,7 +13,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from swift.errors import ConfigError, first_line
 
@@ -24,6 +26,8 @@ MATCHING_S = 10
 """Seconds in which all expressions of a config have been matched with all modules of the base."""
 UNSUPPORTED = ("layer_replication", "megatron_config")
 """Settings that make another model, or import modules by name."""
+BOUNDED = ("r", "lora_alpha", "init_lora_weights")
+"""Settings whose values are checked one by one; what PEFT says of their types is narrower than what it takes."""
 
 _MATCH = """
 import json, re, sys
@@ -63,10 +67,7 @@ def _faults(config: Mapping[str, Any], largest: int) -> Iterator[tuple[str, Any,
     for field in UNSUPPORTED:
         if config.get(field):
             yield field, config[field], "is not supported; leave it out"
-    for field, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("loftq_config", dict)):
-        if not isinstance(config.get(field) or {}, kind):
-            yield field, config[field], "a JSON object was expected"
-            return
+    yield from _type_faults(config)
     ranks = {"r": config.get("r"), **_named("rank_pattern", config)}
     for field, rank in ranks.items():
         if rank is not None and not (type(rank) is int and 1 <= rank <= largest):
@@ -85,6 +86,21 @@ def _faults(config: Mapping[str, Any], largest: int) -> Iterator[tuple[str, Any,
     loftq = (config.get("loftq_config") or {}).get("loftq_iter", 1)
     if not (type(loftq) is int and loftq <= MOST_ROUNDS):
         yield "loftq_config: loftq_iter", loftq, f"at most {MOST_ROUNDS} iterations were expected; correct it"
+
+
+def _type_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Those of another type than PEFT declares for this kind of adapter."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known: Mapping[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
+    if (kind := config.get("peft_type")) not in list(known):  # a list has no hash
+        yield "peft_type", kind, "no kind of adapter that PEFT knows; correct it"
+    for field, type_ in get_type_hints(known[kind]).items():
+        if field not in BOUNDED and config.get(field) is not None:
+            try:
+                TypeAdapter(type_).validate_python(config[field])
+            except ValidationError as error:
+                yield field, config[field], error.errors()[0]["msg"].replace("Input", "it", 1)
 
 
 def _named(field: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -337,6 +337,16 @@ ADAPTERS = {
         "--adapters | alpha_pattern: q_proj: inf",
     ),
     "rank above its tensors": (with_adapter(DRY, {"r": 10**9}), "--adapters | r: 1000000000: 1 to"),
+    "names that are none": (
+        with_adapter(DRY, {"target_parameters": 3}),
+        "--adapters | target_parameters: 3: it should",
+    ),
+    "folder that is none": (
+        with_adapter("merge", {"base_model_name_or_path": 3}),
+        "--adapters | base_model_name_or_path",
+    ),
+    "kind that is none": (with_adapter(DRY, {"peft_type": ["LORA"]}), "--adapters | peft_type: ['LORA']: no kind"),
+    "pattern that is a list": (with_adapter(DRY, {"alpha_pattern": [3]}), "--adapters | alpha_pattern: [3]: it should"),
     "rank of a module above its tensors": (
         with_adapter(DRY, {"rank_pattern": {"q_proj": 10**9}}),
         "--adapters | rank_pattern: q_proj",

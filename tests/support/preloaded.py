@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -130,6 +131,7 @@ def _as_main(words: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
+    threading._shutdown()  # as at the end of every program: first threads, then exit handlers
     atexit._run_exitfuncs()
     return code
 
