@@ -60,7 +60,7 @@ def rehearse_trl(resolved: Resolved) -> int:
     from swift.models import load_chat
     from swift.models.policy import check_policy
     from swift.trainers.session import find_start, require_packages
-    from swift.trainers.trl.method import method_of
+    from swift.trainers.trl.method import method_of, rows_of
     from swift.trainers.trl.run import parts_beside, plan_line
 
     args: Any = resolved.args
@@ -74,7 +74,7 @@ def rehearse_trl(resolved: Resolved) -> int:
     method = method_of(resolved.mode)
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model)
-    train, _, lines = method.encode(args, load_chat(args, plain=method.plain))
+    train, _, lines = rows_of(args, method, load_chat(args, plain=method.plain))
     plan = plan_line(args, train, launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines])
     return 0
@@ -149,12 +149,15 @@ def show(resolved: Resolved, lines: Sequence[str]) -> None:
         print(json.dumps({"settings": settings, "plan": list(lines)}, indent=2, ensure_ascii=False))
         return
     width = max(map(len, [*given, *derived]))
-    print("given:")
+
+    def shown(name: str, whence: str | None) -> str:
+        return f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({whence})".replace("\n", "\\n")
+
+    text = ["given:"]
     for name, origin in given.items():
         whence = origin["rule"] if origin["source"] == "preset" else origin["given_as"]
-        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['source']}: {whence})")
-    print("derived:")
-    for name, origin in derived.items():
-        print(f"  {name:<{width}} = {json.dumps(values[name], ensure_ascii=False)}  ({origin['rule']})")
-    print(printable("\n".join(lines)))
+        text.append(shown(name, f"{origin['source']}: {whence}"))
+    text.append("derived:")
+    text += [shown(name, origin["rule"]) for name, origin in derived.items()]
+    print(printable("\n".join([*text, *lines])))
     print("dry run: all checks passed; no weights were loaded, no file was written")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from swift.cli import launcher
 from swift.cli.boundary import show_warnings
 from swift.cli.console import survive_console
-from swift.errors import counted
+from swift.errors import counted, printable
 from swift.startup import collector_resting
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
         return launcher.launch([sys.executable, "-m", "swift", name, *words], plan, environ=os.environ)
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
-            print(f"swift: {note}", file=sys.stderr)
+            print(printable(f"swift: {note}"), file=sys.stderr)
     if not dry:
         return _call(mode.action, resolved)
     with collector_resting():

@@ -10,8 +10,8 @@ adapter stays separate and is trained on.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-import importlib.util
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -113,7 +113,7 @@ def load_base(
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
     import transformers
-    from transformers.modeling_utils import load_state_dict
+    from transformers.modeling_utils import get_hf_quantizer, load_state_dict
 
     config = load_config(folder, args)
     if reward_head:
@@ -134,6 +134,9 @@ def load_base(
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
             if str(device) == "meta":  # a class for several architectures wants a folder
+                if placed:  # packed weights have other names and shapes
+                    get_hf_quantizer(copy.copy(config), quantisation, placed["device_map"], True, {})
+                    return _without_weights(folder, config, kind)
                 kind = kind._model_mapping.get(type(config), kind)
                 shapes = {
                     name: one for file in weight_files(folder) for name, one in load_state_dict(file, "meta").items()
@@ -302,15 +305,11 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
     source = locate(args)
     refuse_part(source, args, reward_head)
     config = load_config(source.base, args)
-    _check_quantised(config, source.base, args)
     if type(config) not in transformers.CONFIG_MAPPING.values():
         return None
-    if args.quant_method or hasattr(config, "quantization_config"):  # packed weights have other names and shapes
-        if reward_head:
-            config.num_labels = HEADS[reward_head][2]
-        model = _without_weights(source.base, config, getattr(transformers, HEADS[reward_head][0]))
-    else:
-        model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
+    model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
+    if hasattr(config, "quantization_config"):
+        join_problems([*args.quantised_problems(f"--model: {source.base}")])
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = merge_in(model, folder)
@@ -351,17 +350,6 @@ def _without_weights(folder: Path, config: Any, kind: Any) -> Any:
 def _refuse_shapes(folder: Path, names: list[str]) -> None:
     if names:
         raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {names[0]}")
-
-
-def _check_quantised(config: Any, folder: Path, args: TunerArguments) -> None:
-    """Refuses settings that do not go with the quantised weights of a folder, or a missing package for them."""
-    if not hasattr(config, "quantization_config"):
-        return
-    if args.quant_method:
-        raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ResourceError(f"--model: {folder}: its weights are quantised, which needs the package bitsandbytes")
-    join_problems([*args.quantised_problems(f"--model: {folder}")])
 
 
 def _architecture(name: str, known: Any) -> str:

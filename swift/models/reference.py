@@ -225,7 +225,10 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     device = None if args.sharded_by and home.type != "meta" else home
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
-        reference = FrozenReference(load_other(args.ref_model, args, device), moves=moves)
+        module: Any = load_other(args.ref_model, args, device)
+        if moves and hasattr(module.config, "quantization_config"):
+            raise ConfigError(f"--sync_ref_model: true: --ref_model {args.ref_model} is quantised; drop one of the two")
+        reference = FrozenReference(module, moves=moves)
     elif args.tuner_type == "full":
         # of weights on the host that shards alone will leave, one copy is enough
         share = home.type == "cpu" and torch.accelerator.is_available()

@@ -100,6 +100,7 @@ SFT = Method(
     parts=_parts,
     overrides=(PackedRows,),
     logged=("mean_token_accuracy",),
+    measured=("entropy", "num_tokens", "aux_loss"),
 )
 
 PT = dataclasses.replace(SFT, encode=functools.partial(encode, purpose="text"), plain=True)

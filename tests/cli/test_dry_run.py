@@ -50,6 +50,15 @@ def test_control_characters_of_columns_are_written_out(tiny_model, folder, capsy
     assert "\\x1b[2Jlevel" in text and "\x1b" not in text
 
 
+def test_so_are_those_of_values_and_of_where_they_come_from(tiny_model, folder, capsys):
+    (folder / "a\x1b[31m\nb.yaml").write_text('run_name: "x\\n\\e[2J\\x9b1m"\n')
+    words = rlhf(tiny_model)
+    assert main([words[0], "a\x1b[31m\nb.yaml", *words[1:]]) == 0
+    out, err = capsys.readouterr()
+    assert r'= "x\n\u001b[2J\x9b1m"  (file: run_name (a\x1b[31m\nb.yaml:1))' in out
+    assert "\x1b" not in out + err and "\x9b" not in out
+
+
 def test_rows_may_be_streamed_beside_evaluation_rows(tiny_model, folder, capsys):
     assert main(rlhf(tiny_model, "--streaming", "true", "--max_steps", "3", "--val_dataset", "rows.jsonl")) == 0
     assert "streaming, 3 steps" in capsys.readouterr().out
@@ -166,6 +175,11 @@ REFUSED = {
     "missing weights": ("--model missing", 2, "missing: 1 weights of the architecture are not in its"),
     "weights of another shape": ("--model misshaped", 2, "misshaped: weights of another shape than config.json says"),
     "a file of weights that is cut": ("--model cut", 2, "cut"),
+    "a metric that no evaluation gives": (
+        "--metric_for_best_model rewards/none/mean --split_dataset_ratio 0.1",
+        2,
+        "--metric_for_best_model: rewards/none/mean: not measured",
+    ),
     "a folder with checkpoints": ("--add_version false --output_dir full", 2, "--output_dir: "),
     "quantised weights that are to learn": ("--model quantised --tuner_type full", 3, "--model: "),
 }  # fmt: skip
@@ -227,8 +241,20 @@ METHODS = {
         "rlhf --rlhf_type ebft --ebft_mode strided --dataset texts.jsonl --model gpt2 --tuner_type full",
         "blocks of strided EBFT need packed attention",
     ),
+    "a metric that no evaluation gives": (
+        "sft --dataset chats.jsonl --split_dataset_ratio 0.5 --metric_for_best_model nothing",
+        "--metric_for_best_model: nothing: not measured; there are: ",
+    ),
+    "a metric that no evaluation of one of several sets gives": (
+        "sft --dataset chats.jsonl --val_dataset chats.jsonl chats.jsonl --metric_for_best_model chats_nothing",
+        "--metric_for_best_model: chats_nothing: not measured; there are: ",
+    ),
     "a teacher of another vocabulary": (
         "rlhf --rlhf_type gkd --dataset chats.jsonl --teacher_model gpt2", "--teacher_model: gpt2: a vocabulary of 300"
+    ),
+    "a reference of another architecture that is to move": (
+        "rlhf --rlhf_type dpo --dataset pairs.jsonl --ref_model gpt2 --sync_ref_model true --tuner_type full",
+        "--sync_ref_model: true: the reference has another architecture than the policy",
     ),
     "a reference without a head": (
         "rlhf --rlhf_type dpo --dataset pairs.jsonl --ref_model judge", "judge: 1 weights of the architecture are not"
@@ -247,7 +273,7 @@ def test_it_refuses_models_that_a_method_cannot_use(name, tiny_model, folder, de
     desk.rows([{"prompt": f"{n}?", "chosen": "a", "rejected": "b"} for n in range(4)], "pairs.jsonl")
     desk.rows([{"prompt": f"Count {n}", "completion": "abc" * n} for n in range(1, 5)], "texts.jsonl")
     words, line = METHODS[name]
-    command = [*words.split(), *(["--model", str(tiny_model)] if "--model gpt2" not in words else [])]
+    command = [*words.split(), *(["--model", str(tiny_model)] if " --model gpt2" not in words else [])]
     for dry in ("true", "false"):
         assert main([*command, "--max_steps", "1", "--report_to", "none", "--dry_run", dry]) == 2
         assert line in capsys.readouterr().err.partition("swift: error: ")[2]

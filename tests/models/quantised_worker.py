@@ -12,7 +12,7 @@ from swift.models.checkpoint_tensors import checkpoint_units, read_unit
 from swift.models.export import merge_adapter
 from swift.models.policy import load_for_inference, load_policy
 from swift.models.quantisation import is_quantised, rounds_activations
-from swift.models.reference import load_reference
+from swift.models.reference import load_other, load_reference
 
 MODEL, SCRATCH = sys.argv[1], Path(sys.argv[2])
 CASES = {
@@ -92,6 +92,15 @@ def check_quantised_files() -> None:
     engine = load_for_inference(ModelArguments(model=MODEL))
     engine.load_state_dict(weights_for_engines(policy), strict=False)
     assert gap(logprobs(engine), logprobs(policy)) < 1e-5, "engines sample from the policy"
+    for device in ("meta", "cpu"):
+        load_other(str(folder), ModelArguments(model=MODEL), device)
+    whole = load_policy(ModelArguments(model=MODEL, tuner_type="full"))
+    try:
+        load_reference(ModelArguments(model=MODEL, ref_model=str(folder), tuner_type="full"), whole, moves=True)
+    except ConfigError as error:
+        assert "is quantised" in str(error), error
+    else:
+        raise AssertionError("a quantised reference is to move")
     for more, flag in (
         ({"tuner_type": "full"}, "--model"),
         ({"init_weights": "pissa"}, "--init_weights"),

@@ -21,8 +21,10 @@ from trl_runs import (
 from swift.arguments import parse
 from swift.cli.dry_run import rehearse_trl
 from swift.errors import ConfigError
+from swift.observability.jsonl import read_log
 from swift.trainers.grpo.run import run as run_grpo
 from swift.trainers.trl import frame
+from swift.trainers.trl.method import method_of
 from swift.trainers.trl.run import run
 
 OPTIONAL = Path(sys.prefix) / "optional"
@@ -64,6 +66,9 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     evaluations = logged(run_dir, f"eval_{accuracy}")
     assert [step for _, step in evaluations] == [4] and 0 <= evaluations[1, 4] <= 1
     assert logged(run_dir, accuracy).keys() == {(1, step) for step in (1, 2, 3, 4)}
+    (row,) = (row for row in read_log(run_dir / "logging.jsonl") if "eval_loss" in row)
+    measured = {name.removeprefix("eval_") for name in row if name.startswith("eval_")}
+    assert measured <= set(method_of(method).evaluated), "what --metric_for_best_model may name"
     out = capsys.readouterr().out
     assert "prompt <- prompt; chosen <- chosen; rejected <- rejected" in out
     assert (run_dir / "images" / "preference.png").is_file()

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 CHECKED_ROWS = 64
 """First prompts that checks look at."""
 
+EVALUATED = ("reward", "reward_std", "frac_reward_zero_std")
+FAMILIES = ("completions/", "health/", "time/reward/", "ebft/")
+"""Metrics of evaluations, and how the names of others begin."""
+
 
 @dataclass(slots=True)
 class Parts:
@@ -142,6 +146,8 @@ def prepare(
     if play is None:
         play = toolbox.play if toolbox is not None else _play_of(args, rewards.names)
     _check_rollouts(args, placement, play)
+    if has_eval and args.eval_strategy != "no" and play is None and args.rollout_func is None:
+        _check_best_metric(args.metric_for_best_model, rewards)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, stalest,
         load_rules(args.health_rules), lines,
@@ -205,6 +211,15 @@ def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
             f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
             f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
         )
+
+
+def _check_best_metric(metric: str, rewards: RewardPipeline) -> None:
+    """Refuses a metric that no evaluation gives; functions of the user may log any."""
+    name = metric.removeprefix("eval_")
+    known = {*EVALUATED, *(f"rewards/{one}/{value}" for one in rewards.names for value in ("mean", "std"))}
+    if name in known or name.startswith(FAMILIES) or not all(one.is_built_in for one in rewards.signatures):
+        return
+    raise ConfigError(f"--metric_for_best_model: {name}: not measured; there are: {', '.join(sorted(known))}")
 
 
 def _check_sent_adapter(args: Any) -> None:

@@ -65,6 +65,7 @@ _DPO = _options(*DIVERGENCE, "label_smoothing", "use_weighting", "discopop_tau")
 CONTRASTIVE = ("beta", "cpo_alpha", "simpo_gamma", "label_smoothing", "alpha")
 
 MARGINS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+LOGITS = ("logits/chosen", "logits/rejected")
 ACCURACY = ("rewards/accuracies", "accuracy")
 MARGIN = ("rewards/margins", "margin")
 
@@ -129,6 +130,7 @@ _pairs = functools.partial(
     parts=reference_parts,
     overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
     logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
+    measured=(*LOGITS, "num_tokens", "aux_loss"),
     shown=(ACCURACY, MARGIN),
 )
 DPO = _pairs(options=_with_losses)
@@ -145,6 +147,7 @@ KTO = Method(
     parts=reference_parts,
     overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
     logged=("entropy", "kl", *MARGINS),
+    measured=(*LOGITS, "num_tokens", "aux_loss"),
     shown=(MARGIN,),
 )
 
@@ -152,6 +155,7 @@ _without_reference = functools.partial(
     Method,
     encode=encoding("labelled pair"),
     overrides=(RowsNotMapped,),
+    measured=LOGITS,
     shown=(ACCURACY, MARGIN),
 )
 ORPO = _without_reference(
@@ -177,5 +181,6 @@ RM = Method(
     options=_options("center_rewards_coefficient"),
     overrides=(RowsAsTheyAre,),
     logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
+    measured=("num_tokens",),
     shown=(("accuracy", "accuracy"), ("margin", "margin")),
 )

@@ -31,7 +31,7 @@ def reference_parts(args: Any, model: Any) -> dict[str, Any]:
     # with FSDP, TRL would load the base of the files instead, whatever was merged into it here
     if args.precompute_ref_log_probs and not args.fsdp and args.ref_model in (None, args.model):
         return {}
-    reference = load_reference(args, model)
+    reference = load_reference(args, model, moves=args.sync_ref_model)
     return {"ref_model": reference.module} if isinstance(reference, FrozenReference) else {}
 
 

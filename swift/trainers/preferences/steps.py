@@ -108,5 +108,6 @@ PRM = Method(
     reward_head="step",
     parts=_parts,
     overrides=(StepTrainer,),
+    measured=("accuracy", "f1"),
     shown=(("accuracy", "accuracy"), ("f1", "F1 of wrong steps")),
 )

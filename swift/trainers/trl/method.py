@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from swift.errors import ConfigError
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -39,6 +41,7 @@ class Method:
         as a reference model.
     overrides: what replaces methods of `trainer`, in front of it in the order of classes.
     logged: metrics of its training log lines beside those of every method.
+    measured: metrics of its evaluations beside those that it logs and those of every method.
     shown: metric -> how the console calls it.
     """
 
@@ -53,7 +56,13 @@ class Method:
     parts: Callable[[Any, Any], dict[str, Any]] = _nothing
     overrides: tuple[type, ...] = ()
     logged: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The metrics that an evaluation may give, without the prefix `eval_`."""
+        return sorted({"loss", "runtime", "samples_per_second", "steps_per_second", *self.logged, *self.measured})
 
 
 METHODS = {
@@ -71,6 +80,22 @@ METHODS = {
     "ebft_strided": "swift.trainers.ebft.strided:STRIDED",
 }
 """Mode -> where its `Method` is."""
+
+
+def rows_of(args: Any, method: Method, template: Template) -> Encoded:
+    """`Method.encode`, and a look at the metric that chooses the best checkpoint.
+
+    Raises:
+        ConfigError: wrong data, or a metric that no evaluation of the method gives.
+    """
+    train, val, lines = method.encode(args, template)
+    metric = name = args.metric_for_best_model.removeprefix("eval_")
+    if isinstance(val, dict):
+        of = next((one for one in sorted(val, key=len, reverse=True) if metric.startswith(f"{one}_")), None)
+        name = metric.removeprefix(f"{of}_") if of is not None else "loss"  # without a set there is no best one
+    if val is not None and args.eval_strategy != "no" and name not in method.evaluated:
+        raise ConfigError(f"--metric_for_best_model: {metric}: not measured; there are: {', '.join(method.evaluated)}")
+    return train, val, lines
 
 
 def named(place: str) -> Any:

@@ -25,7 +25,7 @@ from swift.trainers.session import (
     require_packages,
 )
 from swift.trainers.trl.hub import check_hub, push
-from swift.trainers.trl.method import Method, method_of
+from swift.trainers.trl.method import Method, method_of, rows_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -58,7 +58,7 @@ def run(resolved: Resolved) -> int:
     with collectives.together():
         if collectives.is_main:
             check_hub(args)
-    train, val, lines = method.encode(args, template)
+    train, val, lines = rows_of(args, method, template)
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         with collector_resting():
