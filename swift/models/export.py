@@ -37,14 +37,15 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
     """
     from safetensors import SafetensorError
 
-    from swift.models.policy import pick_dtype, refuse_part
+    from swift.models.multimodal import refuse_part
+    from swift.models.policy import load_config, pick_dtype
     from swift.models.shard_merge import MergedModel
     from swift.models.tokenizer import load_tokenizer
 
     source = locate(args)
     if not source.adapters:
         raise ConfigError("--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run")
-    refuse_part(source, args)
+    refuse_part(load_config(source.base, args), source.base)
     output = new_folder(output)
     tokenizer = load_tokenizer(args)
     model = MergedModel(source, args, pick_dtype(args.torch_dtype) if args.torch_dtype else None)

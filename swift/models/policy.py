@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
+from swift.models.multimodal import is_part, refuse_part, refuse_towers
 from swift.models.quantisation import is_quantised, quantisation_config, settle
-from swift.models.source import ModelSource, locate, read_json, tensor_sizes, weight_files
+from swift.models.source import locate, read_json, tensor_sizes, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
 
@@ -65,7 +66,7 @@ def load_policy(
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
-    refuse_part(source, args, reward_head)
+    refuse_part(load_config(source.base, args), source.base, HEADS[reward_head][0])
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
     if is_quantised(model):  # by --quant_method, or in its files
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
@@ -85,9 +86,10 @@ def load_for_inference(args: CheckpointArguments, *, device: torch.device | str 
     On quantised weights (`--quant_method`, or files that are quantised) a single adapter stays on top of them.
     """
     source = locate(args)
+    config = load_config(source.base, args)
     if source.adapters:
-        refuse_part(source, args)
-    elif is_part(load_config(source.base, args)):
+        refuse_part(config, source.base)
+    elif is_part(type(config)):
         logger.warning(
             "--model: %s: only its text part is loaded; images, video and audio are not supported", source.base
         )
@@ -186,11 +188,12 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
     """The architecture's config; `--model_type` replaces the one written in config.json.
 
     Raises:
-        ConfigError: an architecture that transformers does not know, or that needs repository code.
+        ConfigError: an architecture that transformers does not know, that needs repository code, or is multimodal.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     written = read_json(folder / "config.json")
+    refuse_towers(written, str(folder))
     model_type = _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
     if model_type not in CONFIG_MAPPING and "auto_map" in written and not args.trust_remote_code:
         raise ConfigError(
@@ -213,27 +216,6 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from _numbers(value)
         elif isinstance(value, int | float):
             yield name, value
-
-
-def is_part(config: Any, reward_head: Head | None = None) -> bool:
-    """Whether the class that is loaded holds the text part of a multimodal checkpoint only."""
-    import transformers
-
-    kind = getattr(transformers, HEADS[reward_head][0])._model_mapping.get(type(config), None)
-    return kind is not None and type(config) is not kind.config_class
-
-
-def refuse_part(source: ModelSource, args: CheckpointArguments, reward_head: Head | None = None) -> None:
-    """Refuses a multimodal checkpoint of which training would save a part, or whose adapters have other names.
-
-    Raises:
-        ConfigError: see there.
-    """
-    if is_part(load_config(source.base, args), reward_head):
-        raise ConfigError(
-            f"--model: {source.base}: a multimodal checkpoint, whose vision or audio tower would be lost; save "
-            "its text part with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers; use it"
-        )
 
 
 def context_length(args: CheckpointArguments) -> int | None:
@@ -303,8 +285,8 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
     import transformers
 
     source = locate(args)
-    refuse_part(source, args, reward_head)
     config = load_config(source.base, args)
+    refuse_part(config, source.base, HEADS[reward_head][0])
     if type(config) not in transformers.CONFIG_MAPPING.values():
         return None
     model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)

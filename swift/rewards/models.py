@@ -72,7 +72,10 @@ def find_reward_model(source: ModelSource) -> RewardModelSource:
 
 
 def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--reward_model") -> None:
+    from swift.models.multimodal import refuse_towers
+
     config = read_json(folder / "config.json")
+    refuse_towers(config, model, flag)
     architecture = (config.get("architectures") or ["unknown"])[0]
     head, wanted = head_of(folder), 1
     if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):

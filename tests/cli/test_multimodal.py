@@ -18,6 +18,7 @@ MODES = {
     "sft": (["sft"], {"messages": CHAT}),
     "pt": (["pt"], {"text": "What? <image>"}),
 }
+PLAIN = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]}
 MEDIA = {
     "a column": {"images": ["a.png"]},
     "a tag beside an empty column": {"images": []},
@@ -47,7 +48,7 @@ def multimodal(tmp_path_factory):
 
 
 def command(desk, mode, rows, *, model=None, dry=True):
-    words, row = MODES[mode]
+    words, row = MODES[mode] if mode != "gkd" else (["rlhf", "--rlhf_type", "gkd"], {})
     given = desk.rows([row | rows] * 4)
     words = [*words, "--model", str(model or desk.model), "--dataset", given, "--output_dir", str(desk.output)]
     return [*words, "--max_steps", "1", "--report_to", "none", "--dry_run", str(dry).lower()]
@@ -78,11 +79,72 @@ def test_few_rows_with_images_are_skipped_and_counted_as_other_bad_rows(desk, ca
     assert "images, video and audio are not supported" in capsys.readouterr().out
 
 
+WHOLE = {
+    "gemma3": {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}, "vision_config": {}},
+    "qwen2_5_vl": {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {"depth": 1}},
+    "llava": {"architectures": ["LlavaForConditionalGeneration"], "text_config": {}, "vision_config": {}},
+    "qwen2_audio": {"architectures": ["Qwen2AudioForConditionalGeneration"], "audio_config": {}},
+    "qwen2_5_omni": {"architectures": ["Qwen2_5OmniForConditionalGeneration"], "thinker_config": {}},
+    "llava_qwen": {"architectures": ["LlavaQwenForCausalLM"], "vision_config": {}, "auto_map": {"AutoConfig": "c.C"}},
+}
+"""Checkpoints that are loaded with their towers or not at all; the last by code of its repository."""
+
+
+def whole(desk, kind):
+    folder = desk.copy_model(kind)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **WHOLE[kind]}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_checkpoint_without_a_text_part_of_its_own_is_not_used(kind, desk, capfd):
+    expected = f"{kind}: a multimodal checkpoint ({kind} with | images, video and audio are not supported"
+    words = command(desk, "sft", PLAIN, model=whole(desk, kind))
+    refused(words, f"--model: | {expected}", capfd)
+    refused(
+        ["infer", "--model", kind, "--val_dataset", desk.rows([{"query": "What?"}])], f"--model: | {expected}", capfd
+    )
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nor_is_it_in_any_mode_that_trains(mode, dry, desk, capfd):
+    plain = PLAIN if mode != "pt" else {"text": "What?"}
+    refused(command(desk, mode, plain, model=whole(desk, "gemma3"), dry=dry), "--model: | (gemma3 with", capfd)
+
+
+BESIDE = {
+    "a reference": ("grpo", "--beta 0.1 --ref_model"),
+    "the reference of a preference method": ("dpo", "--ref_model"),
+    "a teacher": ("gkd", "--teacher_model"),
+    "a reward model": ("grpo", "--reward_model"),
+}
+
+
+@pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_nor_beside_the_model_that_is_trained(name, dry, desk, capfd):
+    mode, flags = BESIDE[name]
+    words = [*command(desk, mode, PLAIN, dry=dry), *flags.split(), whole(desk, "gemma3")]
+    refused(words, "gemma3: a multimodal checkpoint (gemma3 with", capfd)
+
+
+@pytest.mark.parametrize("words", ["rollout --use_vllm false --port 0", "merge-lora --adapters adapter"])
+def test_nor_by_a_server_or_to_merge_into(words, desk, capfd, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(desk.folder)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(desk.model), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained("adapter")
+    refused([*words.split(), "--model", whole(desk, "gemma3")], "--model: | (gemma3 with", capfd)
+
+
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "rm"])  # whose class has the tower
 def test_a_checkpoint_that_would_lose_its_tower_is_not_trained(mode, dry, tuner, desk, multimodal, capfd):
-    plain = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]} if mode != "pt" else {}
+    plain = PLAIN if mode != "pt" else {}
     words = [*command(desk, mode, plain, model=multimodal, dry=dry), "--tuner_type", tuner]
     refused(words, "--model: | multimodal checkpoint | text part | AutoModelForCausalLM", capfd)
 
@@ -94,8 +156,7 @@ def test_its_text_part_is_trained_and_answers_alone(desk, multimodal, capfd):
 
     AutoModelForCausalLM.from_pretrained(multimodal).save_pretrained(desk.folder / "text")
     build_tokenizer().save_pretrained(desk.folder / "text")
-    plain = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]}
-    assert main(command(desk, "sft", plain, model=desk.folder / "text")) == 0
+    assert main(command(desk, "sft", PLAIN, model=desk.folder / "text")) == 0
     result = desk.folder / "answers.jsonl"
     words = ["infer", "--model", multimodal, "--val_dataset", desk.rows([{"query": "What?"}]), "--result_path", result]
     assert main([*map(str, words), "--max_new_tokens", "2"]) == 0
