@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
+from collections import Counter
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,18 +17,30 @@ if "HF_DATASETS_CACHE" not in os.environ:  # tokenised rows are not left in the 
 import pytest
 
 
-def pytest_xdist_make_scheduler(config, log):
-    """One process runs all of a file, and all files of engines, which share engines: what it starts serves all.
+def group_of(nodeid):
+    """What one process runs: a file, or the cases of one backend, which share its engine."""
+    file, _, case = nodeid.partition("::")
+    backend = re.search(r"\[((?:actor-)?(?:vllm|transformers)|pool|remote|lmdeploy)\b", case)
+    return backend[1] if backend and "/test_conformance_" in file else file
 
-    Not xdist's groups: its 3.8 cannot set them with pytest 9.2, whose node ids are read-only.
-    """
+
+def pytest_xdist_make_scheduler(config, log):
+    """Not xdist's groups: its 3.8 cannot set them with pytest 9.2, whose node ids are read-only."""
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
+    class ByGroup(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            return "tests/engines" if nodeid.startswith("tests/engines/") else super()._split_scope(nodeid)
+            return group_of(nodeid)
 
-    return ByFile(config, log)
+    config.option.loadscopereorder = False  # else by the number of tests
+    return ByGroup(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The groups that take longest come first: no process is left alone with one at the end."""
+    slow = Counter(group_of(item.nodeid) for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[group_of(item.nodeid)])
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def preferred(checkpoint, pairs):
     return sum(better) / len(better)
 
 
-STEPS = {"dpo": 120, "ipo": 200, "kto": 200, "orpo": 400, "simpo": 120, "cpo": 120}
+STEPS = {"dpo": 120, "ipo": 200, "kto": 200, "orpo": 400, "simpo": 240, "cpo": 120}
 
 
 @pytest.mark.parametrize("method", STEPS)
