@@ -69,8 +69,14 @@ LOWER = {
 }
 """Settings to lower (or choose) when memory ran out, by phase."""
 
-LIMITS = {errno.EFBIG: "disk", errno.EROFS: "disk", errno.EIO: "disk", errno.EMFILE: "files", errno.ENFILE: "files"}
-"""Failures of the system that no setting of ours causes -> what they are about."""
+LIMITS = {
+    errno.EFBIG: ("disk", "raise the limit of a file's size (ulimit -f)"),
+    errno.EROFS: ("disk", "choose a folder that can be written"),
+    errno.EIO: ("disk", "check the disk, or choose another"),
+    errno.EMFILE: ("files", "raise the limit of open files (ulimit -n)"),
+    errno.ENFILE: ("files", "raise the system's limit of open files (sysctl fs.file-max)"),
+}
+"""Failures of the system that no setting of ours causes -> what they are about, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +203,8 @@ def _resource_error(error: BaseException) -> SwiftError | None:
         where = Path(error.filename or Path.cwd())
         return ResourceError(f"disk: {where}: no space left, {free_bytes(where)} bytes free; free some, or move it")
     if isinstance(error, OSError) and error.errno in LIMITS:
-        return ResourceError(
-            f"{LIMITS[error.errno]}: {error.filename or 'this process'}: {error.strerror}; raise the limit"
-        )
+        subject, fix = LIMITS[error.errno]
+        return ResourceError(f"{subject}: {error.filename or 'this process'}: {error.strerror}; {fix}")
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return ResourceError("threads: no more can be started; raise the limits of processes (ulimit -u) and memory")
     return None

@@ -87,9 +87,10 @@ def _below(folder: Path) -> list[Path]:
 
     found, seen = [], {os.path.realpath(folder)}
     for path, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        inside = {name: os.path.realpath(Path(path, name)) for name in sorted(folders) if not name.startswith(".")}
-        folders[:] = [name for name, real in inside.items() if real not in seen]
-        seen |= {*inside.values()}
+        wanted = sorted((name for name in folders if not name.startswith(".")), reverse=True)
+        inside = {os.path.realpath(Path(path, name)): name for name in wanted}
+        folders[:] = [name for real, name in inside.items() if real not in seen]
+        seen |= inside.keys()
         found += [Path(path, name) for name in names if not name.startswith(".") and name not in _NOT_ROWS]
     return sorted(file for file in found if is_data(file))
 

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -201,8 +201,10 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
             "read that code, then set --trust_remote_code true"
         )
     for name, value in _numbers(written):
-        if not math.isfinite(value) or (name == "rope_theta" and value <= 0):
-            raise ConfigError(f"--model: {folder}: config.json: {name} {value:g}: the model computes NaN; correct it")
+        if not abs(value) <= sys.float_info.max or (name == "rope_theta" and value <= 0):
+            raise ConfigError(
+                f"--model: {folder}: config.json: {name} {str(value)[:20]}: the model computes NaN; correct it"
+            )
     with unusable(f"--model: {folder}: config.json cannot be used"):
         if args.model_type and model_type != written.get("model_type"):
             return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})

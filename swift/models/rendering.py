@@ -188,6 +188,9 @@ def _listed(value: Any) -> Any:
 def _estimate(name: str, values: Iterable[Any]) -> None:
     """Refuses arguments of a method, filter or operator from which it could make more than is left."""
     values = list(values)
+    texts = [one for one in values if isinstance(one, str)]
+    if name == "replace" and len(texts) == 3:
+        values = [texts[0].count(texts[1]), texts[2]]
     if name.startswith("format") and any(isinstance(one, str) and _WIDTH.search(one) for one in values[:1]):
         raise RenderLimit("it pads a text to over 100000 characters")
     largest = sorted(map(_size, values))[-2:]

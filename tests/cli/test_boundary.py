@@ -126,6 +126,15 @@ def test_a_full_disk_is_named_with_its_free_bytes(tmp_path, capsys):
     assert "bytes free" in line
 
 
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.EROFS, "choose a folder that can be written"), (errno.EIO, "check the disk"), (errno.EMFILE, "ulimit -n")],
+)
+def test_a_failure_of_the_system_names_its_own_fix(number, fix, capsys):
+    assert run(OSError(number, "it fails", "/data/x")) == 3
+    assert re.fullmatch(rf"swift: error: \w+: /data/x: it fails; .*{fix}.*\n", capsys.readouterr().err)
+
+
 def test_a_defect_keeps_its_traceback_and_asks_for_a_report(capsys):
     assert run(KeyError("oops")) == 1
     text = capsys.readouterr().err

@@ -128,7 +128,8 @@ def test_folders_behind_links_are_read_once_and_unreadable_ones_are_an_error(tmp
     for folder in ("rows", "rows/inner", "other"):
         (tmp_path / folder / "a.jsonl").write_text(ROW)
     (tmp_path / "rows" / "inner" / "up").symlink_to("..")
-    (tmp_path / "rows" / "link").symlink_to("../other")
+    for link in ("link", "again"):
+        (tmp_path / "rows" / link).symlink_to("../other")
     assert len(load_rows(settings(tmp_path / "rows"), "train", purpose="prompt")) == 3
     scan = os.scandir
 

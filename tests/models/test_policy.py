@@ -155,6 +155,7 @@ def test_a_torn_weight_file_is_a_one_line_error(qwen2, tmp_path):
         ({"rope_theta": math.inf}, "config.json: rope_theta inf: the model computes NaN"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "config.json: rope_theta -1"),
         ({"rms_norm_eps": math.nan}, "config.json: rms_norm_eps nan"),
+        ({"hidden_size": 10**400}, "config.json: hidden_size 10000"),
         (
             {"model_type": "my_own_model", "auto_map": {"AutoConfig": "configuration_mine.MyConfig"}},
             r"needs Python code from its repository.*--trust_remote_code true",

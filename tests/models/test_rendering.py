@@ -63,6 +63,12 @@ def test_what_chats_are_made_of_is_not_limited():
     assert len(render(jinja, {"messages": messages}, marks=False)[0]) > 4 * len(text) - 99
 
 
+def test_a_long_text_may_be_taken_out_of_a_longer_one():
+    variables = {"thought": "x" * 20_000, "text": "x" * 20_000 + "5"}
+    for jinja in ("{{ text.replace(thought, '') }}", "{{ text|replace(thought, '') }}"):
+        assert render(jinja, variables, marks=False)[0] == "5"
+
+
 CHAT = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "2 + 3"},

@@ -14,6 +14,7 @@ from small_runs import SmallRun
 from trajectories import Once, requests, run, sleepy
 
 from swift.errors import EngineError
+from swift.rollout.multi_turn import loop as loop_module
 from swift.rollout.multi_turn.environments import of_envs
 from swift.rollout.multi_turn.loop import Loop
 from swift.rollout.multi_turn.trajectory import Excluded, OutOfRoom
@@ -260,6 +261,17 @@ def test_the_end_of_the_pipeline_closes_environments(template, engine_of):
 @pytest.mark.filterwarnings("error")
 def test_an_unused_loop_closes_without_a_warning():
     Loop().close()
+
+
+def test_a_loop_that_a_library_blocks_is_given_up(monkeypatch):
+    monkeypatch.setattr(loop_module, "LIBRARIES", ("/",))  # as if swift and the environment were installed
+    loop, begun, released = Loop(), threading.Event(), threading.Event()
+    loop.call(lambda: (begun.set(), released.wait(10)))
+    assert begun.wait(10)
+    try:
+        assert loop.give_up(0.0).startswith(threading.__file__)
+    finally:
+        released.set()
 
 
 def test_an_abort_ends_trajectories_where_they_are(template, engine_of):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, same, text_of, where_true
@@ -22,9 +23,10 @@ QUANTISED = re.compile(r"gptq|awq|-int[48]\b", re.IGNORECASE)
 
 def _model(draft: Draft, key: str, raw: Any) -> None:
     """Refuses a script whose text part alone would be another training."""
-    if MULTIMODAL.search(str(raw)):
+    name = Path(str(raw)).name
+    if MULTIMODAL.search(name):
         raise ConfigError(f"--{key}: {raw}: images and sound are not supported; a text run would be another training")
-    if QUANTISED.search(str(raw)):
+    if QUANTISED.search(name):
         raise ConfigError(f"--{key}: {raw}: quantised weights are not supported; --quant_method bnb quantises the base")
     draft.take(key, "model", raw)
 

@@ -62,7 +62,7 @@ class Loop:
                 return None
             self.given_up = True
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident or 0])
-        place = next(one for one in reversed(frames) if not one.filename.startswith(LIBRARIES))
+        place = next((one for one in reversed(frames) if not one.filename.startswith(LIBRARIES)), frames[-1])
         self._loop.call_soon_threadsafe(self._loop.stop)
         return f"{place.filename}:{place.lineno}"
 
