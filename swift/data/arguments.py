@@ -78,6 +78,12 @@ class DataArguments(HubArguments):
     data_seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization", everyday=False)
     """Seed of row selection and row order, whatever `--seed` is."""
 
+    def notes(self) -> Iterator[str]:
+        if self.val_dataset and self.split_dataset_ratio:
+            yield f"--split_dataset_ratio: {self.split_dataset_ratio:g}: no effect with --val_dataset"
+        if self.strict and self.max_skipped_fraction != DataArguments.max_skipped_fraction:
+            yield f"--max_skipped_fraction: {self.max_skipped_fraction:g}: no effect with --strict true"
+
     def problems(self) -> Iterator[str]:
         if wrong := [old for old, new in self.columns.items() if not isinstance(new, str) or not new]:
             yield (
@@ -107,6 +113,11 @@ class StreamArguments(DataArguments):
 
     shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
     """Number of rows among which a stream is shuffled."""
+
+    def notes(self) -> Iterator[str]:
+        given = self.shuffle_buffer_size != StreamArguments.shuffle_buffer_size
+        if given and self.streaming and not self.dataset_shuffle:
+            yield f"--shuffle_buffer_size: {self.shuffle_buffer_size}: no effect with --dataset_shuffle false"
 
 
 @dataclass(kw_only=True)

@@ -409,6 +409,26 @@ def test_settings_of_a_switch_that_is_off_are_noted():
     assert "--lora_rank: 4: no effect without --tuner_type lora" in notes
 
 
+IDLE = [
+    ("dpo", "--split_dataset_ratio 0.3 --val_dataset d", "--split_dataset_ratio: 0.3: no effect with --val_dataset"),
+    ("sft", "--strict true --max_skipped_fraction 0.5", "--max_skipped_fraction: 0.5: no effect with --strict true"),
+    (
+        "kto",
+        "--streaming true --max_steps 1 --dataset_shuffle false --shuffle_buffer_size 5",
+        "--shuffle_buffer_size: 5: no effect with --dataset_shuffle false",
+    ),
+    ("dpo", "--loss_type sft --beta 0.3", "--beta: 0.3: no effect on --loss_type sft alone"),
+    ("dpo", "--loss_type sft --ref_model r", "--ref_model: r: no effect on --loss_type sft alone"),
+]
+
+
+@pytest.mark.parametrize(("mode", "words", "note"), IDLE)
+def test_a_setting_that_another_leaves_without_effect_is_noted(mode, words, note):
+    line = [mode] if mode == "sft" else ["rlhf", "--rlhf_type", mode]
+    notes = parse(line[0], [*line[1:], "--model", "m", "--dataset", "d", *words.split()], {}).notes
+    assert [one for one in notes if "no effect" in one] == [note]
+
+
 def test_args_json_is_flat_json_with_provenance():
     content = json.loads(json.dumps(rlhf("--beta", "0").to_json()))
     assert content["beta"] == 0.0

@@ -117,6 +117,15 @@ class DPOParameters(DivergenceArguments):
     discopop_tau: float = flag(0.05, above=0, everyday=False, needs="loss_type=discopop")
     """Temperature of discopop (arXiv:2406.08414)."""
 
+    def notes(self) -> Iterator[str]:
+        """Settings that have no effect, one line each."""
+        if set(self.loss_type) != {"sft"}:
+            return
+        defaults: dict[str, Any] = {"beta": DPOParameters.beta, "ref_model": getattr(self, "model", None)}
+        for name, default in {**defaults, "f_divergence_type": DPOParameters.f_divergence_type}.items():
+            if (value := getattr(self, name)) not in (None, default):
+                yield f"--{name}: {value}: no effect on --loss_type sft alone"
+
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""
         losses = " ".join(self.loss_type)
