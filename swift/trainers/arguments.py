@@ -15,6 +15,15 @@ Schedule = Literal[
 ]  # fmt: skip
 """The schedules of transformers."""
 
+WARMUP = ("warmup_ratio", "warmup_steps")
+IDLE = {
+    "constant": ("lr_scheduler_kwargs", *WARMUP),
+    "constant_with_warmup": ("lr_scheduler_kwargs",),
+    "reduce_lr_on_plateau": WARMUP,
+    "greedy": WARMUP,
+}
+"""Schedule -> settings that it does not read."""
+
 Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
     "adamw_torch_4bit", "adamw_cpu", "adafactor", "sgd",
@@ -114,6 +123,11 @@ class OptimizationArguments:
     full_determinism: bool = flag(False, everyday=False)
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 
+    def notes(self) -> Iterator[str]:
+        for name in IDLE.get(self.lr_scheduler_type, ()):
+            if value := getattr(self, name):
+                yield f"--{name}: {value}: no effect with --lr_scheduler_type {self.lr_scheduler_type}"
+
     def problems(self) -> Iterator[str]:
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             yield f"--warmup_steps: {self.warmup_steps:g}: neither a number of steps nor a share below 1; give one"
@@ -188,11 +202,13 @@ class TrainerArguments:
             )
         if self.push_to_hub and not self.hub_model_id:
             yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
-        if self.early_stopping_patience and getattr(self, "eval_strategy", "no") == "no":
-            yield (
-                f"--early_stopping_patience: {self.early_stopping_patience}: nothing is evaluated; give --val_dataset "
-                "or --split_dataset_ratio"
-            )
+        if getattr(self, "eval_strategy", "no") == "no":
+            for name in ("early_stopping_patience", "eval_on_start"):
+                if value := getattr(self, name):
+                    yield (
+                        f"--{name}: {str(value).lower()}: nothing is evaluated; give --val_dataset or "
+                        "--split_dataset_ratio"
+                    )
 
 
 @dataclass(kw_only=True)
@@ -260,6 +276,12 @@ class RunArguments:
         for steps, name in {self.eval_steps: "eval_steps", self.save_steps: "save_steps"}.items():
             if steps and steps > 1 and steps % 1:
                 yield f"--{name}: {steps:g}: not a whole number; give one such as 500, or a share of all steps below 1"
+        schedule = getattr(self, "lr_scheduler_type", None)
+        if schedule in ("reduce_lr_on_plateau", "greedy") and self.eval_strategy == "no":
+            yield (
+                f"--lr_scheduler_type: {schedule}: follows evaluations, and nothing is evaluated; give --val_dataset "
+                "or --split_dataset_ratio"
+            )
         if self.load_best_model_at_end:
             yield from self._best_model_problems()
 

@@ -410,6 +410,11 @@ def test_settings_of_a_switch_that_is_off_are_noted():
 
 
 IDLE = [
+    (
+        "sft",
+        "--lr_scheduler_type constant --warmup_ratio 0.1",
+        "--warmup_ratio: 0.1: no effect with --lr_scheduler_type constant",
+    ),
     ("dpo", "--split_dataset_ratio 0.3 --val_dataset d", "--split_dataset_ratio: 0.3: no effect with --val_dataset"),
     ("sft", "--strict true --max_skipped_fraction 0.5", "--max_skipped_fraction: 0.5: no effect with --strict true"),
     (

@@ -292,6 +292,12 @@ MODES = [
         "--optim: adamw_cpu: cannot undo the loss",
     ),
     ("sft", "--model m --dataset d --torch_dtype float16 --tuner_type full", "--torch_dtype: float16: its loss"),
+    ("sft", "--model m --dataset d --eval_on_start true", "--eval_on_start: true: nothing is evaluated"),
+    (
+        "sft",
+        "--model m --dataset d --lr_scheduler_type reduce_lr_on_plateau",
+        "--lr_scheduler_type: reduce_lr_on_plateau: follows evaluations, and nothing is evaluated",
+    ),
     ("sft", "--model m --dataset d --num_generations 4", "--num_generations: 4: not a flag of swift sft"),
     ("infer", "--val_dataset d", "--model: missing"),
     ("infer", "--model m --infer_backend lmdeploy", "--infer_backend: lmdeploy: not a choice"),

@@ -84,6 +84,10 @@ FLAGS = {
         "--optim_args: seven | --optim adamw_torch_fused",
     ),
     "settings that the optimizer ignores": ("--optim_args betas=7", "--optim_args: betas=7"),
+    "a schedule without its settings": (
+        "--lr_scheduler_type warmup_stable_decay --max_steps 4",
+        "--lr_scheduler_type: warmup_stable_decay: needs settings | num_decay_steps | --lr_scheduler_kwargs",
+    ),
     "settings of another schedule": (
         lambda d: d.rlhf("--lr_scheduler_kwargs", '{"cycles": 2}'),
         "--lr_scheduler_kwargs | --lr_scheduler_type cosine",

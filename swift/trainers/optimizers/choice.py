@@ -44,11 +44,29 @@ def set_own_optimizer(trainer: Trainer, args: Any) -> None:
 
 
 def check_optimizer(args: Any) -> None:
-    """Builds optimizer and schedule of one weight, where they have settings that nothing else has looked at."""
-    if not (args.optim_args or args.lr_scheduler_kwargs) or is_registered(args.optim):
-        return
+    """Builds optimizer and schedule of one weight, where nothing else has looked at their settings."""
     import torch
-    from transformers import Trainer, TrainingArguments, get_scheduler
+    from transformers.optimization import get_scheduler
+
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    if args.optim_args and not is_registered(args.optim):
+        _check_options(args, weight)
+    kwargs, schedule = args.lr_scheduler_kwargs, args.lr_scheduler_type
+    try:
+        get_scheduler(schedule, torch.optim.SGD(weight), 0, 2, kwargs or None)
+    except (ValueError, TypeError) as error:
+        if kwargs:
+            raise ConfigError(
+                f"--lr_scheduler_kwargs: {kwargs}: --lr_scheduler_type {schedule} does not take them "
+                f"({first_line(error)}); correct or drop them"
+            ) from error
+        raise ConfigError(
+            f"--lr_scheduler_type: {schedule}: needs settings ({first_line(error)}); give them in --lr_scheduler_kwargs"
+        ) from error
+
+
+def _check_options(args: Any, weight: list[Any]) -> None:
+    from transformers import Trainer, TrainingArguments
 
     def settings(given: str | None) -> tuple[Any, dict[str, Any]]:
         arguments = TrainingArguments(optim=args.optim, optim_args=given, use_cpu=True, report_to="none")
@@ -56,18 +74,11 @@ def check_optimizer(args: Any) -> None:
 
     try:
         kind, kwargs = settings(args.optim_args)
-        if args.optim_args and kwargs == settings(None)[1]:
+        if kwargs == settings(None)[1]:
             raise ValueError("it changes nothing")
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **kwargs)
+        kind(weight, **kwargs)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"--optim_args: {args.optim_args}: --optim {args.optim} does not take it ({first_line(error)}); "
             "drop it, or write name=value,name=value"
-        ) from error
-    try:
-        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, args.lr_scheduler_kwargs or None)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"--lr_scheduler_kwargs: {args.lr_scheduler_kwargs}: --lr_scheduler_type {args.lr_scheduler_type} does not "
-            f"take them ({first_line(error)}); correct or drop them"
         ) from error
