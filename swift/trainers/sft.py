@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
+from swift.errors import ConfigError
 from swift.startup import collector_resting
 from swift.trainers.sft_packing import PackedRows, Packing, require_packed
 from swift.trainers.trl.method import Encoded, Method
@@ -71,6 +72,12 @@ def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
 
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:
+    coefficient = args.router_aux_loss_coef
+    if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
+        raise ConfigError(
+            f"--router_aux_loss_coef: {coefficient:g}: the model is no mixture of experts that gives the loss of its "
+            "router; leave it out"
+        )
     if args.packing or args.padding_free:
         require_packed(model, args)
     return {}

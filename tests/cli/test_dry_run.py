@@ -241,6 +241,9 @@ METHODS = {
         "rlhf --rlhf_type ebft --ebft_mode strided --dataset texts.jsonl --model gpt2 --tuner_type full",
         "blocks of strided EBFT need packed attention",
     ),
+    "the router's loss of a model without experts": (
+        "sft --dataset chats.jsonl --router_aux_loss_coef 0.5", "--router_aux_loss_coef: 0.5: the model is no mixture"
+    ),
     "a metric that no evaluation gives": (
         "sft --dataset chats.jsonl --split_dataset_ratio 0.5 --metric_for_best_model nothing",
         "--metric_for_best_model: nothing: not measured; there are: ",
