@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from swift.arguments import docs
-from swift.arguments.imports import axolotl, ms_swift, trl
+from swift.arguments.imports import axolotl, axolotl_keys, ms_swift, trl
 from swift.arguments.imports.command import import_file, problems_of
 from swift.cli.main import main
 from tests.imports import foreign, published
@@ -512,3 +512,8 @@ def test_names_of_rules_are_settings_of_ours():
 def test_the_page_on_migration_has_the_names_as_they_are():
     page = docs.MIGRATION.read_text(encoding="utf-8")
     assert docs.with_names(page) == page, "python -m swift.arguments.docs --write"
+
+
+@pytest.mark.parametrize(("text", "number"), [(".05", 0.05), ("1E-5", 1e-5), ("5.", 5.0), ("none", 0.0)])
+def test_a_number_of_axolotl_is_read_as_yaml_writes_it(text, number):
+    assert axolotl_keys.number(text) == number
