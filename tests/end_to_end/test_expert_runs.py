@@ -3,23 +3,13 @@
 import pytest
 import torch
 from cli_runs import Cli, error_lines, log_rows
-from experts import EXPERTS
+from experts import ENGINE_SIZES, EXPERTS
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from swift.models.tiny import build_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-
-SIZES = {
-    "vocab_size": 263,
-    "head_dim": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.1,
-    "eos_token_id": 258,
-    "pad_token_id": 256,
-}
 FLAGS = {
     "tuner_type": "lora", "torch_dtype": "float32", "learning_rate": 1e-2, "use_vllm": "true", "vllm_mode": "colocate",
     "vllm_enforce_eager": "true", "vllm_max_num_seqs": 16, "max_length": 40, "parity_check": "every:1", "max_steps": 3,
@@ -48,15 +38,21 @@ if __name__ == "__main__":
 """A fault of the past: PEFT wraps fused experts once for each parameter, and only the outermost wrapper is merged."""
 
 
-@pytest.fixture(params=["qwen3_moe"])
-def runs(request, small_model, material, tmp_path):
+@pytest.fixture
+def arch():
+    return "qwen3_moe"
+
+
+@pytest.fixture
+def runs(arch, small_model, material, tmp_path):
     base = tmp_path / "base"
-    small_model(request.param, **SIZES, **EXPERTS[request.param][0]).save_pretrained(base)
+    small_model(arch, **ENGINE_SIZES, **EXPERTS[arch][0]).save_pretrained(base)
     build_tokenizer(256).save_pretrained(base)
     with Cli(base, material[1], tmp_path) as cli:
         yield cli
 
 
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
 def test_lora_on_experts_is_what_vllm_samples_with_and_what_is_merged(runs):
     folder = runs.finish("run", **FLAGS)
     assert "(as loaded, with noise, restored)" in runs.printed

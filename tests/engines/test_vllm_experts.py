@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from experts import EXPERTS, on_experts
+from experts import ENGINE_SIZES, EXPERTS, on_experts
 from vllm_parts import LIMIT, drift, require_vllm, spec_of
 
 from swift.models.tiny import build_tokenizer
@@ -15,14 +15,6 @@ from swift.rollout.weights.policy import PolicyWeights
 require_vllm()
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "vocab_size": 263,
-    "head_dim": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.1,
-}
-
 
 def engine_of(model, folder):
     model.save_pretrained(folder)
@@ -32,7 +24,7 @@ def engine_of(model, folder):
 
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])  # whose experts vLLM pads, or not
 def test_lora_on_experts_is_sampled_with_after_every_sync(small_model, tmp_path, monkeypatch, arch):
-    model = small_model(arch, **SIZES, **EXPERTS[arch][0]).eval()
+    model = small_model(arch, **ENGINE_SIZES, **EXPERTS[arch][0]).eval()
     engine = engine_of(model, tmp_path)
     try:
         assert drift(engine, model) < LIMIT

@@ -22,6 +22,17 @@ EXPERTS = {
 }
 """Architecture -> settings of the model, and of an adapter on its attention, experts and router."""
 
+ENGINE_SIZES = {
+    "vocab_size": 263,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.1,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+"""Of models that vLLM takes on a CPU, with the vocabulary of the tiny tokenizer."""
+
 
 def on_experts(arch: str, model: nn.Module, *, r: int = 2, scale: float = 0.1, seed: int = 4, **more: Any) -> Any:
     """`model` under LoRA with random values of this scale in every A and B, experts and router included."""
