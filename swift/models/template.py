@@ -283,11 +283,13 @@ def load_template(
     kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Template:
-    """The template of a tokenizer; a model folder's generation_config.json adds its end tokens. See `Template`."""
-    stops: list[int] = []
-    file = Path(folder) / "generation_config.json" if folder is not None else None
-    if file is not None and file.is_file():
-        stops = _ids(file, read_json(file).get("eos_token_id"))
+    """The template of a tokenizer; a model folder adds its end tokens. See `Template`.
+
+    They are in generation_config.json or, without that file, in config.json, where transformers finds them, too.
+    """
+    files = [Path(folder) / name for name in ("generation_config.json", "config.json")] if folder is not None else []
+    file = next((one for one in files if one.is_file()), None)
+    stops = _ids(file, read_json(file).get("eos_token_id")) if file is not None else []
     return Template(tokenizer, stops, kwargs, name)
 
 

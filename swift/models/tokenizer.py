@@ -80,8 +80,8 @@ def _check_ids(folder: Path, template: Template, config: Any) -> None:
         )
     if template.stop_token_ids and (stop := template.stop_token_ids[-1]) >= size:
         raise ConfigError(
-            f"--model: {folder}: generation_config.json: eos_token_id {stop}: beyond the vocab_size of {size}; "
-            f"write {tokenizer.eos_token_id}"
+            f"--model: {folder}: config.json or generation_config.json: eos_token_id {stop}: beyond the vocab_size of "
+            f"{size}; write {tokenizer.eos_token_id}"
         )
     if (config.pad_token_id or 0) >= size:
         raise ConfigError(

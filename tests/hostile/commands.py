@@ -187,8 +187,10 @@ def make_special(rng: random.Random, path: Path) -> None:
     elif kind == 1:
         path.symlink_to(rng.choice(["/dev/zero", "/dev/stdin", "/dev/full", "/proc/self/mem", "/"]))
     elif kind == 2:
+        folder = os.open(path.parent, os.O_RDONLY)  # a socket's path may have 107 characters
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
+            listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
     elif kind == 3:
         path.write_bytes(gzip.compress(b"[" + b"0," * (100 << 20)))
     else:

@@ -9,6 +9,7 @@ from policies import full, lora, moved
 from safetensors.torch import load_file, save_file
 
 from swift.errors import ConfigError
+from swift.models import load_chat
 from swift.models.policy import load_policy, pick_dtype
 
 
@@ -167,10 +168,28 @@ def test_what_a_config_asks_for_and_cannot_be_loaded_is_named(qwen2, tmp_path, v
         load_policy(full(edited_config(qwen2, tmp_path / "m", **values)))
 
 
-def test_repository_code_does_not_run_without_the_flag(qwen2, tmp_path):
-    model = edited_config(qwen2, tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
-    (tmp_path / "m" / "modeling_mine.py").write_text("raise SystemExit('repository code ran')")
-    assert load_policy(full(model)).config.model_type == "qwen2"
+@pytest.mark.parametrize(
+    ("file", "values"),
+    [
+        ("config.json", {"auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Mine"}}),
+        (
+            "tokenizer_config.json",
+            {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"},
+        ),
+        ("generation_config.json", {"auto_map": {"GenerationConfig": "mine.Mine"}}),
+        ("generation_config.json", {"custom_generate": "mine.py"}),
+    ],
+)
+def test_repository_code_does_not_run_without_the_flag(qwen2, tmp_path, file, values):
+    folder = Path(edited_config(qwen2, tmp_path / "m"))
+    written = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**written, **values}))
+    (folder / "custom_generate").mkdir()
+    for script in ("mine.py", "custom_generate/generate.py"):
+        (folder / script).write_text("raise SystemExit('repository code ran')")
+    args = full(str(folder))
+    assert load_policy(args).config.model_type == "qwen2"
+    assert load_chat(args).tokenizer.encode("text")
 
 
 def test_model_type_overrides_detection(qwen2, tmp_path):

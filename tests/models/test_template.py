@@ -91,6 +91,16 @@ def test_stop_tokens_come_from_tokenizer_template_and_generation_config(qwen2):
     assert load_template(build_tokenizer(), qwen2).stop_token_ids == (end_of_text, end_of_turn)
 
 
+def test_end_tokens_of_config_json_count_where_there_is_no_generation_config(qwen2, tmp_path):
+    folder = shutil.copytree(qwen2, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [77, config["eos_token_id"]]}))
+    before = load_chat(ModelArguments(model=qwen2)).stop_token_ids
+    assert load_chat(ModelArguments(model=str(folder))).stop_token_ids == before
+    (folder / "generation_config.json").unlink()
+    assert load_chat(ModelArguments(model=str(folder))).stop_token_ids == (77, config["eos_token_id"])
+
+
 @pytest.mark.parametrize(("jinja", "warned"), [("hello", True), ("{{ messages[0].content }}", False)])
 def test_a_template_that_leaves_the_messages_out_is_warned_of(qwen2, tmp_path, caplog, jinja, warned):
     (tmp_path / "own.jinja").write_text(jinja)
