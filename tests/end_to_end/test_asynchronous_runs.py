@@ -106,6 +106,7 @@ def test_each_step_but_the_first_is_one_step_off_policy_and_says_so(straight):
     assert gaps[0] <= 1e-5 < min(gaps[1:])
 
 
+@pytest.mark.long
 def test_delays_a_killed_engine_a_kill_and_a_resume_change_no_bit(cli, plugin, straight):
     run = cli.start("killed", **plugin, variables=DELAYS)
     run.reach(1)

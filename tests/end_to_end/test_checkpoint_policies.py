@@ -54,6 +54,7 @@ def test_the_best_checkpoint_stays_and_is_named(cli):
     assert f"{best_saved.rpartition('/')[2]}" in cli.printed.partition("Everything lies in")[2]
 
 
+@pytest.mark.long
 def test_two_processes_end_with_the_best_checkpoint_too(cli):
     folder = cli.finish(
         "best",
@@ -75,6 +76,7 @@ def test_the_last_step_is_always_saved(cli):
     assert not (folder / "checkpoint-3" / "optimizer.pt").exists()
 
 
+@pytest.mark.long
 def test_a_finished_run_resumes_to_its_end_at_once_and_can_be_prolonged(cli):
     flags = {"save_steps": 5, "lr_scheduler_type": "constant", "report_to": "tensorboard"}
     folder = cli.finish("done", max_steps=2, **flags)

@@ -39,6 +39,7 @@ def rank_log(folder):
     return (folder / "logs" / "attempt-1" / "rank-0.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_run_that_sleeps_and_offloads_equals_the_plain_run(cli, model, plain, level):
     val = cli.material / "val.jsonl"

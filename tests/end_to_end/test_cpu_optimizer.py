@@ -15,6 +15,7 @@ OPTIONAL = Path(sys.prefix) / "optional"
 FLAGS = {"max_steps": 5, "save_steps": 2, "torch_dtype": "bfloat16", "num_iterations": 2}
 
 
+@pytest.mark.long
 def test_it_trains_like_adamw_and_resumes_exactly(cli):
     plain = cli.finish("plain", optim="adamw", **FLAGS)
     folder = cli.finish("cpu", optim="adamw_cpu", **FLAGS)
@@ -29,6 +30,7 @@ def types_in(state):
         yield from types_in(one) if isinstance(one, dict) else [one.dtype] if isinstance(one, torch.Tensor) else []
 
 
+@pytest.mark.long
 def test_eight_bit_states_train_and_resume_exactly(cli):
     if not list(OPTIONAL.glob("bitsandbytes-*")):
         pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")

@@ -32,6 +32,7 @@ def test_groups_without_signal_are_replaced_and_two_processes_train_on_what_one_
     assert launched == len({row["group_id"] for row in rows})
 
 
+@pytest.mark.long
 def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups(cli):
     flags = {**BASE, "dynamic_sample": True, "max_resample_times": 0, "replay_buffer_size": 4, "async_generate": True}
     flags |= {**DEDICATED, "reroll_start_fraction": 0.2, "reroll_fail_reward": 0.5}
@@ -44,6 +45,7 @@ def test_a_run_with_everything_that_replaces_groups_resumes_with_the_same_groups
     assert sampled(folder) == whole
 
 
+@pytest.mark.long
 def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
     twice = {"num_iterations": 2, "max_steps": 6}  # samples change hands between the visits
     whole = cli.finish("whole", **{**BASE, **twice}, parity_check="off")
@@ -55,6 +57,7 @@ def test_two_processes_training_on_parts_train_what_one_does_on_the_whole(cli):
     assert max(row["ratio/max"] for row in log_rows(whole)) > 1.001, "no second visit moved anything"
 
 
+@pytest.mark.long
 def test_the_kl_in_the_reward_is_the_same_on_two_processes(cli):
     flags = {"advantage_estimator": "rloo", "beta": 0.5}
     one = cli.finish("one", **{**BASE, **flags})

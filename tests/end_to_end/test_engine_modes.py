@@ -62,6 +62,7 @@ def test_vllm_in_a_process_of_its_own(cli, colocated):
 TWO_RANKS = {**VLLM, "vllm_mode": "colocate", "per_device_train_batch_size": 2, "variables": {"NPROC_PER_NODE": 2}}
 
 
+@pytest.mark.long
 def test_one_engine_over_two_ranks(cli):
     folder = cli.finish("wide", **TWO_RANKS, vllm_tensor_parallel_size=2)
     agrees(folder)

@@ -58,6 +58,7 @@ def functions(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_function_that_passes_everything_on_is_the_run_without_it_bit_for_bit(cli, functions):
     flags = {"max_steps": 3, "steps_per_generation": 4, "save_steps": 3}
     plain = cli.finish("plain", **flags)

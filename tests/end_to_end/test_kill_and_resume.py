@@ -73,6 +73,7 @@ def test_kills_change_nothing(cli, kills, steps):
     assert not list(folder.glob(".tmp-*"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("seed", "flags"),
     [

@@ -200,6 +200,7 @@ def test_two_ranks_are_one(cli, kind, request):
     assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-5 for name in weights[0])  # 1e-3 is an update
 
 
+@pytest.mark.long
 def test_turns_go_to_an_engine_that_samples_ahead(cli, game):
     flags = {
         "vllm_mode": "dedicated",

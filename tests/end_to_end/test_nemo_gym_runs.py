@@ -73,6 +73,7 @@ def test_a_gym_of_the_run_that_dies_ends_it_with_its_last_lines(cli, verified):
     assert_gone(family)
 
 
+@pytest.mark.long
 def test_a_gym_of_others_that_dies_leaves_samples_out_until_it_is_back_or_too_many_are(cli, verified):
     words = [str(STAND_IN), "--port", str(verified["nemo_gym_head_port"])]
     stand_ins = [Program(words, output=cli.folder / "gym.log")]

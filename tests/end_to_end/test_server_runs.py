@@ -30,6 +30,7 @@ def trained(cli, folder, way=""):
     return logs
 
 
+@pytest.mark.long
 def test_a_restarted_server_a_second_one_and_the_weight_transport_change_nothing(cli, serve):
     weights, killed = cli.folder / "weights", cli.folder / "killed"
     weights.mkdir()

@@ -40,6 +40,7 @@ def test_a_signal_saves_and_the_printed_command_continues_the_same_run(cli, stra
     assert_same_run(run.folder, straight)
 
 
+@pytest.mark.long
 def test_a_terminal_that_closes_ends_a_run_with_a_checkpoint_and_the_log_says_how_to_go_on(cli):
     ours, theirs = os.openpty()
     with os.fdopen(ours, "rb", buffering=0) as terminal:
@@ -117,6 +118,7 @@ def test_a_signal_while_a_resumed_run_starts_names_its_checkpoint(cli):
     assert printed_command(err).endswith(f"--resume_from_checkpoint {folder}/checkpoint-2")
 
 
+@pytest.mark.long
 def test_a_second_interrupt_does_not_wait_for_the_step(cli):
     run = cli.start("hasty", max_steps=30, variables={"SLOW_FROM_STEP": "2"}, save_steps=1)
     run.reach(2)

@@ -25,6 +25,7 @@ def weights(folder):
     return load_file(checkpoint / "model.safetensors")
 
 
+@pytest.mark.long
 def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
     one = cli.finish("one", **{**FLAGS, "per_device_train_batch_size": 4})
     expected = weights(one)
@@ -42,6 +43,7 @@ def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
         assert max(float((ours[key] - expected[key]).abs().max()) for key in ours) < 1e-5, name
 
 
+@pytest.mark.long
 def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
     """Two rows of each lora_A over three processes; the optimizer and its checkpoints must tell empty parts apart."""
     flags = {**FLAGS, "tuner_type": "lora", "lora_rank": 2, "max_steps": 2, "save_steps": 1}

@@ -84,6 +84,7 @@ def test_a_process_that_stands_still_ends_and_leaves_its_stacks(frozen, phase):
     assert checkpoint["global_step"] == 1
 
 
+@pytest.mark.long
 def test_the_rank_that_waits_is_not_the_one_that_is_named(frozen):
     code, lines, folder, _ = frozen("generate:1", world_size=2, per_device_train_batch_size=2)
     assert code == 4

@@ -81,6 +81,7 @@ def test_two_processes_make_the_run_of_one(cli, flags):
     assert len(list((two / "logs" / "attempt-1").glob("rank-*.log"))) == 2
 
 
+@pytest.mark.long
 def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kept(cli):
     flags = {**REUSED, "max_steps": 14, "save_steps": 100}
     straight = cli.finish("straight", variables=TWO, **flags)
@@ -113,6 +114,7 @@ def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
     assert [row["step"] for row in log_rows(folder)] == list(range(1, step + 3))
 
 
+@pytest.mark.long
 def test_failing_rewards_end_all_ranks_with_one_line(cli):
     run = cli.start("judged", variables={**TWO, "FAIL_FROM_STEP": 2}, max_steps=2000)
     run.reach(1)

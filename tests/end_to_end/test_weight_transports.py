@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 FLAGS = {"max_steps": 3, "save_steps": 100, "max_length": 40, "gradient_checkpointing": "false"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [pytest.param("object_store", marks=pytest.mark.long), "broadcast"])
 def test_every_transport_to_actors_brings_the_same_weights(cli, way):
     own = cli.finish("own", **FLAGS)

@@ -24,6 +24,14 @@ def engine_folders(tmp_path_factory):
     return folders
 
 
+def marks_of(backend, case):
+    """Ends of actors take half a minute; one kind of them is looked at each time."""
+    if backend.name == "transformers":
+        return []
+    long = case.startswith("c22") and backend.name in ("actor-vllm", "pool")
+    return [pytest.mark.slow, *([pytest.mark.long] if long else [])]
+
+
 def pytest_generate_tests(metafunc):
     """Every case runs on the engines of this process, the cases marked `transport` on all backends."""
     if "shared_subject" not in metafunc.fixturenames:
@@ -31,7 +39,7 @@ def pytest_generate_tests(metafunc):
     case = metafunc.function.__name__.removeprefix("test_")
     everywhere = getattr(metafunc.function, "transport", False)
     chosen = [
-        pytest.param(backend, id=backend.name, marks=[] if backend.name == "transformers" else [pytest.mark.slow])
+        pytest.param(backend, id=backend.name, marks=marks_of(backend, case))
         for backend in BACKENDS
         if (everywhere or backend.place == "here")
         # the first case says which backends cannot run here

@@ -120,6 +120,7 @@ def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(train
     assert trainer.gap(worker) <= TOLERANCE
 
 
+@pytest.mark.long
 @on("qwen2")
 def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
     from peft import LoraConfig, get_peft_model
@@ -152,6 +153,7 @@ def adapter_of(model):
     return AdapterWeights(*read_adapter(model))
 
 
+@pytest.mark.long
 @on("llama")
 def test_weights_and_sleep_survive_a_restart(trainer):
     from swift.errors import EngineAsleep
@@ -166,6 +168,7 @@ def test_weights_and_sleep_survive_a_restart(trainer):
     assert trainer.gap(worker) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replaced(nano_folders, tmp_path):
     one = Trainer(nano_folders["llama"], tmp_path, workers=2)
     try:

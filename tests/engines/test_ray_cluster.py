@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_engines_join_a_cluster_with_its_token_and_leave_it_running():
     tmp_path = Path(tempfile.mkdtemp(prefix="ray-"))  # short: Ray puts sockets there
     token = tmp_path / "token"

@@ -76,7 +76,7 @@ def nasty(completions, **kwargs):
                 time.sleep(0.2)
                 return [9.0] * len(completions)
         if text == "closes":
-            os.closerange(3, 64)
+            os.closerange(3, 4096)
         if text == "print":
             line = "x" * 99 + "\\n"
             for _ in range(100_000):

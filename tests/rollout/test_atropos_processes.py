@@ -53,7 +53,8 @@ def test_with_adapters_alone_the_server_and_environments_are_told_their_base(tmp
     (base := tmp_path / "base").mkdir()
     (base / "config.json").write_text("{}")
     (base / "model.safetensors").touch()
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"lora_A": torch.zeros(1, 2)}, tmp_path / "adapter_model.safetensors")
     monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
     flags = f"--rlhf_type grpo --adapters {tmp_path} --rollout_source atropos --max_steps 5 --atropos_env 'true $X'"

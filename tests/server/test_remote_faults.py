@@ -109,6 +109,7 @@ def test_a_restarted_server_gets_weights_and_adapter_again_and_each_request_once
     engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
     server = own_server("--vllm_data_parallel_size", "2")

@@ -133,6 +133,7 @@ def test_processes_of_a_hung_engine_end_before_the_server_starts_again(nano_fold
     assert server.process.wait(END_LIMIT_S) == 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_hung_engine_becomes_a_new_process_at_the_same_port_until_restarts_are_used_up(nano_folders, tmp_path):
     server = hanging_server(nano_folders["qwen2"], tmp_path, key=KEY)
@@ -182,6 +183,7 @@ WAITS = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_signal_during_the_start_leaves_no_process(nano_folders, tmp_path):
     begun, go_on = tmp_path / "begun", tmp_path / "go-on"

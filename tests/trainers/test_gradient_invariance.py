@@ -127,7 +127,7 @@ def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
     assert_equal(two_ranks, name, whole(single, name), layouts=layouts)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.long), "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
 def other(request, nano_folders, tmp_path_factory):
     """Another architecture in one process and in two."""
     folder = nano_folders[request.param]
@@ -138,6 +138,7 @@ def other(request, nano_folders, tmp_path_factory):
     return alone, on_two_ranks(place, folder, batch, [*CUTS, PADDED[1]], OF_OTHERS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OF_OTHERS)
 def test_other_architectures_have_one_gradient_too(other, name):
     reference = whole(other[0], name)
