@@ -132,15 +132,18 @@ def test_experts_that_do_not_arrive_are_refused_in_16_bits(small_model, monkeypa
 
 def test_routers_near_a_tie_are_no_fault_in_16_bits(small_model):
     sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 8, "initializer_range": 0.05}
-    model = small_model("qwen3_moe", **sizes).bfloat16().eval()
-    for layer in model.model.layers:  # logits of experts that rounding tells apart, on any processor
-        rows = layer.mlp.gate.weight.data
-        rows.copy_(rows[:1] + 0.02 * rows)
-    start = copy.deepcopy(model)
-    engine = TransformersEngine(copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda: start)
-    report = make_check(engine, model).run()
-    assert max(stage.gaps.maximum for stage in report.stages) > 0.5, "no token had other experts"
-    assert report.verdict != "refuse", report.line()
+    gaps = []
+    for apart in (0.01, 0.05, 1.0):  # which tokens rounding gives to other experts depends on the processor
+        model = small_model("qwen3_moe", **sizes).bfloat16().eval()
+        for layer in model.model.layers:
+            rows = layer.mlp.gate.weight.data
+            rows.copy_(rows[:1] + apart * rows)
+        start = copy.deepcopy(model)
+        engine = TransformersEngine(copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda: start)
+        report = make_check(engine, model).run()
+        gaps += [stage.gaps.maximum for stage in report.stages]
+        assert report.verdict != "refuse", report.line()
+    assert max(gaps) > 0.3, "no token had other experts"
 
 
 # --- LoRA --------------------------------------------------------------------------------------------------------
