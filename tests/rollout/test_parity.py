@@ -139,7 +139,9 @@ def test_routers_near_a_tie_are_no_fault_in_16_bits(small_model):
             rows = layer.mlp.gate.weight.data
             rows.copy_(rows[:1] + apart * rows)
         start = copy.deepcopy(model)
-        engine = TransformersEngine(copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda: start)
+        engine = TransformersEngine(
+            copy.deepcopy(start), eos_token_ids=[END], max_model_len=256, reload=lambda start=start: start
+        )
         report = make_check(engine, model).run()
         gaps += [stage.gaps.maximum for stage in report.stages]
         assert report.verdict != "refuse", report.line()
