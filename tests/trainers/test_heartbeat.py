@@ -14,18 +14,25 @@ RANK = """
 import sys, time
 import torch, torch.distributed as dist
 from swift.cli.boundary import guarded
+from swift.errors import NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.supervision.heartbeat import Heartbeat
 
 def main():
     dist.init_process_group("gloo")
     collectives = Collectives(timeout_s=1.0 if sys.argv[1] == "works" else 60.0)
-    with Heartbeat(collectives, beat_s=0.2, silent_s=2.0):
+    with Heartbeat(collectives, beat_s=0.2, silent_s=2.0) as heartbeat:
         collectives.barrier()
         time.sleep(0.5)
         print("ready", flush=True)
         if sys.argv[1] == "fails" and collectives.rank == 1:
             raise RuntimeError("the disk is on fire")
+        if sys.argv[1] == "both fail":
+            try:
+                with heartbeat.own_errors():
+                    raise NumericError("the loss is NaN")
+            finally:
+                time.sleep(1.5 * (1 - collectives.rank))
         if sys.argv[1] == "ends":
             time.sleep(1.5 * collectives.rank)
             return 0
@@ -115,3 +122,8 @@ def test_a_rank_that_has_finished_is_not_missed(two_ranks):
     for process in two_ranks("ends"):
         _, said = process.communicate(timeout=30)
         assert (process.returncode, "swift: error" in said) == (0, False), said
+
+
+def test_an_error_of_all_ranks_keeps_its_code_where_one_of_them_takes_long_to_end(two_ranks, tmp_path):
+    assert [rank.wait(30) for rank in two_ranks("both fail")] == [6, 6]
+    assert "the loss is NaN" in (tmp_path / "err-0").read_text()

@@ -167,7 +167,8 @@ class Attempt:
         try:
             with report if report is not None else contextlib.nullcontext():
                 try:
-                    self._check_and_train()
+                    with self.parts.heartbeat.own_errors():
+                        self._check_and_train()
                 finally:
                     self.watchdog.stop()
             if report is not None:

@@ -14,15 +14,16 @@ a job that is preempted) nobody looks, and nobody is lost.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from swift.errors import EngineError, Interrupted, end_process, first_line
+from swift.errors import EngineError, Interrupted, NumericError, end_process, first_line
 from swift.rendezvous import connect
 from swift.trainers.distributed import Collectives
 
@@ -52,6 +53,7 @@ class Heartbeat:
         self.state: Callable[[], str] = str
         self.before_end: Callable[[], None] = lambda: None
         self._closing = threading.Event()
+        self._failing = False
         self._thread: threading.Thread | None = None
         self._store: Any = None
         # rank -> its last text, and the looks since it came
@@ -72,6 +74,15 @@ class Heartbeat:
             self._close("closed", self.silent_s)
         else:
             self.tell_failure(first_line(error))
+
+    @contextlib.contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """Wrong numbers, which all ranks see, end this rank by themselves, however long that takes."""
+        try:
+            yield
+        except NumericError:
+            self._failing = True
+            raise
 
     def tell_failure(self, line: str) -> None:
         """Say to the others, from any thread, that this rank ends now, and why."""
@@ -168,7 +179,7 @@ class Heartbeat:
         return True
 
     def _end(self, who: str, what: str) -> None:
-        if not self._closing.is_set():
+        if not (self._closing.is_set() or self._failing):
             self.before_end()
             end_process(
                 EngineError(
