@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Alternatives = list[tuple[int, float]]
+"""Tokens that could have been drawn at one place, and their log-probs."""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,8 @@ class SamplingParams:
 
     `frequency_penalty` and `presence_penalty` count sampled tokens only, `repetition_penalty` those of the prompt too.
     `min_tokens` keeps end tokens and stop texts from ending a completion before so many. `regex` is what the whole
-    completion must match, up to its end token. `extra` holds further fields by the names of one engine; its values
+    completion must match, up to its end token. `top_logprobs` is how many of the likeliest tokens are told beside each
+    sampled one. `extra` holds further fields by the names of one engine; its values
     are JSON.
     """
 
@@ -55,6 +58,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     min_tokens: int = 0
     regex: str | None = None
+    top_logprobs: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -70,7 +74,7 @@ class SamplingParams:
 
     def unusual(self) -> Iterator[str]:
         """Names of the fields in use that an engine need not have; see `Capabilities.sampling_fields`."""
-        for name in ("frequency_penalty", "presence_penalty", "min_tokens"):
+        for name in ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"):
             if getattr(self, name):
                 yield name
         yield from self.extra
@@ -127,7 +131,9 @@ class Completion:
     log-prob over the whole vocabulary; empty without truncation, or where the engine does not know it. `versions` is
     the policy version of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function
     says of it; reward functions get them like the columns of its prompt. `mask[t]` is 1 where the policy sampled the
-    token and 0 where the environment wrote it (log-prob 0); empty where all were sampled. `episode` is what happened in
+    token and 0 where the environment wrote it (log-prob 0); empty where all were sampled. `top_logprobs[t]` are the
+    likeliest tokens there and their log-probs, likeliest first, if they were asked for; a token that could not be drawn
+    is none of them. `episode` is what happened in
     a rollout of several turns; `text` is its last answer then.
     """
 
@@ -140,6 +146,7 @@ class Completion:
     columns: dict[str, Any] = field(default_factory=dict)
     log_mass: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    top_logprobs: list[Alternatives] = field(default_factory=list)
     episode: Episode | None = None
 
     @property

@@ -25,7 +25,6 @@ from swift.errors import (
     ConfigError,
     EngineAsleep,
     EngineDead,
-    EngineError,
     NumericError,
     RequestRefused,
     ResourceError,
@@ -98,6 +97,17 @@ def test_neither_construction_nor_sampling_moves_random_generators_environment_o
     assert process() == after
 
 
+def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_sampled_from(engine):
+    done = sample(engine, [request(top_logprobs=3, temperature=0.7), request("cut", top_logprobs=5, top_k=2)])
+    cut = done["cut"]
+    for one, told in ((done["r"], 3), (cut, 2)):
+        assert [len(top) for top in one.top_logprobs] == [told] * len(one.token_ids)
+        for token, logprob, top in zip(one.token_ids, one.logprobs, one.top_logprobs, strict=True):
+            assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+            assert dict(top).get(token, logprob) == logprob <= top[0][1]
+    assert sum(math.exp(value) for _, value in cut.top_logprobs[0]) == pytest.approx(1, abs=1e-5)
+
+
 def test_a_groups_prompt_is_prefilled_once(engine):
     engine.reset_caches()
     before = engine.counters.prefill_tokens
@@ -112,8 +122,9 @@ def test_what_vllm_does_not_sample_with_is_refused_before_it_is_submitted(engine
     assert refused.value.request_id == "hot"
     with pytest.raises(RequestRefused, match=r"request: odd: its prompt has token ids outside of 0\.\."):
         engine.submit(request("odd", [10**6]))
-    with pytest.raises(EngineError, match="vLLM refuses it"):
-        sample(engine, [request(regex="(?=a)b"), *requests(1)])
+    for wanted in ({"regex": "(?=a)b"}, {"extra": {"structured_outputs": {"json": {"type": "unheard of"}}}}):
+        with pytest.raises(RequestRefused, match="vLLM refuses it"):
+            sample(engine, [request(**wanted), *requests(1)])
     with pytest.raises(Unsupported, match=r"--generation_kwargs: bad_wrods: .*nearest: bad_words"):
         sample(engine, requests(1, extra={"bad_wrods": ["x"]}))
     assert len(sample(engine, requests(2))) == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 import threading
 import time
@@ -26,8 +27,10 @@ from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import REHEARSAL
 from swift.types import Completion, Request, SamplingParams
 
+XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+NAMES = ("tokens", "token_logprobs", "top_logprobs")
 TOKENS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 
 
@@ -106,6 +109,75 @@ def test_a_stream_tells_parts_of_the_answer_while_it_is_sampled_and_its_usage_at
     assert last.choices == [] and last.usage == whole.usage
 
 
+def likeliest(model, prompt, token_ids, most):
+    """At each place the likeliest tokens and their log-probs, by the model itself."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).topk(most, -1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_chat_tells_the_likeliest_tokens_beside_each_sampled_one(server, client, stream):
+    fields = {"messages": MESSAGES, "max_tokens": 8, "seed": 2, "logprobs": True, "top_logprobs": 5, "stream": stream}
+    told = client.chat.completions.create(model=server.model, **fields, extra_body={**TOKENS, "ignore_eos": True})
+    parts = list(told) if stream else [told]
+    prompt = next(part.prompt_token_ids for part in parts)
+    entries = [entry for part in parts for one in part.choices for entry in one.logprobs.content]
+    token_ids = [int(entry.token.removeprefix("token_id:")) for entry in entries]
+    values, order = likeliest(load(server.model), prompt, token_ids, 5)
+    shown = [[one.token for one in entry.top_logprobs] for entry in entries]
+    assert shown == [[f"token_id:{one}" for one in row] for row in order.tolist()]
+    for entry, row in zip(entries, values.tolist(), strict=True):
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(row, abs=1e-5)
+
+
+def test_tokens_have_bytes_where_they_are_whole_characters(server, client):
+    fields = {"messages": MESSAGES, "max_tokens": 64, "seed": 2, "logprobs": True, "top_logprobs": 20}
+    reply = client.chat.completions.create(model=server.model, **fields, extra_body={"ignore_eos": True})
+    entries = [one for entry in reply.choices[0].logprobs.content for one in (entry, *entry.top_logprobs)]
+    assert {one.bytes is None for one in entries} == {True, False}
+    assert all(one.bytes is None or bytes(one.bytes).decode() == one.token for one in entries)
+    assert all(one.bytes is not None or "\ufffd" in one.token for one in entries)
+
+
+@XGRAMMAR
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_tells_the_likeliest_tokens_and_where_each_token_begins(server, client, stream):
+    fields = {"prompt": PROMPT, "max_tokens": 40, "seed": 2, "logprobs": 3, "stream": stream}
+    more = {"structured_outputs": {"regex": "[a-z]{50}"}}
+    told = client.completions.create(model=server.model, **fields, extra_body=more)
+    choices = [part.choices[0] for part in (told if stream else [told])]
+    text = "".join(one.text for one in choices)
+    tokens = [token for one in choices for token in one.logprobs.tokens]
+    offsets = [place for one in choices for place in one.logprobs.text_offset]
+    assert [text[place:][: len(token)] for place, token in zip(offsets, tokens, strict=True)] == tokens
+    for one in choices:
+        for token, value, top in zip(*(getattr(one.logprobs, name) for name in NAMES), strict=True):
+            assert top[token] == pytest.approx(value, abs=1e-5)
+            assert len(top) in (3, 4) and all(letter.islower() for letter in top), "what could not be drawn is none"
+
+
+def test_what_cannot_be_drawn_is_no_alternative_and_the_sampled_token_comes_first(server, http):
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 3, "logprobs": 4, "top_k": 2, "ignore_eos": True}
+    reply = http.post("/generate", json=body).raise_for_status().json()
+    for token, ((entry),) in zip(reply["token_ids"][0], reply["logprobs"][0], strict=True):
+        assert next(iter(entry)) == str(token) and len(entry) == 2
+        assert sum(math.exp(value) for value in entry.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_engines_that_report_the_sampled_token_only_say_so(made):
+    service = made(Wakeful())
+
+    async def scene():
+        async with client_of_service(service) as http:
+            reply = await http.post("/v1/completions", json={"prompt": PROMPT, "logprobs": 2})
+            return reply.status_code, reply.json()["error"]["message"]
+
+    assert asyncio.run(scene()) == (
+        422, "logprobs: 2: the engine scripted reports that of the sampled token only; use 0"
+    )  # fmt: skip
+
+
 def test_the_first_part_comes_long_before_the_end(server, http):
     body = {"prompt": PROMPT, "max_tokens": 480, "stream": True, "ignore_eos": True, "n": 2}
     with http.stream("POST", "/v1/completions", json=body) as reply:
@@ -130,7 +202,7 @@ def test_a_character_of_several_tokens_comes_whole_and_the_rest_of_a_stop_text_n
     assert "".join(told([1, *[5] * 40, 4], 0)) == decode([1, *[5] * 40, 4])
 
 
-@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
+@XGRAMMAR
 def test_answers_are_held_to_json(server, client):
     shape = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": shape, "strict": True}}
@@ -151,9 +223,12 @@ def test_answers_are_held_to_json(server, client):
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "another form"),
         ({"stream_options": {"include_usage": True}}, "stream_options: "),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "continuous_usage_stats"),
-        ({"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS}, "shows no tools"),
         ({"tools": TOOLS}, "shows no tools"),
-        ({"top_logprobs": 1, "logprobs": True}, "top_logprobs: 1"),
+        ({"tool_choice": {"type": "custom"}}, "tool_choice"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs: 21: out of range; at least 0, at most 20"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs: -1"),
+        ({"top_logprobs": 1}, "top_logprobs: 1: only with logprobs true"),
         ({"reasoning_effort": "high"}, "reasoning_effort: high"),
         ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ],
@@ -278,7 +353,7 @@ def hermes(server, monkeypatch):
     return template
 
 
-@pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
+@XGRAMMAR
 def test_an_agent_calls_tools_and_the_next_prompt_goes_on_where_the_answer_ended(hermes, client, server):
     said = f"I add.\n{CALL}"
     more = {**TOKENS, "structured_outputs": {"regex": re.sub("([{}.])", r"\\\1", said)}}
@@ -299,6 +374,63 @@ def test_an_agent_calls_tools_and_the_next_prompt_goes_on_where_the_answer_ended
         model=server.model, messages=asked, tools=TOOLS, tool_choice="none", extra_body=more
     )
     assert (plain.choices[0].message.content, plain.choices[0].finish_reason) == (said, "stop")
+
+
+SHAPE = {
+    "type": "object",
+    "properties": {"unit": {"$ref": "#/$defs/U"}},
+    "required": ["unit"],
+    "$defs": {"U": {"enum": ["C"]}},
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {**SHAPE, "additionalProperties": False}}}
+NOTHING = {"type": "function", "function": {"name": "stop"}}
+
+
+@XGRAMMAR
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wanted", ["required", "weather", "stop"])
+def test_a_call_that_is_required_comes_and_fits_the_functions_schema(hermes, client, server, wanted, stream):
+    choice = "required" if wanted == "required" else {"type": "function", "function": {"name": wanted}}
+    fields = {"messages": MESSAGES, "tools": [NOTHING, WEATHER], "tool_choice": choice, "temperature": 1e6}
+    told = client.chat.completions.create(model=server.model, **fields, max_tokens=400, seed=5, stream=stream)
+    (one,) = [part.choices[0] for part in told] if stream else told.choices
+    message = one.delta if stream else one.message
+    (call,) = message.tool_calls
+    assert call.function.name in ([wanted] if wanted != "required" else ["stop", "weather"])
+    assert json.loads(call.function.arguments) == ({"unit": "C"} if call.function.name == "weather" else {})
+    assert (message.content, one.finish_reason) == (None, "tool_calls")
+
+
+@XGRAMMAR
+def test_a_required_call_that_is_cut_off_is_a_text(hermes, client, server):
+    fields = {"messages": MESSAGES, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 3}
+    (one,) = client.chat.completions.create(model=server.model, **fields).choices
+    assert (one.message.tool_calls, one.finish_reason, one.message.content[:1]) == (None, "length", "{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice: required: there is no such tool; give it in tools"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
+            "tool_choice: sub: there is",
+        ),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice: a call is wanted"),
+        (
+            {"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "a"}},
+            "structured_outputs asks for",
+        ),
+        (
+            {"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}},
+            "response_format asks",
+        ),
+    ],
+)
+def test_a_required_call_that_cannot_be_had_is_refused(hermes, http, fields, said):
+    reply = http.post("/v1/chat/completions", json={"max_tokens": 1, "messages": MESSAGES, **fields})
+    assert reply.status_code == 422, reply.text
+    assert said in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

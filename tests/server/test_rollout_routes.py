@@ -13,11 +13,15 @@ import httpx
 import pytest
 from oracle import PROMPT, ask, difference, load, run
 from processes import wait_for
-from server_parts import KEY, Wakeful
+from server_parts import KEY, Wakeful, client_of_service
 
 from swift.errors import Unsupported
 from swift.models.tokenizer import read_tokenizer
+from swift.rollout.server import service as service_module
+from swift.rollout.server import weights
+from swift.rollout.server.access import LIMITS
 from swift.rollout.server.app import make_app
+from swift.rollout.weights.base import TensorInfo
 
 XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
 IDS = {"prompt": PROMPT, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
@@ -251,7 +255,7 @@ def test_texts_become_tokens(http):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("frequency_penalty", 3), ("logit_bias", {"1": 5}), ("prompt_logprobs", 1), ("best_of", 4), ("echo", True),
-     ("logprobs", 5), ("guided_regex", "a"), ("chat_template", "{{ 1 }}"), ("min_tokens", -1)],
+     ("logprobs", 21), ("guided_regex", "a"), ("chat_template", "{{ 1 }}"), ("min_tokens", -1)],
 )  # fmt: skip
 def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
     said = refused(http.post("/v1/completions", json={"prompt": PROMPT, field: value}), 422)
@@ -340,7 +344,7 @@ def test_counting_penalties_and_least_lengths_are_taken(http):
 def test_a_trainer_samples_with_them_over_http(engine, server):
     tokenizer = read_tokenizer(server.model)
     assert engine.capabilities.guided
-    fields = ("frequency_penalty", "presence_penalty", "min_tokens", "structured_outputs")
+    fields = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "structured_outputs")
     assert engine.capabilities.sampling_fields == fields
     for one in run(engine, [ask(n, seed=n, regex="(a|b){4}") for n in range(3)]):
         assert re.fullmatch("(a|b){4}", tokenizer.decode(one.token_ids[:-1]))
@@ -396,6 +400,64 @@ def test_prompts_samples_and_the_queue_have_limits_that_are_named(http):
     reply = http.post("/v1/completions", json=full)
     assert "20000" in refused(reply, 429)
     assert reply.headers["retry-after"] == "1"
+
+
+def test_many_messages_and_schemas_have_limits_that_are_named(http):
+    chat = {"messages": [{"role": "user", "content": ""}] * 10_000, "max_tokens": 1}
+    assert "too long for the context of 512 tokens" in refused(http.post("/v1/chat/completions", json=chat), 422)
+    schema = {"enum": ["a" * 100] * 700}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    for body in ({"structured_outputs": {"json": schema}}, {"response_format": form}):
+        reply = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, **body})
+        assert "65536 characters" in refused(reply, 422)
+
+
+def test_an_adapter_over_the_limit_is_refused(http, monkeypatch):
+    monkeypatch.setattr(weights, "LIMITS", replace(LIMITS, adapter_bytes=1000))
+    ok(http.post("/reset", json={"run_id": "mine"}))
+    headers = {"Content-Type": "application/x-safetensors", "X-Swift-Run": "mine"}
+    upload = {"url": "/v1/load_lora_adapter?version=1", "headers": headers}
+    chunks = iter([bytes(600)] * 2)
+    for content in (bytes(1001), chunks):
+        assert "longer than the limit of 1000 bytes" in refused(http.post(**upload, content=content), 413)
+    assert "no safetensors file" in refused(http.post(**upload, content=bytes(1000)), 409)
+    ok(http.post("/release", json={"run_id": "mine"}))
+
+
+def test_samples_of_all_clients_together_count_for_the_queue(made):
+    service = made(Wakeful(step_s=0.1))
+    service.queue.limit = 3
+
+    async def scene():
+        async with client_of_service(service) as one:
+            body = {"prompt": PROMPT, "n": 2, "max_tokens": 500}
+            running = asyncio.create_task(one.post("/v1/completions", json=body))
+            while sum(service.queue.load) < 2:
+                await asyncio.sleep(0.01)
+            replies = [await one.post("/v1/completions", json={**body, "n": n, "max_tokens": 1}) for n in (2, 1)]
+            service.queue.abort()
+            return [reply.status_code for reply in (*replies, await running)]
+
+    assert asyncio.run(scene()) == [429, 200, 200]
+
+
+def test_a_weight_update_that_falls_silent_is_aborted(made, monkeypatch):
+    monkeypatch.setattr(service_module, "LIMITS", replace(LIMITS, update_idle_s=0.1))
+    monkeypatch.setattr(service_module, "WATCH_S", 0.02)
+    service = made(Wakeful())
+    manifest = [TensorInfo("a", "float32", (1,))]
+
+    async def scene():
+        watching = asyncio.create_task(service.watch())
+        await service.job(service.queue.updates.begin(manifest, 1))
+        assert service.queue.updates.open
+        async with asyncio.timeout(20):
+            while service.queue.updates.open:
+                await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(scene())
+    assert ("update aborted", 1) in service.engine.engines[0].engine.events
 
 
 def test_only_json_and_safetensors_are_read(http):

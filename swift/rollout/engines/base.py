@@ -30,6 +30,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
+from swift.rollout.engines.running import SoFar
 from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request, SamplingParams
 
@@ -180,9 +181,9 @@ class InferenceEngine(ABC):
             for _ in self.stream():
                 pass
 
-    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
-        """Tokens of an outstanding request and their log-probs, by `between_steps`; nothing where that is not known."""
-        return (), ()
+    def so_far(self, request_id: str) -> SoFar:
+        """Tokens of an outstanding request, by `between_steps`; nothing where that is not known."""
+        return (), (), ()
 
     def drain_metrics(self) -> dict[str, float]:
         """What there is to log of the sampling since the last call, beside `counters`; by name as logged."""

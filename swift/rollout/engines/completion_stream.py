@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from swift.errors import EngineError, SwiftError
-from swift.types import Completion, Request
+from swift.types import Alternatives, Completion, Request
 
 if TYPE_CHECKING:
     from swift.rollout.engines.request_queue import RequestQueue
@@ -27,8 +27,8 @@ class Failure:
 
 
 Arrival = Completion | Failure
-Grown = tuple[list[int], list[float]]
-"""Token ids and their log-probs."""
+Grown = tuple[list[int], list[float], list[Alternatives]]
+"""Token ids, their log-probs, and alternatives to them if these were asked for."""
 
 
 class CompletionStream:
@@ -85,12 +85,14 @@ class CompletionStream:
         if self.outstanding:
             self._queue.abort(lambda stream: stream is self)
 
-    def grow(self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def grow(
+        self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Alternatives] = ()
+    ) -> None:
         """For the queue: what a request has by now."""
         with self._changed:
             if self._closed or not token_ids:
                 return
-            self._grown[request_id] = (list(token_ids), list(logprobs))
+            self._grown[request_id] = (list(token_ids), list(logprobs), list(tops))
         self._notify()
 
     def put(self, arrival: Arrival) -> None:

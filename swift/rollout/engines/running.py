@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from swift.errors import EngineError, NumericError
-from swift.types import Completion, FinishReason, Request
+from swift.types import Alternatives, Completion, FinishReason, Request
 
+SoFar = tuple[Sequence[int], Sequence[float], Sequence[Alternatives]]
+"""Tokens of an unfinished completion, their log-probs, and what else could have been drawn, if that was asked for."""
 TAIL_SLACK_TOKENS = 8
 """Tokens decoded beyond the stop word's length, for tokenizers whose tokens depend on their neighbours."""
 
@@ -25,6 +27,7 @@ class Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     log_mass: list[float] = field(default_factory=list)
+    tops: list[Alternatives] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
@@ -48,6 +51,7 @@ class Running:
             finish_reason=reason,
             versions=[(version, start, end) for (version, start), end in zip(self.spans, ends, strict=True)],
             log_mass=self.log_mass,
+            top_logprobs=self.tops,
         )
 
 
@@ -74,10 +78,10 @@ class RunningRequests(dict[str, R]):
         with self._lock:
             return self.pop(request_id, None)
 
-    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
-        """Tokens of a request and their log-probs; nothing of one that is unknown."""
+    def so_far(self, request_id: str) -> SoFar:
+        """Of a request; nothing of one that is unknown."""
         running = self.get(request_id)
-        return ((), ()) if running is None else (running.token_ids, running.logprobs)
+        return ((), (), ()) if running is None else (running.token_ids, running.logprobs, running.tops)
 
     def abort(self, request_ids: Collection[str] | None) -> None:
         """Name requests for the next `take_aborted`, all with None; unknown ids are ignored."""

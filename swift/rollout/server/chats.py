@@ -17,6 +17,8 @@ from swift.rollout.server.access import field_error
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of the parts of a message that are texts."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of a function that says nothing of its own."""
 
 
 def read_chat(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -43,6 +45,55 @@ def _text(part: Any, number: int) -> str:
     if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
         raise field_error(f"messages, turn {number}: a part that is no text; leave it out")
     return str(part["text"])
+
+
+def _calling(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An answer with calls, and what it says before them."""
+    made = [
+        {
+            "index": number,  # for streams
+            "id": f"call_{secrets.token_hex(8)}",
+            "type": "function",
+            "function": {
+                "name": one["name"],
+                "arguments": json.dumps(one.get("arguments", {}), ensure_ascii=False),
+            },
+        }
+        for number, one in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text or None, "tool_calls": made}
+
+
+def call_schema(tools: Sequence[Any], wanted: str | None) -> dict[str, Any]:
+    """Schema of one call that is the whole answer: of the tool of this name, or with None of any.
+
+    Raises Refused: there is no such tool, or a part of one is missing (422).
+    """
+    functions: list[Mapping[str, Any]] = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise field_error("tool_choice: a call is wanted, and one of the tools is no function with a name")
+        if wanted in (None, function["name"]):
+            functions.append(function)
+    if not functions:
+        raise field_error(f"tool_choice: {(wanted or 'required')[:80]}: there is no such tool; give it in tools")
+    calls, parameters = [], {}
+    for number, function in enumerate(functions):
+        place = f"#/$defs/{number}"  # references within the parameters go on from there
+        text = json.dumps(function.get("parameters") or NO_PARAMETERS).replace('"$ref": "#', f'"$ref": "{place}')
+        parameters[str(number)] = json.loads(text)
+        call = {"name": {"const": function["name"]}, "arguments": {"$ref": place}}
+        calls.append({"type": "object", "properties": call, "required": list(call), "additionalProperties": False})
+    return {"anyOf": calls, "$defs": parameters}
+
+
+def forced_call(text: str) -> dict[str, Any]:
+    """An answer that was held to `call_schema`; a text where it was cut off."""
+    try:
+        return _calling("", [json.loads(text)])
+    except ValueError:
+        return {"role": "assistant", "content": text}
 
 
 class CallReader:
@@ -77,19 +128,7 @@ class CallReader:
             return message
         if not calls or not all(isinstance(one.get("name"), str) for one in calls):
             return message
-        made = [
-            {
-                "index": number,  # for streams
-                "id": f"call_{secrets.token_hex(8)}",
-                "type": "function",
-                "function": {
-                    "name": one["name"],
-                    "arguments": json.dumps(one.get("arguments", {}), ensure_ascii=False),
-                },
-            }
-            for number, one in enumerate(calls[:most])
-        ]
-        return {**message, "content": self._before_calls(raw) or None, "tool_calls": made}
+        return _calling(self._before_calls(raw), calls[:most])
 
     def _before_calls(self, raw: str) -> str:
         """What an answer says before its first call, thinking included."""

@@ -75,7 +75,7 @@ class Events:
         self.places = {request.request_id: index for index, request in enumerate(requests)}
         self.growing = [GrowingText(self._decode, _held_back(request)) for request in requests]
         self.sent = [0] * len(requests)  # tokens
-        self.begun = [False] * len(requests)
+        self.offsets = [0] * len(requests)  # characters
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self.texts.service.template.decode(token_ids, skip_special_tokens=self.body.skip_special_tokens)
@@ -107,25 +107,26 @@ class Events:
     def _parts(self, grown: Mapping[str, Grown], ended: Sequence[Completion]) -> list[dict[str, Any]]:
         """Entries for what has come, of those that grow and of those that have ended."""
         parts = []
-        for name, (token_ids, logprobs) in grown.items():
+        for name, so_far in grown.items():
             index = self.places[name]
-            text = self.growing[index].add(token_ids)
+            text = self.growing[index].add(so_far[0])
             if text:
                 version = self.texts.service.engine.version
-                parts.append(self._part(index, text, token_ids, logprobs, version))
+                parts.append(self._part(index, text, so_far, version))
         for one in ended:
             index = self.places[one.request_id]
             text, stop = self.texts.said(self.requests[index], one, self.body)
             rest, version = self.growing[index].rest(text), self.texts.version(one)
-            parts.append(self._part(index, rest, one.token_ids, one.logprobs, version, stop, one))
+            so_far = (one.token_ids, one.logprobs, one.top_logprobs)
+            parts.append(self._part(index, rest, so_far, version, stop=stop, completion=one))
         return parts
 
-    def _part(
-        self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[float], version: int, *end: Any
-    ) -> dict[str, Any]:
-        sent, self.sent[index] = self.sent[index], len(token_ids)
-        first, self.begun[index] = not self.begun[index], True
-        said = Said(text, token_ids[sent:], logprobs[sent:], version, first, *end)
+    def _part(self, index: int, text: str, so_far: Grown, version: int, **end: Any) -> dict[str, Any]:
+        sent, self.sent[index] = self.sent[index], len(so_far[0])
+        offset, self.offsets[index] = self.offsets[index], len(self.growing[index].text)
+        token_ids, logprobs, tops = so_far
+        new = (token_ids[sent:], logprobs[sent:], tops[sent:])
+        said = Said(text, *new, version, first=sent == 0, offset=offset, **end)
         return self.choice(index, self.requests[index], said)
 
 

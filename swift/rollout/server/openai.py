@@ -1,6 +1,6 @@
 """OpenAI's API with vLLM's fields for token ids, which agents and environments use, and the plain /generate.
 
-Log-probs are those of the distribution that was sampled from, of the sampled token alone.
+Log-probs are those of the distribution that was sampled from. Tokens that it left out are no alternatives.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from swift.rollout.server.shapes import (
     PlainGenerate,
     Sampling,
     TokenizeRequest,
-    check_logprobs,
     open_body,
     requests_of,
     token_ids,
 )
-from swift.rollout.server.texts import Said, Texts
+from swift.rollout.server.texts import Said, Texts, alternatives
 from swift.types import Request
 
 DEFAULT_MAX_TOKENS = 16
@@ -90,7 +89,6 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
     async def completions(
         body: Annotated[CompletionRequest, open_body(CompletionRequest)], http: HttpRequest
     ) -> Response:
-        check_logprobs(body.logprobs)
         check_model(texts.service, body.model)
         prompts = await _prompts(texts, body)
         requests = requests_of(texts.service, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
@@ -98,11 +96,7 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
         def choice(index: int, request: Request, said: Said) -> dict[str, Any]:
             made = said.choice(index, text=said.text, logprobs=None)
             if body.logprobs is not None:
-                tokens = texts.tokens(said.token_ids, body)
-                tops = [{token: value} for token, value in zip(tokens, said.logprobs, strict=True)]
-                made["logprobs"] = {
-                    "tokens": tokens, "token_logprobs": said.logprobs, "top_logprobs": tops, "text_offset": []
-                }  # fmt: skip
+                made["logprobs"] = texts.listed(said, body)
             if body.return_token_ids:
                 made |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": said.token_ids}
             return made
@@ -113,8 +107,6 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
 def _chats(routes: APIRouter, texts: Texts) -> None:
     @routes.post("/v1/chat/completions")
     async def chat_completions(body: Annotated[ChatRequest, open_body(ChatRequest)], http: HttpRequest) -> Response:
-        if body.top_logprobs:
-            raise field_error(f"top_logprobs: {body.top_logprobs}: engines report the sampled token only; use 0")
         check_model(texts.service, body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
@@ -132,11 +124,7 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
             if "tool_calls" in message:
                 made["finish_reason"] = "tool_calls"
             if body.logprobs:
-                entries: list[dict[str, Any]] = [
-                    {"token": token, "logprob": value, "bytes": None, "top_logprobs": []}
-                    for token, value in zip(texts.tokens(said.token_ids, body), said.logprobs, strict=True)
-                ]
-                made["logprobs"] = {"content": entries}
+                made["logprobs"] = {"content": texts.entries(said, body)}
             if body.return_token_ids:
                 made["token_ids"] = said.token_ids
             return made
@@ -149,7 +137,6 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
 def _plain(routes: APIRouter, texts: Texts) -> None:
     @routes.post("/generate")
     async def generate(body: Annotated[PlainGenerate, open_body(PlainGenerate)], http: HttpRequest) -> Response:
-        check_logprobs(body.logprobs)
         if body.stream:
             raise field_error("stream: True: this route answers at once; use /v1/completions")
         given = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
@@ -170,8 +157,7 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
             }
             if body.logprobs is not None:
                 content["logprobs"] = [
-                    [[{str(token): value}] for token, value in zip(one.token_ids, one.logprobs, strict=True)]
-                    for one in done
+                    [[{str(token): value for token, value in known}] for known in alternatives(one)] for one in done
                 ]
             return json_response(content)
 

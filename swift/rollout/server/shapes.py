@@ -7,7 +7,7 @@ asked for would be trained on as if it were right.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from msgspec import Struct
 from swift.rollout.arguments import LEAST_TEMPERATURE
 from swift.rollout.seeds import sample_seed
 from swift.rollout.server.access import LIMITS, body_by, check_count, decoded, field_error
+from swift.rollout.server.chats import call_schema
 from swift.rollout.server.service import Service
 from swift.types import Request, SamplingParams
 
@@ -33,6 +34,9 @@ NEUTRAL: dict[str, Sequence[Any]] = {
 }  # fmt: skip
 """Values of fields that this server does not have at which they ask for nothing."""
 
+TOP_LOGPROBS = 20
+"""Most alternatives per token that can be asked for, as in OpenAI's API."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1e6),
     "top_p": (1e-6, 1),
@@ -42,6 +46,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
     "min_tokens": (0, 2**31 - 1),
+    "top_logprobs": (0, TOP_LOGPROBS),
     "max_new_tokens": (1, 2**31 - 1),
     "seed": (0, 2**63 - 1),
 }
@@ -52,11 +57,8 @@ STOPS = {"stop": 256, "stop_token_ids": 1024}
 CHARACTERS = 1 << 16
 """Longest stop texts together, and longest expression."""
 
-NUMBERS = RANGES.keys() - {"max_new_tokens", "seed"}
+NUMBERS = RANGES.keys() - {"max_new_tokens", "top_logprobs", "seed"}
 """Fields of `SamplingParams` that clients give under the same name."""
-
-TOP_LOGPROBS = 1
-"""Alternatives per token that can be asked for: the sampled one, which is all that engines report."""
 
 Shape = TypeVar("Shape", bound=Struct)
 
@@ -78,6 +80,19 @@ class ResponseFormat(Struct, kw_only=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+
+
+class NamedFunction(Struct, kw_only=True):
+    """Of a tool."""
+
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class Sampling(Struct, kw_only=True):
@@ -108,6 +123,11 @@ class Sampling(Struct, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @property
+    def alternatives(self) -> int:
+        """How many of the likeliest tokens it wants to know beside each sampled one."""
+        return 0
+
 
 class CompletionRequest(Sampling, kw_only=True):
     """POST /v1/completions. prompt: a text, token ids, or a list of either."""
@@ -117,6 +137,10 @@ class CompletionRequest(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool = True
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
 
 class ChatRequest(Sampling, kw_only=True):
@@ -129,9 +153,18 @@ class ChatRequest(Sampling, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is to be the call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
 
 
 class PlainGenerate(Sampling, kw_only=True):
@@ -139,6 +172,10 @@ class PlainGenerate(Sampling, kw_only=True):
 
     prompt: str | dict[str, Any] | list[str]
     logprobs: int | None = None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -176,12 +213,17 @@ def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
         raise field_error(f"{name}: {str(value)[:80]}: this server does not have it; leave it out")
 
 
-def check_logprobs(value: int | None) -> None:
-    """Raises Refused for more alternatives per token than engines report."""
-    if value is not None and not 0 <= value <= TOP_LOGPROBS:
-        raise field_error(
-            f"logprobs: {value}: engines report the log-prob of the sampled token only; use 0 or {TOP_LOGPROBS}"
-        )
+def _top_logprobs(service: Service, wanted: Sampling) -> int:
+    """Alternatives per token. Raises Refused for more than there can be, or than the engine reports (422)."""
+    asked, name = wanted.alternatives, "top_logprobs" if isinstance(wanted, ChatRequest) else "logprobs"
+    if not 0 <= asked <= TOP_LOGPROBS:
+        raise field_error(f"{name}: {asked}: out of range; at least 0, at most {TOP_LOGPROBS}")
+    if isinstance(wanted, ChatRequest) and asked and not wanted.logprobs:
+        raise field_error(f"{name}: {asked}: only with logprobs true; leave it out")
+    can = service.engine.capabilities
+    if asked and "top_logprobs" not in can.sampling_fields:
+        raise field_error(f"{name}: {asked}: the engine {can.name} reports that of the sampled token only; use 0")
+    return asked
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -240,7 +282,7 @@ def requests_of(
 
 def _sampling(service: Service, wanted: Sampling, max_tokens: int) -> SamplingParams:
     given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
-    given |= _guidance(service, wanted)
+    given |= {**_guidance(service, wanted), "top_logprobs": _top_logprobs(service, wanted)}
     stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
     defaults = dict(service.settings.defaults)
     limit = defaults.pop("max_new_tokens", max_tokens)
@@ -264,7 +306,7 @@ def _seed(first: int, index: int) -> int:
 
 def _guidance(service: Service, wanted: Sampling) -> dict[str, Any]:
     own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
-    own |= _json_guidance(service, wanted.response_format, bool(own))
+    own |= _json_guidance(service, wanted, bool(own))
     if "regex" not in own:
         return {"extra": {"structured_outputs": own}} if own else {}
     if not isinstance(own["regex"], str):
@@ -272,22 +314,33 @@ def _guidance(service: Service, wanted: Sampling) -> dict[str, Any]:
     return {"regex": own["regex"]}
 
 
-def _json_guidance(service: Service, form: ResponseFormat | None, is_guided: bool) -> dict[str, Any]:
+def _json_guidance(service: Service, wanted: Sampling, is_guided: bool) -> dict[str, Any]:
     """What holds an answer to JSON. Raises Refused: the engine cannot, or it is held to something else (422)."""
-    if form is None or form.type == "text":
+    forms = list(_json_forms(wanted))
+    if not forms:
         return {}
-    if is_guided:
-        raise field_error(f"response_format: {form.type}: structured_outputs asks for another form; give one of them")
+    name, schema = forms[-1]
+    if is_guided or len(forms) > 1:
+        other = "structured_outputs" if is_guided else "response_format"
+        raise field_error(f"{name}: {other} asks for another form; give one of them")
     can = service.engine.capabilities
     if not (can.guided and "structured_outputs" in can.sampling_fields):
-        raise field_error(
-            f"response_format: {form.type}: the engine {can.name} cannot hold answers to JSON here; leave it out"
-        )
-    if form.type == "json_object":
-        return {"json": {"type": "object"}}
-    if form.json_schema is None:
-        raise field_error("response_format: json_schema: missing: give the schema")
-    return {"json": form.json_schema.schema}
+        raise field_error(f"{name}: the engine {can.name} cannot hold answers to JSON here; leave it out")
+    return {"json": schema}
+
+
+def _json_forms(wanted: Sampling) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Schemas that an answer is to fit, after the field that asks for each."""
+    form = wanted.response_format
+    if form is not None and form.type == "json_object":
+        yield "response_format: json_object", {"type": "object"}
+    elif form is not None and form.type == "json_schema":
+        if form.json_schema is None:
+            raise field_error("response_format: json_schema: missing: give the schema")
+        yield "response_format: json_schema", form.json_schema.schema
+    if isinstance(wanted, ChatRequest) and wanted.must_call:
+        name = wanted.tool_choice.function.name if isinstance(wanted.tool_choice, NamedTool) else None
+        yield f"tool_choice: {(name or 'required')[:80]}", call_schema(wanted.tools or (), name)
 
 
 def token_ids(given: object) -> list[int]:

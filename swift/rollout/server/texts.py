@@ -11,18 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from swift.errors import RefusedChat
 from swift.rollout.engines.running import first_stop
 from swift.rollout.server.access import Refused, field_error
-from swift.rollout.server.chats import call_reader, read_chat
+from swift.rollout.server.chats import call_reader, forced_call, read_chat
 from swift.rollout.server.service import Service
 from swift.rollout.server.shapes import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from swift.types import Completion, Request
+from swift.types import Alternatives, Completion, Request
 
 TURN = 1 << 18
 """Characters that are tokenised at once; others have their turn in between."""
+INCOMPLETE = "\ufffd"
+"""What a part of a character is decoded to."""
 
 T = TypeVar("T")
 
@@ -31,14 +34,17 @@ T = TypeVar("T")
 class Said:
     """An answer, or the next part of one that is streamed.
 
-    first: it is not the rest of an answer. stop: text that ended it. completion: the whole, at the end.
+    top_logprobs: as of a completion. first: it is not the rest of an answer. offset: where it begins in the text. stop:
+    text that ended it. completion: the whole, at the end.
     """
 
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[float]
+    top_logprobs: Sequence[Alternatives]
     version: int
     first: bool
+    offset: int = 0
     stop: str | None = None
     completion: Completion | None = None
 
@@ -136,25 +142,66 @@ class Texts:
         """An answer in a chat, with the calls of the tools that the client offers."""
         if not body.tools or body.tool_choice == "none":
             return {"role": "assistant", "content": text}
+        if body.must_call:
+            return forced_call(text)
         raw = self.service.template.decode(completion.token_ids, skip_special_tokens=False)
         most = 1 if body.parallel_tool_calls is False else None
         return call_reader(self.service.template).message(text, raw, body.tools, most)
 
-    def tokens(self, token_ids: Sequence[int], body: CompletionRequest | ChatRequest) -> list[str]:
-        """Tokens as texts, which several tokens may share, or as `token_id:<id>`."""
-        if body.return_tokens_as_token_ids:
-            return [f"token_id:{token}" for token in token_ids]
-        for token in set(token_ids) - self._tokens.keys():
+    def _text(self, token: int) -> str:
+        """Of a token alone; several tokens may share one."""
+        if token not in self._tokens:
             self._tokens[token] = self.service.template.decode([token], skip_special_tokens=False)
-        return [self._tokens[token] for token in token_ids]
+        return self._tokens[token]
+
+    def _name(self, token: int, body: CompletionRequest | ChatRequest) -> str:
+        return f"token_id:{token}" if body.return_tokens_as_token_ids else self._text(token)
+
+    def entries(self, said: Said, body: ChatRequest) -> list[dict[str, Any]]:
+        """Tokens and their log-probs as chats have them."""
+
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            text = self._text(token)
+            own = None if INCOMPLETE in text else list(text.encode())
+            return {"token": self._name(token, body), "logprob": logprob, "bytes": own}
+
+        tops = said.top_logprobs or [[]] * len(said.token_ids)
+        return [
+            {**entry(token, logprob), "top_logprobs": [entry(*one) for one in top]}
+            for token, logprob, top in zip(said.token_ids, said.logprobs, tops, strict=True)
+        ]
+
+    def listed(self, said: Said, body: CompletionRequest) -> dict[str, Any]:
+        """The same as completions have them; of tokens with one text, the sampled or else the likeliest one counts."""
+        tops: list[dict[str, float]] = []
+        for known in alternatives(said):
+            tops.append({})
+            for token, logprob in known:
+                tops[-1].setdefault(self._name(token, body), logprob)
+        offsets = accumulate((len(self._text(token)) for token in said.token_ids), initial=said.offset)
+        return {
+            "tokens": [self._name(token, body) for token in said.token_ids],
+            "token_logprobs": said.logprobs,
+            "top_logprobs": tops,
+            "text_offset": list(offsets)[:-1],
+        }
 
     def said_whole(self, request: Request, completion: Completion, wanted: Sampling) -> Said:
         text, stop = self.said(request, completion, wanted)
         version = self.version(completion)
-        return Said(text, completion.token_ids, completion.logprobs, version, True, stop, completion)
+        tops = completion.top_logprobs
+        return Said(
+            text, completion.token_ids, completion.logprobs, tops, version, True, stop=stop, completion=completion
+        )
 
     def version(self, completion: Completion) -> int:
         return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
+
+
+def alternatives(said: Said | Completion) -> list[Alternatives]:
+    """At each place the sampled token first, then the likeliest ones."""
+    tops = said.top_logprobs or [[]] * len(said.token_ids)
+    return [[(token, value), *top] for token, value, top in zip(said.token_ids, said.logprobs, tops, strict=True)]
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:

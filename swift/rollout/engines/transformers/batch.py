@@ -29,7 +29,7 @@ from swift.rollout.engines.running import ends_with_stop
 from swift.rollout.engines.transformers.cache import PromptCapture, RowCache
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.rollout.seeds import sample_uniforms
-from swift.types import Completion, FinishReason, Request
+from swift.types import Alternatives, Completion, FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +112,12 @@ class BatchRun:
         allowed_RV = allowed_tokens([row.guide for row in self.rows], logits_RV)
         uniforms = np.array([row.uniforms[min(len(row.token_ids), row.budget - 1)] for row in self.rows])
         uniform_R = torch.from_numpy(uniforms).to(self.device)
-        self._last_R, logprob_R, log_mass_R = self._drawing.draw(logits_RV, uniform_R, allowed_RV)
+        self._last_R, logprob_R, log_mass_R, tops = self._drawing.draw(logits_RV, uniform_R, allowed_RV)
         masses = [0.0] * len(self.rows) if log_mass_R is None else log_mass_R.tolist()
         ended = []
-        for row, token, logprob, mass in zip(self.rows, self._last_R.tolist(), logprob_R.tolist(), masses, strict=True):
-            if not row.ended and (reason := self._take(row, token, logprob, mass, version)) is not None:
+        tokens, logprobs, told = self._last_R.tolist(), logprob_R.tolist(), tops or [[]] * len(self.rows)
+        for row, token, logprob, mass, top in zip(self.rows, tokens, logprobs, masses, told, strict=True):
+            if not row.ended and (reason := self._take(row, token, logprob, mass, top, version)) is not None:
                 row.ended = True
                 ended.append(row.completion(reason))
         self.counters.decode_steps += 1
@@ -124,7 +125,9 @@ class BatchRun:
             self._compact(COMPACT_SHARE)
         return ended
 
-    def _take(self, row: Row, token: int, logprob: float, mass: float, version: int) -> FinishReason | None:
+    def _take(
+        self, row: Row, token: int, logprob: float, mass: float, top: Alternatives, version: int
+    ) -> FinishReason | None:
         """Note what a row has drawn; the reason when it ends with it."""
         self.counters.decode_rows += 1
         if not logprob > -torch.inf:  # nor is it where the logits are no numbers
@@ -136,6 +139,8 @@ class BatchRun:
         row.logprobs.append(logprob)
         if row.request.sampling.truncates:
             row.log_mass.append(mass)
+        if row.request.sampling.top_logprobs:
+            row.tops.append(top)
         if row.guide is not None:
             row.guide.accept_token(token)
         return self.sampler.ending(row)

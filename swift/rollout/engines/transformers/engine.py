@@ -38,14 +38,14 @@ from swift.rollout.engines.base import (
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.life import EngineLife
-from swift.rollout.engines.running import RunningRequests
+from swift.rollout.engines.running import RunningRequests, SoFar
 from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun, Sampler
 from swift.rollout.engines.transformers.sampling import Row
 from swift.rollout.engines.transformers.weights import InPlaceUpdate, MergedAdapter
 from swift.rollout.weights.base import dtype_name
 from swift.types import Completion, Request, SamplingParams
 
-COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens")
+COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
 """Sampling fields that need no package."""
 IDLE_LIMIT_S = 60.0
 """Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
@@ -191,7 +191,7 @@ class TransformersEngine(EngineLife):
             yield from zip(row.token_ids[seen:], row.logprobs[seen:], strict=True)
             seen = len(row.token_ids)
 
-    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+    def so_far(self, request_id: str) -> SoFar:
         return self._running.so_far(request_id)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:

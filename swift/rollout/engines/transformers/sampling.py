@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from swift.rollout.engines.running import Running
+from swift.types import Alternatives
 
 WIDE, BLOCK = 4096, 128
 """Vocabularies from this size on are summed block by block; tokens of a block."""
@@ -68,14 +69,17 @@ class BatchSampler:
         self.any_top_p = any(one.top_p < 1.0 for one in sampling)
         self.any_min_p = any(one.min_p > 0.0 for one in sampling)
         self.penalises = any(one.penalises for one in sampling)
+        self.most_told = max(one.top_logprobs for one in sampling)
         self.longest_minimum = max(one.min_tokens for one in sampling)
         self.counts_RV: Tensor | None = None  # how often each token was sampled
         self.prompt_RV: Tensor | None = None  # which tokens each prompt has
 
     def draw(
         self, logits_RV: Tensor, uniform_R: Tensor, allowed_RV: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Alternatives] | None]:
         """Token ids [R], their log-probs [R] (fp32), and the log of the kept mass [R], None where no row is narrowed.
+
+        Then the likeliest tokens of each row, None where no row asks for them.
 
         Args:
             logits_RV: of the rows.
@@ -90,7 +94,15 @@ class BatchSampler:
         token_R, logprob_R = _drawn(tempered_RV, uniform_R, self.greedy_R if self.any_greedy else None)
         if self.counts_RV is not None:
             self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
-        return token_R, logprob_R, log_mass_R
+        return token_R, logprob_R, log_mass_R, self._tops(tempered_RV) if self.most_told else None
+
+    def _tops(self, tempered_RV: Tensor) -> list[Alternatives]:
+        """The likeliest tokens that each row may draw, as many as it asks for."""
+        values_RK, order_RK = tempered_RV.log_softmax(-1).topk(min(self.most_told, tempered_RV.shape[1]), -1)
+        return [
+            [one for one in zip(ids, values, strict=True) if one[1] > -torch.inf][: row.request.sampling.top_logprobs]
+            for row, ids, values in zip(self.rows, order_RK.tolist(), values_RK.tolist(), strict=True)
+        ]
 
     def _penalised(self, logits_RV: Tensor) -> Tensor:
         """Repetition (arXiv:1909.05858, eq. 13 as practised), then frequency and presence as in OpenAI's API."""

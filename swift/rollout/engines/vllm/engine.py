@@ -37,7 +37,7 @@ from swift.rollout.engines.base import EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
 from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.process import bind_to_cores, same_randomness
-from swift.rollout.engines.running import Running, RunningRequests
+from swift.rollout.engines.running import Running, RunningRequests, SoFar
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
@@ -181,7 +181,8 @@ class VLLMEngine(EngineLife):
         except Exception as error:
             self._running.take(request.request_id)
             self._llm.abort_request([request.request_id])  # it may have been noted by half
-            raise EngineError(f"request: {request.request_id}: vLLM refuses it ({first_line(error)})") from error
+            name = request.request_id  # such as a schema that cannot be compiled
+            raise RequestRefused(name, f"request: {name}: vLLM refuses it ({first_line(error)})") from error
 
     def _parameters(self, request: Request) -> Any:
         room, ends = self.room(request), self.spec.eos_token_ids
@@ -230,6 +231,8 @@ class VLLMEngine(EngineLife):
         try:
             logprobs = [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
             running.add(tokens, logprobs, self.version)
+            if most := running.request.sampling.top_logprobs:
+                running.tops += [settings.likeliest(entry, most) for entry in part.logprobs or ()]
         except (NumericError, ValueError):  # what it has sampled is lost
             self._running.take(output.request_id)
             self._llm.abort_request([output.request_id])
@@ -241,7 +244,7 @@ class VLLMEngine(EngineLife):
             self._running.take(output.request_id)
             self._ready.append(running.completion(REASONS.get(part.finish_reason, "error")))
 
-    def so_far(self, request_id: str) -> tuple[Sequence[int], Sequence[float]]:
+    def so_far(self, request_id: str) -> SoFar:
         return self._running.so_far(request_id)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from swift.rollout.arguments import EXTRA_FIELDS
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.engines.vllm.versions import lora_rank_at_least
-from swift.types import SamplingParams
+from swift.types import Alternatives, SamplingParams
 
 CPU_BLOCK_TOKENS = 32
 """KV block on a CPU: vLLM's default of 128 would share no prompt shorter than that."""
@@ -96,7 +97,7 @@ def engine_arguments(
 def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
     """What of `SamplingParams.unusual` the installed vLLM takes; 0.26 lacks some fields."""
     own = set(inspect.signature(vllm.SamplingParams).parameters)
-    common = ("frequency_penalty", "presence_penalty", "min_tokens")
+    common = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
     return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in own))
 
 
@@ -131,7 +132,13 @@ def sampling_parameters(
         detokenize=bool(wanted.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
-        logprobs=0,
+        logprobs=wanted.top_logprobs,
         output_kind=vllm.DELTA,
         **extra,
     )
+
+
+def likeliest(entry: Mapping[int, Any], most: int) -> Alternatives:
+    """Of what vLLM tells at one place, without the sampled token where that is not among the likeliest."""
+    ranked = sorted((one.rank, token, one.logprob) for token, one in entry.items() if one.rank <= most)
+    return [(token, logprob) for _, token, logprob in ranked if logprob > -math.inf]
