@@ -1,6 +1,5 @@
 """The process of `swift rollout`: how it starts, what it refuses, and that nothing of it is left."""
 
-import json
 import os
 import signal
 import socket
@@ -259,37 +258,6 @@ def test_a_server_whose_engines_may_not_be_started_again_ends_with_code_4(nano_f
     assert server.left() == []
 
 
-def answers_clients_of_openai(http):
-    """Streams, several choices, stop texts and JSON by a schema are what one whole answer is, and are counted."""
-    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 40, "temperature": 1.0, "seed": 3}
-
-    def ask_for(**more):
-        return http.post("/v1/chat/completions", json={**asked, **more}).raise_for_status()
-
-    whole = ask_for(n=2, logprobs=True).json()
-    texts = [choice["message"]["content"] for choice in whole["choices"]]
-    logps = [entry["logprob"] for choice in whole["choices"] for entry in choice["logprobs"]["content"]]
-    assert len(logps) == whole["usage"]["completion_tokens"] > 0
-    assert all(logp <= 0 for logp in logps)
-
-    events = [line.removeprefix("data: ") for line in ask_for(n=2, stream=True).text.splitlines() if line]
-    assert events.pop() == "[DONE]"
-    streamed = [""] * 2
-    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
-        streamed[choice["index"]] += choice["delta"].get("content", "")
-    assert streamed == texts
-
-    stop = texts[0][3]
-    cut = ask_for(stop=[stop]).json()["choices"][0]
-    assert (cut["message"]["content"], cut["finish_reason"]) == (texts[0][: texts[0].index(stop)], "stop")
-
-    digit = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False}
-    schema = {"type": "json_schema", "json_schema": {"name": "digit", "schema": digit}}
-    made = ask_for(response_format=schema, max_tokens=200).json()["choices"][0]["message"]["content"]
-    assert json.loads(made) in ({"x": 1}, {"x": 2})
-    assert "swift_requests_total 6" in http.get("/metrics").text
-
-
 @pytest.mark.slow
 def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
@@ -300,8 +268,6 @@ def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
         build_tiny(tmp_path / "model", size="tiny"), tmp_path, "--use_vllm", "true", "--vllm_enforce_eager", "true",
         "--vllm_max_model_len", "256", key=KEY,
     )  # fmt: skip
-    with server.client() as http:
-        answers_clients_of_openai(http)
     model, engine = load(server.model), server.engine()
     for version in (1, 2):
         with_noise(model, seed=version, scale=0.05)
