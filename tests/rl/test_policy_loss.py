@@ -188,8 +188,8 @@ def kl_loss(policy, reference, old, *, kind, exact=False, dtype=torch.float64):
 @settings(deadline=None)
 @given(LOGPROBS, LOGPROBS, LOGPROBS, st.sampled_from(["plain", "bias_corrected", "rollout"]))
 def test_the_kl_of_any_logprobs_is_that_of_the_formula_up_to_20_nats_and_grows_beyond(policy, reference, old, kind):
-    difference, ratio_bound = reference - policy, 80
-    assume(policy - old < ratio_bound)  # a ratio that overflows is not hidden
+    difference, ratio_bound = reference - policy, 60  # e^60 times the KL of 200 nats is a float32
+    assume(policy - old < ratio_bound)  # an overflow is not hidden
     value, gradient = kl_loss(policy, reference, old, kind=kind)
     single = kl_loss(policy, reference, old, kind=kind, dtype=torch.float32)
     assert math.isfinite(value) and math.isfinite(gradient) and value >= 0
