@@ -24,6 +24,7 @@ from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
 from swift.models.reference import FrozenReference
 from swift.models.template import load_template
+from swift.plugin import Env, envs
 from swift.rl.energy import cfm_loss, energy_advantages, energy_rewards, pooled_whitening, whiten
 from swift.rollout.multi_turn.trajectory import Limits, Trajectory
 from swift.trainers.distributed import Collectives
@@ -269,6 +270,7 @@ def test_turns_that_are_no_conversation_are_refused(turns):
 )
 def test_conversations_are_seen_wherever_they_stand(nano_folders, tmp_path, flags, said):
     """The first 64 rows have none; one that came later used to be answered once and compared with all its turns."""
+    envs["x"] = Env
     rows = [{"prompt": "count", "ground_truth": "one"}] * 70 + [{"prompt": "count", **CHAT}]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
