@@ -126,6 +126,11 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
                 options["rank_pattern"] = {rf".*\.{name}": width * args.lora_rank, **args.rank_pattern}
                 options["alpha_pattern"] = {rf".*\.{name}": scale * args.lora_alpha, **args.alpha_pattern}
         options["target_parameters"] = sorted({*options.get("target_parameters", []), *args.target_parameters}) or None
+        if options["target_parameters"] and args.lora_dropout:
+            raise ConfigError(
+                f"--lora_dropout: {args.lora_dropout}: adapters on parameters, such as the experts of a mixture, have "
+                "no dropout in PEFT; give --lora_dropout 0"
+            )
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)

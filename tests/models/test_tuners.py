@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from policies import IDS, moved
+from policies import IDS, lora, moved
 
 from swift.errors import ConfigError
 from swift.models.adapter_merge import merged_tensors
@@ -250,3 +250,10 @@ def test_the_page_names_every_setting_that_is_tried_here():
         for name, value in more.items():
             if name in ("tuner_type", "use_dora", "use_rslora", "init_weights") and "niter" not in str(value):
                 assert str(value).lower() in table and (f"--{name}" in table), (name, value)
+
+
+def test_dropout_before_adapters_on_experts_is_named(small_model, tmp_path):
+    folder = tmp_path / "experts"
+    small_model("qwen3_moe").save_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"--lora_dropout: 0.05: .*experts.*give --lora_dropout 0"):
+        load_policy(lora(str(folder), target_modules=["all-linear"], lora_dropout=0.05))
