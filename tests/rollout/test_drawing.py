@@ -138,11 +138,11 @@ def test_the_kept_mass_turns_log_probs_into_those_of_the_whole_vocabulary():
     sampler = BatchSampler(rows, torch.device("cpu"))
     uniforms = torch.rand(len(requests), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits = torch.randn(len(requests), 40, generator=torch.Generator().manual_seed(1)).mul_(2)
-    token, logprob, log_mass = sampler.draw(logits, uniforms)
+    token, logprob, log_mass, _ = sampler.draw(logits, uniforms)
     whole = (logits / torch.tensor([1.0, 1.0, 1.0, 0.7, 1.0])[:, None]).log_softmax(-1)
     assert (logprob + log_mass - whole.gather(1, token[:, None])[:, 0]).abs().max() < 1e-5
     assert log_mass[0].abs() < 1e-6 and (log_mass[1:] < -0.01).all()
     assert BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1])[2] is None
     allowed = torch.arange(40) % 2 == 0
-    token, logprob, log_mass = BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1], allowed[None])
+    token, logprob, log_mass, _ = BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1], allowed[None])
     assert token[0] % 2 == 0 and logprob + log_mass == pytest.approx(float(whole[0, token[0]]), abs=1e-5)
