@@ -41,9 +41,9 @@ def command(side: str, work: Work, output: Path, steps: int, seed: int, ms_swift
     return Command([*SWIFT, "rlhf", *_words(_swift(work, shared), flags)], environment(work.row.device), output)
 
 
-def recorded_command(side: str, work: Work, output: Path) -> Command:
-    """One step of plain gradient descent, rate 1, on recorded completions; the model is saved in `output`."""
-    shared = {**_shared(work, output, 1, 0), "learning_rate": 1.0}
+def recorded_command(side: str, work: Work, output: Path, rate: float = 1.0) -> Command:
+    """One step of plain gradient descent on recorded completions; the model is saved in `output`."""
+    shared = {**_shared(work, output, 1, 0), "learning_rate": rate}
     variables = {**environment(work.row.device), "RECORDED": str(work.recorded)}
     if side == "trl":
         return Command([*_trl(work, shared), "--recorded", str(work.recorded)], variables, output)
