@@ -18,6 +18,7 @@ from swift.models.tiny import build_tiny
 
 TEMPLATE = "{%- for m in messages -%}{{- m.content + (eos_token if m.role == 'assistant' else '\\n') -}}{%- endfor -%}"
 CONTEXTS, CONTEXT_TOKENS = 64, 96
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
@@ -66,11 +67,11 @@ def end_rate(mean_tokens: int, longest: int) -> float:
 
 def give_end(folder: Path, end: int, rate: float) -> None:
     """Make the model (whose head is its embedding) sample `end` at that rate over contexts that it sampled itself."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     torch.manual_seed(0)
     head = model.get_output_embeddings().weight
     with torch.no_grad():
-        ids = torch.randint(32, 127, (CONTEXTS, 16))
+        ids = torch.randint(32, 127, (CONTEXTS, 16)).to(DEVICE)
         ids = model.generate(ids, do_sample=True, max_new_tokens=CONTEXT_TOKENS, eos_token_id=None, pad_token_id=0)
         hidden = model.model(ids).last_hidden_state[:, 16:].flatten(0, 1)
         others = hidden @ head.T
