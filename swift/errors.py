@@ -229,6 +229,17 @@ def unusable(problem: str, fix: str = "") -> Iterator[None]:
         raise ConfigError(f"{problem} ({first_line(error)}){fix}") from error
 
 
+@contextlib.contextmanager
+def said_of(flag: str, instead: str = "--model") -> Iterator[None]:
+    """Problems that a block says of one flag are said of another, which gave the value."""
+    try:
+        yield
+    except SwiftError as error:
+        said = [re.sub(rf"^{instead}(?=:)", flag, problem) for problem in error.problems]
+        error.problems, error.args = said, ("\n".join(said),)
+        raise
+
+
 def printable(text: str) -> str:
     r"""Text for a terminal: control characters, such as those that begin escape sequences, are written out.
 

@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
     _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
     _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
     _fixed("lora_dropout", 0.0, "0.0 in rlhf", _has("rlhf_type")),
-    _fixed("lora_dropout", 0.05, "0.05 in supervised tuning"),
+    _rule("lora_dropout", "0.05 in supervised tuning", lambda args, machine: args.USUAL_DROPOUT),
     _fixed("gradient_accumulation_steps", 1, "1 in online reinforcement learning", _samples),
     _rule(
         "gradient_accumulation_steps",

@@ -17,6 +17,7 @@ class LanguageModelingArguments(TrainerModeArguments):
     """What `swift sft` and `swift pt` have in common."""
 
     GROUP: ClassVar[str] = "Data"
+    USUAL_DROPOUT: ClassVar[float] = 0.05
 
     max_length: int | None = flag(at_least=1, unset="the model's context, with packing 2048 tokens at most")
     """Maximum length of a row in tokens. Longer chats are left out and counted."""

@@ -115,6 +115,8 @@ class StreamArguments(DataArguments):
     """Number of rows among which a stream is shuffled."""
 
     def notes(self) -> Iterator[str]:
+        if self.streaming and self.dataset_num_proc > 1:
+            yield f"--dataset_num_proc: {self.dataset_num_proc}: no effect on a stream, which one process reads"
         given = self.shuffle_buffer_size != StreamArguments.shuffle_buffer_size
         if given and self.streaming and not self.dataset_shuffle:
             yield f"--shuffle_buffer_size: {self.shuffle_buffer_size}: no effect with --dataset_shuffle false"

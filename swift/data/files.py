@@ -26,6 +26,7 @@ from swift.data.spec import DATA_SUFFIXES, DatasetSpec, is_data
 from swift.errors import ConfigError, counted, first_line, parse_json
 
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "configuration.json"}
+_OTHER_PACKING = {".zst", ".xz", ".bz2", ".zip", ".lz4", ".br", ".z", ".7z"}
 MAX_ROW_CHARS, MAX_ARRAY_CHARS, MAX_BLANK_LINES = 2**28, 2**30, 2**20
 """Limits of what is held in memory before it is known to be a row; an array of rows is read as a whole."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -85,13 +86,17 @@ def _below(folder: Path) -> list[Path]:
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"--dataset: {error.filename}: cannot be read: {error.strerror}; check the folder") from error
 
-    found, seen = [], {os.path.realpath(folder)}
+    found: list[Path] = []
+    seen = {os.path.realpath(folder)}
     for path, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
         wanted = sorted((name for name in folders if not name.startswith(".")), reverse=True)
         inside = {os.path.realpath(Path(path, name)): name for name in wanted}
         folders[:] = [name for real, name in inside.items() if real not in seen]
         seen |= inside.keys()
         found += [Path(path, name) for name in names if not name.startswith(".") and name not in _NOT_ROWS]
+    for file in found:
+        if file.suffix.lower() in _OTHER_PACKING and is_data(file.with_suffix("")):
+            raise ConfigError(f"--dataset: {file}: rows packed as {file.suffix} are not read; unpack it, or use .gz")
     return sorted(file for file in found if is_data(file))
 
 

@@ -21,7 +21,7 @@ from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
-from swift.data.placeholders import filled
+from swift.data.placeholders import filled, idle_names
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
@@ -275,6 +275,8 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         for spec in specs
         if split == "val" and spec.kind == "procedural" and "seed" not in spec.options
     ]
+    if split == "train":
+        report.notes += idle_names([record for table in tables for record in table.records], args)
     parts: list[list[Example]] = []
     sizes: list[tuple[str, int]] = []
     problems: list[str] = []

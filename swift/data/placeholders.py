@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from swift.data.arguments import DataArguments
+from swift.data.records import RawRow, Record
 from swift.errors import ConfigError
 
 PLACEHOLDERS = {"{{NAME}}": "model_name", "{{AUTHOR}}": "model_author"}
@@ -41,3 +42,11 @@ def filled(values: Mapping[str, Any], origin: str, args: DataArguments) -> dict[
         return [replaced(item) for item in value] if isinstance(value, list) else value
 
     return {key: replaced(value) for key, value in values.items()}
+
+
+def idle_names(records: Iterable[Record], args: DataArguments) -> Iterator[str]:
+    """A note for each name that no row has a place for."""
+    for placeholder, flag in PLACEHOLDERS.items():
+        rows = (record for record in records if isinstance(record, RawRow))
+        if getattr(args, flag) and not any(placeholder in str(row.values) for row in rows):
+            yield f"note: --{flag}: no effect, for no row has {placeholder}"

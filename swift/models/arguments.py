@@ -96,6 +96,9 @@ _ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 class TunerArguments(QuantArguments):
     """What of the model is trained."""
 
+    USUAL_DROPOUT: ClassVar[float] = 0.0
+    """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
+
     tuner_type: Literal["lora", "full", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
     """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
     (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, said_of
 from swift.models.policy import load_base
 from swift.models.source import find_other, locate
 from swift.models.tuners import merge_in
@@ -244,9 +244,10 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
 
 def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_model") -> nn.Module:
     """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
-    source = find_other(name, flag=flag, use_hf=args.use_hf)
-    model = load_base(source.base, args, device=device)
-    return merge_in(model, source.adapters[0]) if source.adapters else model
+    with said_of(flag):
+        source = find_other(name, flag=flag, use_hf=args.use_hf)
+        model = load_base(source.base, args, device=device)
+        return merge_in(model, source.adapters[0]) if source.adapters else model
 
 
 def _copied(module: nn.Module, device: torch.device | str, *, share: bool = False) -> nn.Module:

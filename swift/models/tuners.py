@@ -96,7 +96,8 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     if isinstance(getattr(config, "target_parameters", None), set):
         config.target_parameters = sorted(config.target_parameters)
     if count := count_experts(policy):
-        logger.info("LoRA trains %s parameters on experts", f"{count:,}")
+        dropout = ", without dropout" if args.lora_dropout else ""
+        logger.info("LoRA trains %s parameters on experts%s", f"{count:,}", dropout)
     if args.changes_base:
         check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
@@ -121,16 +122,14 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     if args.tuner_type == "lora":
         if found := resolve(model, targets):
             targets, options["target_parameters"] = found.modules, sorted(found.parameters)
+            ranks, alphas = {}, {}
             for name, width in found.widths.items():  # each projection in it keeps its rank and scale
-                scale = math.sqrt(width) if args.use_rslora else width
-                options["rank_pattern"] = {rf".*\.{name}": width * args.lora_rank, **args.rank_pattern}
-                options["alpha_pattern"] = {rf".*\.{name}": scale * args.lora_alpha, **args.alpha_pattern}
+                ranks[rf".*\.{name}"] = width * args.lora_rank
+                alphas[rf".*\.{name}"] = (math.sqrt(width) if args.use_rslora else width) * args.lora_alpha
+            options["rank_pattern"] = {**ranks, **args.rank_pattern}
+            options["alpha_pattern"] = {**alphas, **args.alpha_pattern}
         options["target_parameters"] = sorted({*options.get("target_parameters", []), *args.target_parameters}) or None
-        if options["target_parameters"] and args.lora_dropout:
-            raise ConfigError(
-                f"--lora_dropout: {args.lora_dropout}: adapters on parameters, such as the experts of a mixture, have "
-                "no dropout in PEFT; give --lora_dropout 0"
-            )
+        options["lora_dropout"] = _lora_dropout(args, options["target_parameters"])
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
@@ -143,6 +142,18 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
             modules_to_save=list(args.modules_to_save) or None,
             **options,
         )
+
+
+def _lora_dropout(args: TunerArguments, parameters: Any) -> float:
+    """The rate, which PEFT has before modules alone."""
+    if not parameters:
+        return args.lora_dropout or 0.0
+    if args.lora_dropout not in (None, 0.0, args.USUAL_DROPOUT):
+        raise ConfigError(
+            f"--lora_dropout: {args.lora_dropout}: adapters on parameters, such as the experts of a mixture, have "
+            "no dropout in PEFT; give --lora_dropout 0"
+        )
+    return 0.0
 
 
 def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
@@ -241,7 +252,8 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
     _check_unchanged(start, folder, args)
     for name, field in TUNERS[kind].fields.items():
         if name.endswith("dropout"):  # a rate left from supervised tuning must not enter RL
-            setattr(start, field, getattr(args, name) or 0.0)
+            rate = _lora_dropout(args, start.target_parameters) if kind == "lora" else getattr(args, name)
+            setattr(start, field, rate or 0.0)
     return with_adapter(model, folder, config=start, is_trainable=True)
 
 

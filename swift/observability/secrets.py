@@ -29,6 +29,9 @@ _HARMLESS = re.compile(
 )
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _USER = re.compile(r"(?P<scheme>[a-zA-Z][\w+.-]*://)(?P<user>[^/\s:@?#]*)(?P<password>:[^/\s]*)?@")
+_ADDRESS = r"(?:host|url|address|proxy|endpoint|server)s?"
+_LOGIN = r"(?P<user>[^\s/:@]+):[^\s/@]+@"
+_BARE = re.compile(rf"(?P<start>--?(?:[\w-]+[_-])?{_ADDRESS}[:=]?\s*){_LOGIN}")
 _VALUE = r"(?P<value>\"[^\"]*\"|'[^']*'|[^&;\s#\"',}\])]+)"
 _PAIR = re.compile(rf"(?P<start>(?<![\w.-])(?P<name>[\w.-]+)=){_VALUE}")
 _OPTION = re.compile(rf"(?P<start>(?<!\S)(?P<name>--?[a-zA-Z][\w-]*)\s+)(?!-){_VALUE}")
@@ -67,10 +70,11 @@ def mask_text(text: str) -> str:
     'http://me:***@host/x?api_key=***&page=2'
     >>> mask_text('{"name": "x", "token": "hunter2"}')
     '{"name": "x", "token": "***"}'
-    >>> mask_text("ng_run +policy_api_key=hunter2 --password hunter2 --port 5")
-    'ng_run +policy_api_key=*** --password *** --port 5'
+    >>> mask_text("ng_run +policy_api_key=hunter2 --password hunter2 --host me:hunter2@here --port 5")
+    'ng_run +policy_api_key=*** --password *** --host me:***@here --port 5'
     """
     text = _USER.sub(lambda found: f"{found['scheme']}{found['user'] + ':' if found['password'] else ''}{MASK}@", text)
+    text = _BARE.sub(rf"\g<start>\g<user>:{MASK}@", text)
     text = _PAIR.sub(lambda found: found["start"] + (MASK if is_secret(found["name"]) else found["value"]), text)
     text = _OPTION.sub(lambda found: found["start"] + (MASK if is_secret(found["name"]) else found["value"]), text)
     return _MEMBER.sub(
@@ -89,7 +93,11 @@ def mask(name: str, value: Any) -> Any:
         return [mask(name, item) for item in value]
     if is_secret(name) and value not in (None, "", True, False):
         return MASK
-    return mask_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    if re.search(rf"(?:^|_){_ADDRESS}$", name.lstrip("-").replace("-", "_")):  # without a scheme, too
+        value = re.sub(rf"^{_LOGIN}", rf"\g<user>:{MASK}@", value)
+    return mask_text(value)
 
 
 def is_masked(name: str, value: Any) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, join_problems, unusable
+from swift.errors import ConfigError, RefusedChat, join_problems, said_of, unusable
 from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
@@ -117,7 +117,8 @@ class RewardModel:
         self.separator = str(read_json(source.folder / "config.json").get(SEPARATOR, DEFAULT_SEPARATOR))
         """Text between two steps of an answer, for a process reward model."""
         own = source.adapter if source.adapter is not None and has_tokenizer(source.adapter) else None
-        tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
+        with said_of("--reward_model"):
+            tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "

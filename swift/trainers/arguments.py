@@ -258,10 +258,10 @@ class RunArguments:
     load_best_model_at_end: bool = flag(False, everyday=False)
     """Whether the run keeps the best checkpoint and ends with its weights."""
 
-    metric_for_best_model: str | None = flag(everyday=False)
+    metric_for_best_model: str | None = flag(everyday=False, needs="eval_strategy=steps|epoch")
     """Metric of the best checkpoint."""
 
-    greater_is_better: bool | None = flag(everyday=False)
+    greater_is_better: bool | None = flag(everyday=False, needs="eval_strategy=steps|epoch")
     """Whether a larger metric is better."""
 
     resume_from_checkpoint: str | None = flag(unset="start anew")

@@ -423,6 +423,22 @@ IDLE = [
         "--shuffle_buffer_size: 5: no effect with --dataset_shuffle false",
     ),
     ("dpo", "--loss_type sft --beta 0.3", "--beta: 0.3: no effect on --loss_type sft alone"),
+    ("dpo", "--loss_type sft --ld_alpha 0.3", "--ld_alpha: 0.3: no effect on --loss_type sft alone"),
+    (
+        "sft",
+        "--metric_for_best_model eval_loss",
+        "--metric_for_best_model: eval_loss: no effect without --eval_strategy steps or epoch",
+    ),
+    (
+        "kto",
+        "--greater_is_better true",
+        "--greater_is_better: true: no effect without --eval_strategy steps or epoch",
+    ),
+    (
+        "dpo",
+        "--streaming true --max_steps 4 --dataset_num_proc 4",
+        "--dataset_num_proc: 4: no effect on a stream, which one process reads",
+    ),
     ("dpo", "--loss_type sft --ref_model r", "--ref_model: r: no effect on --loss_type sft alone"),
 ]
 
@@ -446,6 +462,7 @@ def test_secrets_are_masked_wherever_they_appear():
     assert resolved.args.api_key == "hunter2"
     url = "http://me:hunter2@host/x"
     shown = json.dumps(rlhf("--vllm_server_base_url", url, "--vllm_engine_kwargs", '{"hf_token": "hunter2"}').to_json())
+    shown += json.dumps(rlhf("--vllm_server_host", "me:hunter2@host").to_json())
     lines = problems("rollout", "--model", "m", "--api-key", "hunter2", "hunter2", "--swanlab_token", "hunter2")
     for text in (json.dumps(resolved.to_json()), shown, *lines):
         assert "hunter2" not in text

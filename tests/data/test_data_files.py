@@ -176,6 +176,15 @@ def test_a_folder_is_its_data_files_in_order(tmp_path):
     assert [f.name for f in data_files(parse_spec(f"{tmp_path}:sub"))] == ["c.json.gz"]
 
 
+@pytest.mark.parametrize("name", ["b.jsonl.zst", "b.CSV.bz2", "in/b.json.zip"])
+def test_packed_rows_beside_others_are_not_left_out(tmp_path, name):
+    for file in (tmp_path / "a.jsonl", tmp_path / "notes.zip", tmp_path / name):
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"b\.\w+\.\w+: rows packed as \.\w+ are not read; unpack it, or use \.gz"):
+        data_files(parse_spec(str(tmp_path)))
+
+
 def test_unknown_suffix_and_empty_folder(tmp_path):
     (tmp_path / "a.xlsx").write_text("")
     with pytest.raises(ConfigError, match=r"cannot read files ending in '\.xlsx'; valid: \.jsonl"):

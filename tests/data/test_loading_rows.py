@@ -373,3 +373,13 @@ def test_a_placeholder_without_a_name_is_refused(tmp_path, given, line):
     with pytest.raises(ConfigError) as caught:
         load_rows(settings(jsonl(tmp_path / "about.jsonl", ABOUT), **given), "train", purpose="chat")
     assert str(caught.value).startswith(line) and "about.jsonl:1" in str(caught.value)
+
+
+def test_a_name_that_no_row_has_a_place_for_is_noted(tmp_path):
+    rows = jsonl(tmp_path / "about.jsonl", ABOUT)
+    named = load_rows(settings(rows, model_name=["N"], model_author=["A"]), "train", purpose="chat")
+    assert not named.report.notes
+    other = settings(jsonl(tmp_path / "other.jsonl", [{"query": "q", "response": "r"}]), model_name=["N"])
+    assert load_rows(other, "train", purpose="chat").report.notes == [
+        "note: --model_name: no effect, for no row has {{NAME}}"
+    ]

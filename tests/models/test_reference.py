@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from policies import full, lora, moved
@@ -96,6 +98,13 @@ def test_a_missing_ref_model_names_its_own_flag(qwen2, tmp_path):
     args = full(qwen2, ref_model=str(tmp_path))
     with pytest.raises(ConfigError, match="--ref_model: "):
         load_reference(args, load_policy(args))
+
+
+def test_a_ref_model_whose_weights_are_broken_is_told_by_its_own_flag(qwen2, tmp_path):
+    args = full(qwen2, ref_model=str(shutil.copytree(qwen2, tmp_path / "broken")))
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ConfigError, match=r"^--ref_model: .*broken: its weights cannot be loaded"):
+        load_reference(args, load_policy(full(qwen2)))
 
 
 def test_blending_moves_a_full_reference_towards_the_policy(qwen2):

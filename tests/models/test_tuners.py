@@ -8,6 +8,7 @@ import pytest
 import torch
 from policies import IDS, lora, moved
 
+from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.models.adapter_merge import merged_tensors
 from swift.models.arguments import ModelArguments
@@ -252,8 +253,11 @@ def test_the_page_names_every_setting_that_is_tried_here():
                 assert str(value).lower() in table and (f"--{name}" in table), (name, value)
 
 
-def test_dropout_before_adapters_on_experts_is_named(small_model, tmp_path):
+def test_dropout_is_usual_where_adapters_have_one_and_refused_on_experts(small_model, tmp_path, qwen2):
     folder = tmp_path / "experts"
     small_model("qwen3_moe").save_pretrained(folder)
+    for model, rate in ((qwen2, 0.05), (str(folder), 0.0)):
+        args = parse("sft", ["--model", model, "--dataset", "d"], {}).args
+        assert load_policy(args).peft_config["default"].lora_dropout == rate
     with pytest.raises(ConfigError, match=r"--lora_dropout: 0.05: .*experts.*give --lora_dropout 0"):
         load_policy(lora(str(folder), target_modules=["all-linear"], lora_dropout=0.05))

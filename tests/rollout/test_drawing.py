@@ -144,5 +144,6 @@ def test_the_kept_mass_turns_log_probs_into_those_of_the_whole_vocabulary():
     assert log_mass[0].abs() < 1e-6 and (log_mass[1:] < -0.01).all()
     assert BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1])[2] is None
     allowed = torch.arange(40) % 2 == 0
-    token, logprob, log_mass, _ = BatchSampler(rows[:1], torch.device("cpu")).draw(logits[:1], uniforms[:1], allowed[None])
+    one = BatchSampler(rows[:1], torch.device("cpu"))
+    token, logprob, log_mass, _ = one.draw(logits[:1], uniforms[:1], allowed[None])
     assert token[0] % 2 == 0 and logprob + log_mass == pytest.approx(float(whole[0, token[0]]), abs=1e-5)

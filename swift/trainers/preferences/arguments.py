@@ -121,8 +121,13 @@ class DPOParameters(DivergenceArguments):
         """Settings that have no effect, one line each."""
         if set(self.loss_type) != {"sft"}:
             return
-        defaults: dict[str, Any] = {"beta": DPOParameters.beta, "ref_model": getattr(self, "model", None)}
-        for name, default in {**defaults, "f_divergence_type": DPOParameters.f_divergence_type}.items():
+        defaults: dict[str, Any] = {
+            "beta": DPOParameters.beta,
+            "ref_model": getattr(self, "model", None),
+            "f_divergence_type": DPOParameters.f_divergence_type,
+            "ld_alpha": 1,
+        }
+        for name, default in defaults.items():
             if (value := getattr(self, name)) not in (None, default):
                 yield f"--{name}: {value}: no effect on --loss_type sft alone"
 
