@@ -12,6 +12,9 @@ D contiguous groups `cpu:k`, so every mode runs on a laptop.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -158,10 +161,16 @@ def _is_url(text: str) -> bool:
         return False
 
 
+def _is_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    return bool(re.fullmatch(r"[\w.-]+", text))
+
+
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
     """The addresses of the servers; base URLs win, one port serves all hosts.
 
-    Raises ConfigError: neither one port nor one per host, or a text that is no URL.
+    Raises ConfigError: neither one port nor one per host, or a text that is no URL or no host.
     """
     if base_urls:
         join_problems(
@@ -172,6 +181,14 @@ def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[
             ]
         )
         return list(base_urls)
+    join_problems(
+        [
+            f"--vllm_server_host: {host}: not the name or address of a machine; its port is --vllm_server_port, and a "
+            "whole URL --vllm_server_base_url"
+            for host in hosts
+            if not _is_host(host)
+        ]
+    )
     if len(ports) not in (1, len(hosts)) and hosts:
         raise ConfigError(
             f"--vllm_server_port: {' '.join(map(str, ports))}: {len(ports)} ports for {len(hosts)} hosts; "

@@ -162,7 +162,8 @@ def resume_command(mode: str, checkpoint: Path | None) -> str:
         words += ["--resume_from_checkpoint", str(checkpoint)]
     launch = [f"{name}={os.environ[name]}" for name in LAUNCH_VARIABLES if os.environ.get(name)]
     masked = mask_argv(words)
-    hint = [] if masked == words else [f"# set SWIFT_API_KEY to the key, or write each secret where {MASK} stands"]
+    hidden = any(MASK in word for word in masked)
+    hint = [f"# set SWIFT_API_KEY to the key, or write each secret where {MASK} stands"] if hidden else []
     return " ".join([*launch, shlex.join(["swift", *masked]), *hint])
 
 
@@ -248,6 +249,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     from swift.trainers.checkpoint import clean_staging
 
     args: Any = resolved.args
+    sys.argv = mask_argv(sys.argv)  # trackers of --report_to send it away
     home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
     opened: tuple[str, int] | None = None
     if collectives.is_main:

@@ -179,6 +179,9 @@ def test_hosts_share_a_port_or_have_their_own():
     assert server_urls([], [], [8000]) == []
     with pytest.raises(ConfigError, match="2 ports for 3 hosts"):
         server_urls([], ["a", "b", "c"], [1, 2])
+    for wrong in ("10.0.0.1:8000", "me:hunter2@host", "http://x", "x/v1", "", "::g"):
+        with pytest.raises(ConfigError, match="not the name or address of a machine; its port is --vllm_server_port"):
+            server_urls([], ["a", wrong], [8000])
     for wrong in ("10.0.0.1:8000", "nonsense", "ftp://x", "http://", "http://x:99999", "http://x:y", "http://[x"):
         with pytest.raises(ConfigError, match="not the URL of a server; give one such as http://"):
             server_urls(["http://a:1", wrong], [], [8000])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from swift.arguments import parse
 from swift.errors import Interrupted, ResourceError
 from swift.observability.files import writing
 from swift.signals import STOP, kept_from_children
@@ -45,6 +46,16 @@ def test_without_a_checkpoint_the_command_is_repeated(monkeypatch):
     trap.caught = "SIGTERM"
     with pytest.raises(Interrupted, match=r"there is no checkpoint yet; start again: .*swift rlhf --seed 1$"):
         trap.check("rlhf", Collectives(), Start({}))
+
+
+def test_what_trackers_record_of_the_command_has_no_secret(monkeypatch, tmp_path):
+    """wandb and SwanLab send `sys.argv` away."""
+    words = ["--rlhf_type", "dpo", "--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--hub_token", "x7"]
+    monkeypatch.setattr(sys, "argv", ["swift", "rlhf", *words])
+    resolved = parse("rlhf", words, {})
+    with session.open_run(resolved, Collectives(), Start(resolved.to_json())):
+        assert sys.argv == ["swift", "rlhf", *words[:-1], "***"]
+        assert " '***' # set SWIFT_API_KEY" in resume_command("rlhf", None)
 
 
 @pytest.mark.parametrize("words", [["--seed", "1"], ["--seed", "1", "--resume_from_checkpoint", "out"]])
