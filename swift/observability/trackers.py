@@ -6,18 +6,41 @@ advantage. Long texts are cut. All completions are in completions.jsonl, whole, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift.errors import printable
+from swift.errors import first_line, printable
 from swift.observability.completions_log import shortened
+
+logger = logging.getLogger(__name__)
 
 SHOWN_ROWS = 8
 """Completions per log step."""
 
 SHOWN_CHARS = 4000
 """Characters of a text."""
+
+
+@contextlib.contextmanager
+def short_failures() -> Iterator[None]:
+    """A thread of TensorBoard that cannot write says so in one line; what the run writes next fails in the same way."""
+    before = threading.excepthook
+
+    def tell(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__module__.startswith("tensorboard") and isinstance(failure.exc_value, OSError):
+            logger.warning("tensorboard: %s; no more is written there", first_line(failure.exc_value))
+        else:
+            before(failure)
+
+    threading.excepthook = tell
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 class CompletionTrackers:

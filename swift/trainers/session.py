@@ -246,6 +246,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     """Open the run's folder on rank 0 for all, and record in attempts.jsonl how the block ended."""
     from swift.observability.rank_log import RankLog
     from swift.observability.run_dir import RunDirectory, rank_log_file
+    from swift.observability.trackers import short_failures
     from swift.trainers.checkpoint import clean_staging
 
     args: Any = resolved.args
@@ -270,7 +271,8 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
         log.line(f"swift: {note}")
     code, reason = 0, "done"
     try:
-        yield run
+        with short_failures():
+            yield run
         note_unfinished(None)
     except BaseException as error:
         code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1

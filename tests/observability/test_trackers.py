@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from swift.observability.trackers import SHOWN_ROWS, CompletionTrackers, as_markdown
+import shutil
+
+import pytest
+
+from swift.observability.trackers import SHOWN_ROWS, CompletionTrackers, as_markdown, short_failures
 
 ROWS = [
     {
@@ -58,3 +62,15 @@ def test_without_trackers_nothing_is_written(tmp_path):
     trackers.show(3, ROWS)
     trackers.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_thread_of_tensorboard_that_cannot_write_says_so_in_a_line(tmp_path, caplog, capfd):
+    trackers = CompletionTrackers(["tensorboard"], tmp_path / "runs")
+    with short_failures():
+        trackers.show(1, ROWS)
+        shutil.rmtree(tmp_path / "runs")
+        with pytest.raises(FileNotFoundError):
+            trackers.show(2, ROWS)
+            trackers.close()
+    assert [record.message.partition(": ")[0] for record in caplog.records] == ["tensorboard"]
+    assert "Traceback" not in capfd.readouterr().err
