@@ -177,9 +177,11 @@ def parse_json(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, cut to 200 characters, or its type."""
+    """The first line of an error's text, with the next where it ends in a colon, cut to 200 characters; or its type."""
     lines = str(error).strip().splitlines()
-    return shortened(lines[0], 200) if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return shortened(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).replace("\t", ""), 200)
 
 
 def shortened(text: str, limit: int) -> str:

@@ -14,7 +14,7 @@ RANK = """
 import sys, time
 import torch, torch.distributed as dist
 from swift.cli.boundary import guarded
-from swift.errors import NumericError
+from swift.errors import ConfigError, NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.supervision.heartbeat import Heartbeat
 
@@ -27,6 +27,8 @@ def main():
         print("ready", flush=True)
         if sys.argv[1] == "fails" and collectives.rank == 1:
             raise RuntimeError("the disk is on fire")
+        if sys.argv[1] == "refuses" and collectives.rank == 0:
+            raise ConfigError("--flag: 1: is wrong")
         if sys.argv[1] == "both fail":
             try:
                 with heartbeat.own_errors():
@@ -41,7 +43,7 @@ def main():
                 time.sleep(60 if sys.argv[1] == "hangs" else 3)
             print(collectives.all_gather(collectives.rank), collectives.broadcast(7), flush=True)
             return 0
-        collectives.barrier() if collectives.rank == 0 else time.sleep(60)
+        collectives.barrier() if collectives.rank == (sys.argv[1] == "refuses") else time.sleep(60)
 
 sys.exit(guarded(main, debug=lambda: False))
 """
@@ -98,6 +100,11 @@ def test_a_failed_rank_ends_the_one_that_waits_for_it(two_ranks):
     assert second.returncode == 1
     assert first.returncode != 0
     assert "the disk is on fire" in said or "Connection closed by peer" in said
+
+
+def test_a_rank_that_ends_for_another_has_its_exit_code(two_ranks, tmp_path):
+    assert [rank.wait(20) for rank in two_ranks("refuses")] == [2, 2]
+    assert "swift: error: --flag: 1: is wrong\n" in (tmp_path / "err-0").read_text()
 
 
 def test_ranks_wait_for_the_first_one_for_longer_than_a_collective_may_take(two_ranks, tmp_path):

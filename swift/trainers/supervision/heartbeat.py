@@ -7,7 +7,8 @@ heartbeat into the rendezvous store from a thread, and reads those of the others
 looks at the heartbeats, not read from a clock: where all processes are suspended together (a container that is paused,
 a job that is preempted) nobody looks, and nobody is lost.
 
-    beat   "<count>|<host>|<pid>|<state>"  every BEAT_S    "closed"  it has finished    "failed <line>"  it has failed
+    beat      "<count>|<host>|<pid>|<state>"  every BEAT_S
+    "closed"  it has finished    "failed <code> <line>"  it has failed, with the exit code that the others take over
 
 `state` says where a rank stands still, if it does (`swift.trainers.supervision.watchdog`).
 """
@@ -23,7 +24,17 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-from swift.errors import EngineError, Interrupted, NumericError, end_process, first_line
+from swift.errors import (
+    ConfigError,
+    EngineError,
+    Interrupted,
+    NumericError,
+    ResourceError,
+    RewardError,
+    SwiftError,
+    end_process,
+    first_line,
+)
 from swift.rendezvous import connect
 from swift.trainers.distributed import Collectives
 
@@ -31,6 +42,8 @@ BEAT_S = 5.0
 SILENT_S = 40.0
 """Longer than any pause of a healthy interpreter; with the launcher's reaction still below a minute."""
 STORE_LIMIT_S = 5.0
+KINDS = {kind.exit_code: kind for kind in (ConfigError, ResourceError, RewardError, NumericError)}
+"""Kinds of failures whose exit codes other ranks take over; EngineError stands for the others."""
 
 
 class Heartbeat:
@@ -73,7 +86,7 @@ class Heartbeat:
         if error is None or isinstance(error, Interrupted | KeyboardInterrupt):
             self._close("closed", self.silent_s)
         else:
-            self.tell_failure(first_line(error))
+            self.tell_failure(first_line(error), getattr(error, "exit_code", EngineError.exit_code))
 
     @contextlib.contextmanager
     def own_errors(self) -> Iterator[None]:
@@ -84,9 +97,9 @@ class Heartbeat:
             self._failing = True
             raise
 
-    def tell_failure(self, line: str) -> None:
-        """Say to the others, from any thread, that this rank ends now, and why."""
-        self._close(f"failed {line}", 3 * self.beat_s)
+    def tell_failure(self, line: str, code: int = EngineError.exit_code) -> None:
+        """Say to the others, from any thread, that this rank ends now with an exit code, and why."""
+        self._close(f"failed {code} {line}", 3 * self.beat_s)
 
     def standing_still(self) -> str:
         """The other ranks that said that they stand still too, in one line; "" for none."""
@@ -168,7 +181,8 @@ class Heartbeat:
             if text is None:
                 return False
             if text.startswith("failed ") and text == last:  # an error of all ranks ends this one within a beat
-                self._end(f"rank {rank}", f"has failed: {text.removeprefix('failed ')}")
+                _, code, line = text.split(" ", 2)
+                self._end(f"rank {rank}", f"has failed: {line}", KINDS.get(int(code), EngineError))
             elif text == "closed" or text != last:
                 self._seen[rank] = (text, 0)
             elif (looks + 1) * self.beat_s <= self.silent_s:
@@ -178,15 +192,12 @@ class Heartbeat:
                 self._end(f"rank {rank}", f"gave no sign of life for {self.silent_s:.0f} s (process {pid} on {host})")
         return True
 
-    def _end(self, who: str, what: str) -> None:
+    def _end(self, who: str, what: str, kind: type[SwiftError] = EngineError) -> None:
         if not (self._closing.is_set() or self._failing):
             self.before_end()
-            end_process(
-                EngineError(
-                    f"{who}: {what}; the other processes cannot go on without it; look at its log, then resume from "
-                    "the last checkpoint (--resume_from_checkpoint last)"
-                )
-            )
+            advice = "; look at its log, then resume from the last checkpoint (--resume_from_checkpoint last)"
+            wrong = kind is ConfigError  # and would be so again
+            end_process(kind(f"{who}: {what}; the other processes cannot go on without it{'' if wrong else advice}"))
 
 
 def _key(rank: int) -> str:
