@@ -8,7 +8,8 @@ from cli_runs import assert_same, completion_rows, error_lines, log_rows
 from safetensors.torch import load_file
 from trap import set_trap
 
-from swift.trainers.checkpoint import list_checkpoints, verify
+from swift.models.tiny import build_tiny
+from swift.trainers.checkpoint import commit_checkpoint, list_checkpoints, verify
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +79,34 @@ def test_a_sharded_checkpoint_that_holds_a_pickle_runs_nothing(way, files, cli):
         assert code == 2, err
         assert "objects that could run code" in " ".join(error_lines(err)), err
         assert not owned.exists(), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("zero2", "global_step1/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+        ("zero3", "global_step1/zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("fsdp", "optimizer.bin"),
+    ],
+)
+def test_shards_that_are_cut_or_of_another_model_are_refused_in_a_line_by_all_ranks(way, name, cli):
+    """The manifest fits them: whoever made the checkpoint made it so."""
+    flags = {"variables": TWO, **FLAGS, **SPREAD[way], "max_steps": 1, "save_steps": 1}
+    saved = cli.finish("own", **flags) / "checkpoint-1"
+    larger = build_tiny(cli.folder / "larger", size="tiny")
+    others = cli.finish("other", **{**flags, "model": larger}) / "checkpoint-1"
+    content = (saved / name).read_bytes()
+    for kind, shard in (("cut", content[: len(content) // 2]), ("other's", (others / name).read_bytes())):
+        folder = cli.folder / f"{way} {kind}"
+        shutil.copytree(saved, folder / "unsealed", ignore=shutil.ignore_patterns("manifest.json"))
+        (folder / "unsealed" / name).write_bytes(shard)
+        commit_checkpoint(folder / "unsealed", folder / saved.name, step=1)
+        resumed = {"max_steps": 2, "resume_from_checkpoint": folder / saved.name}
+        code, _, err = cli.start(folder.name, **{**flags, **resumed}).wait()
+        assert code == 2, err
+        assert "cannot be loaded (" in " ".join(error_lines(err)), err
+        assert "Traceback" not in err
 
 
 @pytest.mark.long
