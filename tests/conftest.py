@@ -58,7 +58,7 @@ def nano_folder(request, nano_folders):
     return nano_folders[request.param]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small_model():
     """Makes a random two-layer decoder of any architecture, with a sliding window of 8 where it has one."""
 

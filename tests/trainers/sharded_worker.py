@@ -18,6 +18,7 @@ from typing import Any
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from experts import on_experts
 from grpo_parts import colocate, local
 from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -69,13 +70,16 @@ def load(task: dict[str, Any]) -> tuple[Any, Any]:
     dtype = getattr(torch, task.get("dtype", "float32"))
 
     def base() -> Any:
-        return AutoModelForCausalLM.from_pretrained(task["model"], dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(task[task.get("base", "model")], dtype=dtype)
 
     kind = task.get("policy", "full")
     if kind == "full":
         model = base()
         other = AutoModelForCausalLM.from_pretrained(task[task["reference"]]) if "reference" in task else base()
         return model, FrozenReference(other, moves="moves" in task)
+    if kind == "experts":
+        model = on_experts("qwen3_moe", base()).train()
+        return model, AdapterOffReference(model)
     if kind == "adapter":
         model = PeftModel.from_pretrained(base(), task["adapter"], is_trainable=True)
         return model, StartAdapterReference(model)

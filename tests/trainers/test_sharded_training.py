@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from experts import ENGINE_SIZES
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sharded_worker import launch
@@ -42,6 +43,7 @@ KINDS = {
     "other": {**FULL, "reference": "llama"},
     "lora": {**FULL, "policy": "lora"},
     "adapter": {**FULL, "policy": "adapter"},
+    "experts": {**FULL, "policy": "experts", "base": "experts"},
     "skipping": {
         "parts": {"max_samples": 2},
         "arguments": {**SCHEDULED, "max_grad_norm": 0.5},
@@ -68,6 +70,7 @@ RUNS = {
     "zero2-lora": ("lora", {"deepspeed": "zero2"}),
     "zero3-lora": ("lora", ZERO3),
     "zero3-adapter": ("adapter", ZERO3),
+    "zero3-experts": ("experts", ZERO3),
     "zero0-skipping": ("skipping", {"deepspeed": "zero0"}),
     "zero2-skipping": ("skipping", {"deepspeed": "zero2"}),
     "zero3-skipping": ("skipping", ZERO3),
@@ -80,6 +83,7 @@ RUNS = {
     "fsdp-shard_grad_op-adapter": ("adapter", {"fsdp": "shard_grad_op"}),
     "fsdp-lora": ("lora", FSDP),
     "fsdp-adapter": ("adapter", FSDP),
+    "fsdp-experts": ("experts", FSDP),
     "fsdp-skipping": ("skipping", FSDP),
     "fsdp-bf16": ("bf16", FSDP),
     "fsdp-objective": ("objective", {**FSDP, **LATE}),
@@ -93,7 +97,7 @@ TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc
 LONG = {
     "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping", "zero2-skipping",
     "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
-    "resumed fsdp", "cycled zero2",
+    "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts",
 }  # fmt: skip
 """Runs beside which a shorter one shows the same."""
 
@@ -127,7 +131,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def common(nano_folders, folder):
+def experts(small_model, folder):
+    """A mixture of experts."""
+    small_model("qwen3_moe", **ENGINE_SIZES).save_pretrained(folder / "experts")
+    return str(folder / "experts")
+
+
+@pytest.fixture(scope="module")
+def common(nano_folders, folder, experts):
     """The model, and an adapter to start from, with random weights."""
     base = AutoModelForCausalLM.from_pretrained(nano_folders["qwen2"])
     policy = get_peft_model(base, LoraConfig(target_modules="all-linear"))
@@ -137,7 +148,8 @@ def common(nano_folders, folder):
             parameter.data.normal_(0, 0.1)
     policy.save_pretrained(folder / "adapter")
     return {name: str(nano_folders[one]) for name, one in (("model", "qwen2"), ("llama", "llama"))} | {
-        "adapter": str(folder / "adapter")
+        "adapter": str(folder / "adapter"),
+        "experts": experts,
     }
 
 
