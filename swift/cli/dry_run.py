@@ -29,6 +29,7 @@ CALLED_ROWS = 4
 def rehearse_rlhf(resolved: Resolved) -> int:
     """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_policy
+    from swift.models.tuners import expert_lines
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
     from swift.trainers.session import find_start, require_packages
@@ -43,6 +44,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
         from swift.models.features import load_features
         from swift.trainers.grpo.build import reference_of
 
+        parts.lines += expert_lines(policy, args)
         reference = reference_of(args, policy, len(parts.template.tokenizer))
         if parts.references is not None:
             load_features(args, policy, reference)
@@ -59,6 +61,7 @@ def rehearse_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
     from swift.models.policy import check_policy
+    from swift.models.tuners import expert_lines
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.trl.method import method_of, rows_of
     from swift.trainers.trl.run import parts_beside, plan_line
@@ -72,11 +75,13 @@ def rehearse_trl(resolved: Resolved) -> int:
         *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
     ]
     method = method_of(resolved.mode)
+    adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model)
+        adapter = expert_lines(model, args)
     train, _, lines = rows_of(args, method, load_chat(args, plain=method.plain))
     plan = plan_line(args, train, launcher.world_size(os.environ))
-    show(resolved, [*where, plan, *lines])
+    show(resolved, [*where, plan, *lines, *adapter])
     return 0
 
 

@@ -8,7 +8,6 @@ A' = [A; A0] and B' = [B, -B0]. A resumed run makes the same start again and rea
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from bisect import bisect_right
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from swift.models.arguments import TunerArguments
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +91,18 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if isinstance(getattr(config, "target_parameters", None), set):
         config.target_parameters = sorted(config.target_parameters)
-    if count := count_experts(policy):
-        dropout = ", without dropout" if args.lora_dropout else ""
-        logger.info("LoRA trains %s parameters on experts%s", f"{count:,}", dropout)
     if args.changes_base:
         check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
         policy.adapter_start = {name: one.clone() for name, one in tensors.items() if _axis(name) is not None}
     return policy
+
+
+def expert_lines(policy: Any, args: TunerArguments) -> list[str]:
+    """What an adapter trains on fused experts, for the plan; nothing where it does not."""
+    dropout = "; no dropout, which PEFT has on modules alone" if args.lora_dropout else ""
+    count = count_experts(policy)
+    return [f"adapter: {count:,} parameters on experts{dropout}"] if count else []
 
 
 def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:

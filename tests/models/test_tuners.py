@@ -16,7 +16,7 @@ from swift.models.checkpoint_tensors import checkpoint_units, read_adapter, read
 from swift.models.export import merge_adapter
 from swift.models.policy import check_policy, load_for_inference, load_policy
 from swift.models.reference import load_reference
-from swift.models.tuners import load_relative, make_relative
+from swift.models.tuners import expert_lines, load_relative, make_relative
 
 TUNERS = {
     "lora": {},
@@ -258,6 +258,11 @@ def test_dropout_is_usual_where_adapters_have_one_and_refused_on_experts(small_m
     small_model("qwen3_moe").save_pretrained(folder)
     for model, rate in ((qwen2, 0.05), (str(folder), 0.0)):
         args = parse("sft", ["--model", model, "--dataset", "d"], {}).args
-        assert load_policy(args).peft_config["default"].lora_dropout == rate
+        policy = load_policy(args)
+        assert policy.peft_config["default"].lora_dropout == rate
+        assert all(
+            line.endswith("; no dropout, which PEFT has on modules alone") for line in expert_lines(policy, args)
+        )
+    assert expert_lines(policy, args)
     with pytest.raises(ConfigError, match=r"--lora_dropout: 0.05: .*experts.*give --lora_dropout 0"):
         load_policy(lora(str(folder), target_modules=["all-linear"], lora_dropout=0.05))

@@ -74,10 +74,12 @@ def _environments(parts: Parts, trap: SignalTrap) -> AbstractContextManager[None
 def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
     """Load the model, start the engines, open the run's folder, and train."""
     with collector_resting():
+        from swift.models.tuners import expert_lines
         from swift.trainers.engines import build_engines
         from swift.trainers.grpo.build import load_models
 
         model, reference = load_models(parts.args, len(parts.template.tokenizer))
+        parts.lines += expert_lines(model, parts.args)
         setup = build_engines(parts, model)
     with contextlib.closing(setup):
         from swift.data.loading import write_examples

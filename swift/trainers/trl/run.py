@@ -62,11 +62,13 @@ def run(resolved: Resolved) -> int:
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         with collector_resting():
+            from swift.models.tuners import expert_lines
             from swift.observability.curves import Curves
             from swift.trainers.trl.callbacks import LogLines, StopOnSignal
             from swift.trainers.trl.frame import build_trainer
 
             model, parts = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+            lines += expert_lines(model, args)
         trap.check(resolved.command, collectives, start)
         with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
             folder, curves = opened.folder, None
