@@ -28,6 +28,8 @@ from swift.plugin.registry import presets
 
 MOST_SHOWN = 500
 """Characters of a value that a line shows."""
+MOST_MODES = 3
+"""Modes that a line names."""
 
 
 @dataclass(slots=True)
@@ -276,7 +278,7 @@ class Reader:
         elif elsewhere and _is_default(settings_class(elsewhere[0]), given):
             self.notes.append(f"{where}: not used by swift {command_of(self.mode)}")
         elif elsewhere:
-            others = ", ".join(map(command_of, elsewhere))
+            others = ", ".join([*map(command_of, elsewhere[:MOST_MODES]), *["others"][: len(elsewhere) > MOST_MODES]])
             self.problems.append(f"{where}: not a flag of swift {command_of(self.mode)}; a flag of: {others}")
         elif not known.is_known(name):
             near = nearest(name, spellings_of(self.cls))

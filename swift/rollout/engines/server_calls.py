@@ -60,7 +60,7 @@ class ServerCalls(EngineClient):
         try:
             return replies.whole(self._http, method, path, self._bounds(timeout_s), **options)
         except Late as error:
-            problem = f"no answer to {path.partition('?')[0]} within {timeout_s:g} s"
+            problem = f"no answer to {path.partition('?')[0]} within {timeout_s:.3g} s"
             raise Lost(problem + (self._in_the_way() if timeout_s > self.timeouts.reply_s else "")) from error
         except Lost:
             self.check_alive()
@@ -101,7 +101,7 @@ class ServerCalls(EngineClient):
             try:
                 return future.result(timeout_s + self.timeouts.connect_s)
             except TimeoutError:
-                raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:g} s") from None
+                raise SyncFailed(f"weights: {self.name}: no answer within {timeout_s:.3g} s") from None
 
         return wait
 
