@@ -239,6 +239,8 @@ def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             yield file
+    except ConnectionError:  # of the processes that encode
+        raise
     except OSError as error:
         raise ResourceError(
             f"HF_DATASETS_CACHE: {file.parent}: tokenised rows cannot be kept there: {first_line(error)}; set "

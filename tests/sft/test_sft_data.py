@@ -208,6 +208,18 @@ def test_a_cache_that_cannot_be_written_names_the_variable(template, tmp_path, m
         encode_table(as_rows([chat("q", "a")]), ChatEncoder(template, None), cached=True)
 
 
+def test_a_process_that_is_lost_while_rows_are_encoded_is_not_the_caches_fault(template, tmp_path, monkeypatch):
+    from datasets import config
+
+    class Lost(ChatEncoder):
+        def encode(self, *args, **kwargs):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(BrokenPipeError):
+        encode_table(as_rows([chat("q", "a")]), Lost(template, None), cached=True)
+
+
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
