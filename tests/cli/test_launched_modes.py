@@ -35,6 +35,7 @@ def test_an_error_in_two_processes_is_told_once(command, tmp_path):
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_same_program(command, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "swift", *command[3:]]
     done = run([*torchrun, "--max_steps", "1"], tmp_path)

@@ -116,7 +116,7 @@ def policy(tmp_path_factory, nano_folders):
     server.stop()
 
 
-@pytest.mark.parametrize("logprobs", [True, False])
+@pytest.mark.parametrize("logprobs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_run_fed_by_processes_of_others(cli, policy, logprobs):
     api = Served(policy, logprobs=logprobs)
     try:

@@ -58,6 +58,7 @@ def test_a_run_that_sleeps_and_offloads_equals_the_plain_run(cli, model, plain, 
     assert all(row["memory/rss_mib_max"] > 100 for row in raw if "loss" in row)
 
 
+@pytest.mark.long
 def test_adapters_alone_reach_an_engine_that_sleeps_between_steps(cli, model):
     """They come while the weights are awake and the KV cache is not."""
     lora = {"lora_dropout": 0, "vllm_enable_lora": "true", "vllm_max_lora_rank": 8, "max_steps": 4, "save_steps": 4}

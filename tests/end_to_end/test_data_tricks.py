@@ -14,6 +14,7 @@ HALF = {**BASE, "per_device_train_batch_size": 8}
 DEDICATED = {"infer_backend": "transformers", "vllm_mode": "dedicated", "parity_check": "off"}
 
 
+@pytest.mark.long
 def test_groups_without_signal_are_replaced_and_two_processes_train_on_what_one_does(cli):
     one = cli.finish("one", **BASE, dynamic_sample=True)
     two = cli.finish("two", **HALF, dynamic_sample=True, variables=TWO)

@@ -12,6 +12,7 @@ from swift.trainers.checkpoint import list_checkpoints, verify
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_a_folder_is_for_one_live_run(cli):
     flags = {"max_steps": 30, "save_steps": 100}
     cli.finish("resumed", max_steps=1, save_steps=100)
@@ -68,6 +69,7 @@ def test_a_limit_of_the_shell_is_told_in_one_line(cli, limit, subject):
 READ_ONLY = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && shift && exec "$@"'
 
 
+@pytest.mark.long
 def test_a_read_only_run_is_not_resumed(cli, own_mounts):
     folder = cli.finish("run", max_steps=1, save_steps=1)
     words = (*own_mounts, READ_ONLY, "sh", folder)
@@ -96,7 +98,7 @@ def straight(finished):
     "share",
     [
         pytest.param(0.1, id="in-the-weights", marks=pytest.mark.long),
-        pytest.param(0.6, id="in-the-optimizer"),
+        pytest.param(0.6, id="in-the-optimizer", marks=pytest.mark.long),
         pytest.param(0.85, id="near-the-end", marks=pytest.mark.long),
     ],
 )
@@ -130,7 +132,7 @@ def test_last_passes_over_a_damaged_checkpoint(cli):
     assert_same_run(torn, straight)
 
 
-@pytest.mark.parametrize("mask", ["022", "077"])
+@pytest.mark.parametrize("mask", [pytest.param("022", marks=pytest.mark.long), "077"])
 def test_what_a_run_writes_is_as_readable_as_the_umask_allows(cli, mask):
     code, _ = behind(cli, "sh", "-c", f'umask {mask}; exec "$@"', "sh", output="run", max_steps=2)
     assert code == 0

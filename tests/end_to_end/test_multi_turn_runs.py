@@ -188,6 +188,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_two_ranks_are_one(cli, kind, request):
     flags = {**request.getfixturevalue(kind), "max_steps": 2}
     one = cli.finish("one", **{**flags, "per_device_train_batch_size": 8})

@@ -46,6 +46,7 @@ def stand_in_of(run):
     return next(one for one in run.family() if STAND_IN.name in " ".join(one.cmdline()) and one.name() != "sh")
 
 
+@pytest.mark.long
 def test_the_reward_rises_with_a_gym_that_the_run_starts_and_ends(cli, verified):
     run = cli.start("started", **{**started_by_run(verified), "learning_rate": 5e-3, "max_steps": 24})
     run.reach(1)

@@ -62,7 +62,7 @@ def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
 @pytest.mark.parametrize(
     ("way", "files"),
     [
-        ("zero2", ["mp_rank_*", "zero_pp_rank_*"]),
+        pytest.param("zero2", ["mp_rank_*", "zero_pp_rank_*"], marks=pytest.mark.long),
         ("zero3", ["zero_pp_rank_*_model_*", "zero_pp_rank_*_optim_*"]),
         ("fsdp", ["pytorch_model_fsdp.bin", "optimizer.bin"]),
     ],
@@ -122,7 +122,8 @@ def test_a_kill_under_zero2_and_a_resume_change_nothing(cli):
     assert_same(completion_rows(folder), completion_rows(straight))
 
 
-@pytest.mark.parametrize("way", [pytest.param("zero3", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["zero3", "fsdp"])
 def test_supervised_tuning_with_a_spread_model_is_that_of_one_process(cli, way):
     rows = [
         {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {7 * i}"}]}

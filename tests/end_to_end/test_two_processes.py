@@ -53,7 +53,9 @@ def worker(run, rank: int) -> psutil.Process:
             {"loss_type": "dapo", "num_iterations": 2, "beta": 0.05, "reuse": True}, id="several-updates", marks=LONG
         ),
         pytest.param(
-            {"num_iterations": 2, "beta": 0.05, "reuse": True, "max_tokens_per_micro_batch": 90}, id="limited-tokens"
+            {"num_iterations": 2, "beta": 0.05, "reuse": True, "max_tokens_per_micro_batch": 90},
+            id="limited-tokens",
+            marks=LONG,
         ),
     ],
 )
@@ -98,7 +100,8 @@ def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kep
     assert_same_run(run.folder, straight)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_death_of_one_rank_ends_all_with_one_line(cli, rank):
     run = cli.start("dead", variables=TWO, max_steps=2000, save_steps=3)
     run.reach(4)

@@ -25,10 +25,11 @@ def engine_folders(tmp_path_factory):
 
 
 def marks_of(backend, case):
-    """Ends of actors take half a minute; one kind of them is looked at each time."""
+    """Starts and ends of actors take long; one kind of them is looked at each time."""
     if backend.name == "transformers":
         return []
-    long = case.startswith("c22") and backend.name in ("actor-vllm", "pool")
+    seldom = {"c12_new": ("actor-transformers", "pool"), "c22": ("actor-vllm", "pool")}
+    long = any(case.startswith(start) and backend.name in names for start, names in seldom.items())
     return [pytest.mark.slow, *([pytest.mark.long] if long else [])]
 
 

@@ -363,6 +363,7 @@ def train(model, step):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_ten_syncs_of_one_copy_leave_no_drift_through_sleep_and_a_rebuild(engine, model):
     made = weight_sync(engine, model)
     made.sync(0)

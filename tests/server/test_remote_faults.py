@@ -158,6 +158,7 @@ HOLDS = """
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_hangs_is_given_up_in_a_bounded_time_and_one_that_comes_back_is_used(
     own_server, tmp_path, monkeypatch
 ):

@@ -31,6 +31,7 @@ def refuses(port):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_signal_lets_requests_end_and_leaves_no_process(nano_folders, tmp_path):
     server = Server(nano_folders["qwen2"], tmp_path, "--vllm_data_parallel_size", "2", key=KEY)
     assert len(server.family) >= 2

@@ -80,6 +80,7 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, m
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_adapter_of_a_model_that_is_compiled_and_sharded_has_the_names_of_any_other(sft_argv):
     argv = sft_argv("--max_steps 1", tuner="lora")
     plain = weights(sft(argv) / "checkpoint-1")

@@ -97,7 +97,8 @@ TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc
 LONG = {
     "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping", "zero2-skipping",
     "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
-    "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts",
+    "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts", "zero2-lora", "zero3-skipping", "fsdp-other",
+    "fsdp-shard_grad_op-adapter", "fsdp-on-shards", "resumed zero3",
 }  # fmt: skip
 """Runs beside which a shorter one shows the same."""
 
