@@ -144,7 +144,9 @@ def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
     advice = f"swift: {run.advice()}\n" if run is not None and not isinstance(error, Interrupted) else ""
     if isinstance(error, KeyboardInterrupt):
         return Ending(INTERRUPTED_BY_KEYBOARD, "swift: interrupted\n", advice)
-    known = error if isinstance(error, SwiftError) else _exit_error(error) or _resource_error(error)
+    known = (
+        error if isinstance(error, SwiftError) else _exit_error(error) or _long_name(error) or _resource_error(error)
+    )
     if known is None:
         report = f"swift: error: unexpected {type(error).__name__}: please report it with the traceback above\n"
         return Ending(1, _traceback(error) + report, advice)
@@ -191,6 +193,14 @@ def _exit_error(error: BaseException) -> SwiftError | None:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{place.filename}:{place.lineno}"
     return SwiftError(f"exit: {error.code}: {where}: asked for the end of the process; raise an exception instead")
+
+
+def _long_name(error: BaseException) -> SwiftError | None:
+    """The error of a setting that is no path, or one that no file system takes."""
+    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        return None
+    name = str(error.filename)
+    return ConfigError(f"path: {name[:40]}...: {len(name)} characters, more than a file can have; correct the setting")
 
 
 def _resource_error(error: BaseException) -> SwiftError | None:

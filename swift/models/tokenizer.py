@@ -103,7 +103,7 @@ def read_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True, padding_side="left"
         )
-    known = set(tokenizer("a 1", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}
+        known = set(tokenizer("a 1", add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}
     if not known:  # without its vocabulary some classes still load
         raise ConfigError(
             f"--model: {folder}: its tokenizer knows no text; sought tokenizer.json, or the vocabulary of "

@@ -250,3 +250,9 @@ if __name__ == "__main__":
         f"swift: note: exit: {KEEPS[keeps]} still runs 0.2 s after the end; stopped after 0.5 s\n"
         f"swift: warning: exit: {KEEPS[keeps]} still runs 0.5 s after the end; stopped\n"
     )
+
+
+def test_a_name_that_no_file_can_have_is_one_line(capsys):
+    assert run(OSError(errno.ENAMETOOLONG, "File name too long", "a" * 5000)) == 2
+    said = f"path: {'a' * 40}...: 5000 characters, more than a file can have; correct the setting"
+    assert capsys.readouterr().err == f"swift: error: {said}\n"

@@ -81,7 +81,8 @@ class TwoHosts:
 
     def start(self, host: int, command: list[str], *, folder: Path, **variables: Any) -> subprocess.Popen[str]:
         """Run a command on a host; its output goes to `<folder>/host-<n>.log`."""
-        environ = {**os.environ, "GLOO_SOCKET_IFNAME": self.cable(host), "OMP_NUM_THREADS": "1"}
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}  # of earlier tests
+        environ = {**own, "GLOO_SOCKET_IFNAME": self.cable(host), "OMP_NUM_THREADS": "1"}
         environ |= {name: str(value) for name, value in variables.items()}
         with (folder / f"host-{host}.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
