@@ -154,7 +154,7 @@ def packed(checks: Checks) -> dict[str, Any]:
 
 def step(checks: Checks) -> dict[str, Any]:
     """Both sides; then their gradients. Two steps of each, since the time is short."""
-    work, found = checks.work("gpu", warmup=0, steps=1), {}
+    work, found = checks.work("gpu", **SHORT, warmup=0, steps=1), {}
     for side in ("swift", *(["trl"] if find_spec("trl") else [])):
         run, output = checks.run(work, side=side)
         found[side] = {**speed(run), **largest(output, "memory/")}
