@@ -1,6 +1,6 @@
 """Makes rounds and ends them: `prepare -> sample -> finish`, the same result on every rank.
 
-Sampling (`swift.rollout.prefetch`) touches the engine and the reward workers only, so it may run on another thread than
+Sampling (`swift.rollout.runner`) touches the engine and the reward workers only, so it may run on another thread than
 the trainer's; `prepare` and `finish` are collective and belong to the main thread. Rank 0 scores. Completions that an
 engine gave up are excluded from training and from the statistics of their group, with the reason.
 """
@@ -23,6 +23,7 @@ from swift.rollout.round import EngineShare, OtherRankFailed, Round
 from swift.rollout.round_result import RoundResult, is_scored, set_scores
 from swift.rollout.scheduler import Launch, LaunchLog
 from swift.rollout.seeds import sample_seed
+from swift.rollout.source import Source
 from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -34,16 +35,15 @@ if TYPE_CHECKING:
 class RolloutCollector:
     """Samples and scores groups.
 
-    engine: this rank's engine, or None. sampling: the training distribution; the seed of each sample is filled in.
-    decode: token ids to the text that rewards see. share: what of a round the engine samples.
+    source: what this rank asks for completions, or None. sampling: the training distribution; the seed of each sample
+    is filled in. decode: token ids to the text that rewards see. share: what of a round the engine samples.
     around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
-    request_s: bound on each request, for an engine that has none of its own. progress: called for each completion.
+    progress: called for each completion.
     mailbox: messages between the ranks while they sample; needed for dynamic sampling on several.
-    max_new_tokens: length limit by prompt; None is that of `sampling`. late: requests that took longer than
-    `request_s`.
+    max_new_tokens: length limit by prompt; None is that of `sampling`.
     """
 
-    engine: InferenceEngine | None
+    source: Source | None
     sampling: SamplingParams
     seed: int
     decode: Callable[[Sequence[int]], str]
@@ -51,12 +51,15 @@ class RolloutCollector:
     collectives: Collectives
     share: EngineShare | None = None
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    request_s: float | None = None
     progress: Callable[[], None] = lambda: None
     mailbox: Mailbox | None = None
     max_new_tokens: Callable[[Prompt], int] | None = None
-    late: int = 0
     _late_told: int = 0
+
+    @property
+    def engine(self) -> InferenceEngine | None:
+        """What samples on this rank."""
+        return self.source.inner.engine if self.source is not None else None
 
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
         """A round of the launches in `log`, or with a filter of those that it draws; `settings` of `Round`."""
@@ -76,7 +79,7 @@ class RolloutCollector:
 
     def _new_late(self) -> int:
         """Requests of this rank that were aborted for their time since the last call."""
-        late = self.late + getattr(self.engine, "late", 0)  # what an engine of another process counts itself
+        late = self.source.late if self.source is not None else 0
         new, self._late_told = late - self._late_told, late
         return new
 
@@ -171,7 +174,7 @@ class RolloutCollector:
             selection = group_filter.selection()
         if groups or group_filter is None:
             self.scorer.end_batch(groups)
-        metrics = self.scorer.drain_metrics(groups) | (self.engine.drain_metrics() if self.engine is not None else {})
+        metrics = self.scorer.drain_metrics(groups) | (self.source.drain_metrics() if self.source is not None else {})
         if group_filter is not None:
             metrics |= _sampling_metrics(current, group_filter, selection)
         trained = sorted({*selection.trained, *selection.filled})

@@ -26,12 +26,11 @@ from swift.rl.advantages import Advantages
 from swift.rollout.batches import BatchMaker, MadeBatch, PartialBatch, PipelineConfig, round_metrics
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.dynamic_sampling import GroupFilter, updated_rate
-from swift.rollout.engines.around import EngineAround
 from swift.rollout.exclusions import ExclusionLimit
-from swift.rollout.prefetch import Generation
 from swift.rollout.replay import ReplayBuffer, ReplayState
 from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound
+from swift.rollout.runner import RoundRunner
 from swift.rollout.samples import Arrival, RolloutBatch, TrainerScores
 from swift.rollout.saved_state import without_tokens
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
@@ -105,7 +104,7 @@ class RolloutPipeline:
         """Whether every launch is booked as ended, or belongs to a round ahead or to the batch."""
         # with dynamic sampling the next prompts of the stream belong to the round that is sampled now
         overlap = config.in_flight_updates and not config.dynamic_sample
-        self._thread = Generation(collector, overlap=overlap)
+        self._runner = RoundRunner(collector, threaded=self.overlaps, overlap=overlap)
 
     def steps(self, progress: Callable[[], TrainerProgress]) -> Iterator[RolloutBatch]:
         """For each optimizer step the rollout batch to train on; its `global_batch_index` says which part of it.
@@ -125,7 +124,7 @@ class RolloutPipeline:
 
     def idle_s(self) -> float:
         """Seconds in which this rank had nothing to sample, since the last call."""
-        return self._thread.take_idle_s()
+        return self._runner.take_idle_s()
 
     @property
     def can_be_saved(self) -> bool:
@@ -149,10 +148,10 @@ class RolloutPipeline:
         yield
 
     def close(self) -> None:
-        """End the generation thread and what stands around the engine, which its owner closes right after."""
-        self._thread.close()
-        if isinstance(self.collector.engine, EngineAround):
-            self.collector.engine.close()
+        """End the rollout thread and the source; the owner of its engine closes that right after."""
+        self._runner.close()
+        if self.collector.source is not None:
+            self.collector.source.close()
 
     def _next_batch(self, progress: TrainerProgress) -> None:
         """Make the rollout batch to train on, and ask for the rounds that are sampled meanwhile."""
@@ -214,7 +213,7 @@ class RolloutPipeline:
         """Whether no more will come before the round is finished, and what this rank has, in launch order."""
         if one.settled:
             return True, one.result.groups[one.result.carried_in :] if one.result is not None else []
-        return not self._thread.samples(one) and one.all_scored, one.scored()
+        return not self._runner.samples(one) and one.all_scored, one.scored()
 
     def _first_result(self) -> tuple[RoundResult, PartialBatch | None]:
         """The result of the next round, which leaves those ahead, and what is known of its batch; collective."""
@@ -262,7 +261,7 @@ class RolloutPipeline:
             else:
                 if due_in_flight:
                     with self.timer("generate"):
-                        self._thread.drain()
+                        self._runner.drain()
                 with self.phase(step):
                     self._sample(one, wait=wait)
         except Exception:
@@ -305,23 +304,23 @@ class RolloutPipeline:
 
     def _sample(self, current: Round, *, wait: bool) -> None:
         if not wait:
-            self._thread.start(current)
+            self._runner.start(current)
             return
         with self.timer("generate"):
-            Generation(self.collector).sample(current)
+            self._runner.sample(current)
 
     def _sync_in_flight(self, step: int) -> None:
         """Pause the engine between two tokens, sync, go on; a rank that cannot tells the others."""
         engine = self.collector.engine
         try:
             with self.collector.collectives.together():
-                self._thread.hold()
+                self._runner.hold()
             self.weight_sync.sync(step)
             with self.collector.collectives.together():
                 if engine is not None:
                     engine.resume()
         finally:
-            self._thread.release()
+            self._runner.release()
 
     def _result(self, one: Round, *, refers: bool = False) -> RoundResult:
         """The scored groups of a round, waited for; collective. Its failure is raised on every rank, at every call.
@@ -335,7 +334,7 @@ class RolloutPipeline:
         if not one.settled:
             try:
                 with self.timer("generate"):
-                    self._thread.wait(one)
+                    self._runner.wait(one)
                 one.result = self.collector.finish(one, timer=self.timer, meanwhile=refer if refers else None)
             except Exception as error:
                 one.failure = error

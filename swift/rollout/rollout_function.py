@@ -6,40 +6,38 @@
                 "logprobs": [one.logprobs for one in answers],
                 "tries": [1] * len(answers)}                             # a column for reward functions
 
-`RolloutFunctionEngine` stands around the engine of a rank, so that sharing, time limits and failures are those of any
-engine. A call gets whole what the rank was asked for: prompts, each with the same number of completions. Tokens in,
-tokens out. What a function returns is checked before it counts (`swift.rollout.rollout_output`).
+A call gets whole what the rank was asked for: prompts, each with the same number of completions. Tokens in, tokens out.
+What a function returns is checked before it counts (`swift.rollout.rollout_output`).
 
-The function runs on a thread of its own. A call that takes longer than its limit is given up: its completions end with
-"error", which leaves them out of training, and its tool is taken away. A function that never comes back ends the run.
+The function runs on a thread of its own, the engine on the rollout loop. A call that takes longer than its limit is
+given up: its completions end with "error", which leaves them out of training, and its tool is taken away. A function
+that is given up every time ends the run.
 """
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import threading
-import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from swift.devices import own_device
-from swift.errors import ConfigError, EngineDead, EngineError, SwiftError, Unsupported, suggest
-from swift.rollout.engines.around import EngineAround
-from swift.rollout.engines.base import Capabilities, InferenceEngine, TensorInfo, WeightUpdate
+from swift.errors import ConfigError, EngineError, SwiftError, Unsupported, suggest
+from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.process import on_thread
+from swift.rollout.loop import idle
 from swift.rollout.rollout_output import FLAG, OutputReader
 from swift.rollout.seeds import seed_of
+from swift.rollout.source import Source
 from swift.types import Completion, Request, SamplingParams
 
-LOOK_S = 1.0
-"""How often a waiting stream looks at the clock."""
-LEAVE_S = 60.0
-"""How long the engine may take to come back from a call that was given up."""
 GIVEN_UP_LIMIT = 3
 """So many calls in a row that were given up end the run."""
 
@@ -93,12 +91,14 @@ class Rollout:
     end_token_ids: tuple[int, ...]
     version: int
     max_model_len: int
-    _engine: InferenceEngine
+    _engine: AwaitedEngine
+    _loop: asyncio.AbstractEventLoop
     _seeds: list[int]
     _number: int
     _turn: int = 0
     _revoked: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
+    _sampling: concurrent.futures.Future[list[Completion]] | None = None
 
     @property
     def processing_class(self) -> Any:
@@ -133,10 +133,19 @@ class Rollout:
                 for place, ids in enumerate(prompt_ids)
             ]
             self._turn += 1
-            done = {one.request_id: one for one in self._engine.generate(requests)}
-        for completion in done.values():
+            self._sampling = asyncio.run_coroutine_threadsafe(self._sampled(requests), self._loop)
+            try:
+                done = self._sampling.result()
+            except concurrent.futures.CancelledError:
+                raise EngineError(f"{FLAG}: this call was given up while it sampled") from None
+        for completion in done:
             completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        return [done[request.request_id] for request in requests]
+        return done
+
+    async def _sampled(self, requests: Sequence[Request]) -> list[Completion]:
+        for request in requests:
+            self._engine.engine.check_length(request)
+        return await asyncio.gather(*(self._engine.generate(request) for request in requests))
 
     def _seed(self, place: int) -> int:
         if self._turn == 0 and place < len(self._seeds):
@@ -146,226 +155,144 @@ class Rollout:
     def _revoke(self) -> None:
         """Take the engine away: what runs in it ends, and nothing more begins."""
         self._revoked = True
-        self._engine.abort()
-
-    def _left(self, timeout_s: float) -> bool:
-        """Whether the call is out of the engine, after a wait."""
-        if not self._busy.acquire(timeout=timeout_s):
-            return False
-        self._busy.release()
-        return True
+        if self._sampling is not None:
+            self._sampling.cancel()
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A function at work. requests: prompt by prompt."""
+@dataclass(eq=False)
+class FunctionSource(Source):
+    """Completions that a function makes.
 
-    requests: list[Request]
-    rollout: Rollout
-    started: float
-    future: Future[Any] = field(default_factory=Future)
-
-    @property
-    def names(self) -> set[str]:
-        return {one.request_id for one in self.requests}
-
-
-class RolloutFunctionEngine(EngineAround):
-    """An engine whose completions a function makes; weights, sleep and end of `engine` are its owner's business.
-
-    name: of the function, for messages. args: the settings of the run. tokenizer, vocab_size: the policy's.
-    end_token_ids: tokens that end a completion. limit_s: bound on one call.
+    inner: the engine that it uses. name: of the function, for messages. args: the settings of the run. tokenizer,
+    vocab_size: the policy's. end_token_ids: tokens that end a completion. limit_s: bound on one call.
     """
 
-    def __init__(
-        self,
-        engine: InferenceEngine,
-        function: RolloutFunc,
-        *,
-        name: str,
-        args: Any,
-        tokenizer: Any,
-        end_token_ids: Sequence[int],
-        vocab_size: int,
-        limit_s: float,
-    ) -> None:
-        self.engine, self.function, self.name = engine, function, name
-        self.args, self.tokenizer, self.end_token_ids = args, tokenizer, tuple(end_token_ids)
-        self.vocab_size, self.limit_s = vocab_size, limit_s
-        self._lock = threading.Lock()
-        self._waiting: dict[str, Request] = {}
-        self._aborted: set[str] = set()
-        self._ready: deque[Completion] = deque()
-        self._call: _Call | None = None
-        self._stale: Rollout | None = None  # of a call that was given up
-        self._given_up = 0
-        self._calls = 0
-        self._late = 0
-
-    # --- what it is: mostly the engine ------------------------------------------------------------------------
+    inner: AwaitedEngine
+    function: RolloutFunc
+    name: str
+    args: Any
+    tokenizer: Any
+    end_token_ids: tuple[int, ...]
+    vocab_size: int
+    limit_s: float
+    _waiting: dict[str, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)
+    _calling: asyncio.Task[None] | None = None
+    _rollout: Rollout | None = None  # of the call that is under way
+    _calls: int = 0
+    _given_up: int = 0
+    _late: int = 0
 
     @property
-    def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """Weights may not change while a function runs."""
-        return replace(self.engine.capabilities, in_flight_updates=False)
+    def late(self) -> int:
+        return self._late + super().late
 
-    @property
-    def late(self) -> int:  # type: ignore[override]
-        """Completions that were given up because they took too long."""
-        return self._late + self.engine.late
-
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """Between calls only."""
-        if self._call is not None:
-            raise EngineError(f"{FLAG}: {self.name}: a call is under way; wait for it before new weights")
-        return super().begin_update(manifest, version)
+    def hold(self) -> None:
+        """A call cannot be kept."""
+        if self._rollout is not None:
+            raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
+        super().hold()
 
     def close(self) -> None:
-        """Give up what runs; the engine is closed by its owner."""
-        call, self._call = self._call, None
-        if call is not None and not call.future.done():
-            call.rollout._revoke()
+        """Give up what runs."""
+        if self._rollout is not None:
+            self._rollout._revoke()
 
-    # --- sampling ---------------------------------------------------------------------------------------------
+    async def generate(self, request: Request) -> Completion:
+        self.inner.engine.check_length(request)
+        if request.request_id in self._waiting:
+            raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
+        ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = request, ended
+        if self._calling is None:
+            self._calling = asyncio.get_running_loop().create_task(self._call_while_asked())
+        try:
+            return await ended
+        finally:
+            self._waiting.pop(request.request_id, None)
 
-    def submit(self, request: Request) -> None:
-        """The request must know its row."""
-        self.check_length(request)
-        assert request.prompt is not None, "the collector sends requests with their rows"
-        with self._lock:
-            self._refuse_again(request, self._waiting)
-            self._refuse_again(request, self._call.names if self._call else ())
-            self._waiting[request.request_id] = request
-
-    def stream(self) -> Iterator[Completion]:
-        while True:
-            self._between()
-            self._drop_aborted()
-            while self._ready:
-                yield self._ready.popleft()
-            if self._call is None:
-                if self._paused or not self._waiting:
+    async def _call_while_asked(self) -> None:
+        """One call after the other, until nothing is wanted."""
+        called: set[str] = set()
+        try:
+            while True:
+                await idle()  # whoever else wants something has asked
+                called &= self._waiting.keys()
+                waiting = [request for name, (request, _) in self._waiting.items() if name not in called]
+                if not waiting:
                     return
-                self._start()
-            self._look()
+                requests = _of_equal_number(waiting)
+                called |= {request.request_id for request in requests}
+                await self._call(requests)
+        except Exception as error:
+            for _, ended in self._waiting.values():
+                if not ended.done():
+                    ended.set_exception(error)
+        finally:
+            self._calling = None
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """A call all of whose requests are named is given up."""
-        with self._lock:
-            call = self._call
-            running = call.names if call is not None else set()
-            outstanding = running | set(self._waiting)
-            self._aborted |= outstanding if request_ids is None else outstanding & set(request_ids)
-        if call is not None and running <= self._aborted:
-            call.rollout._revoke()
+    async def _call(self, requests: Sequence[Request]) -> None:
+        """Call the function with the prompts of these requests, and bring each what it returned."""
+        groups = [list(group) for _, group in groupby(requests, _launch_of)]
+        rollout = self._rollout = self._tool(groups)
+        self._calls += 1
+        messages = [[dict(turn) for turn in group[0].prompt.messages] for group in groups if group[0].prompt]
+        wanted = [self._waiting[request.request_id][1] for request in requests]
+        unwanted = asyncio.gather(*wanted, return_exceptions=True)
+        called = asyncio.wrap_future(on_thread(lambda: self._called(messages, rollout), f"rollout {self.name}"))
+        try:
+            await asyncio.wait([called, unwanted], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if unwanted.done():  # all of it was aborted
+                return
+            made = self._returned(called, rollout, requests) if called.done() else self._expired(requests)
+        finally:
+            rollout._revoke()
+            called.add_done_callback(lambda one: one.cancelled() or one.exception())  # that of one given up is nobody's
+            self._rollout = None
+        for completion, ended in zip(made, wanted, strict=True):
+            if not ended.done():
+                ended.set_result(completion)
 
-    def pause(self) -> None:
-        """A call cannot be kept."""
-        if self._call is not None:
-            raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
-        super().pause()
-
-    def _drop_aborted(self) -> None:
-        """Requests that were aborted before their call began, or with all of it."""
-        with self._lock:
-            named = [name for name in self._waiting if name in self._aborted]
-            for name in named:
-                del self._waiting[name]
-            self._aborted -= set(named)
-            call = self._call
-            if call is not None and call.names <= self._aborted:
-                named += [one.request_id for one in call.requests]
-                self._leave(call)
-        self._ready.extend(Completion(name, [], [], "abort") for name in named)
-
-    def _leave(self, call: _Call) -> None:
-        """Holding the lock: go on without a call."""
-        self._aborted -= call.names
-        self._call, self._stale = None, None if call.future.done() else call.rollout
-
-    def _start(self) -> None:
-        """Call the function with the prompts that wait for the same number of completions."""
-        if self._stale is not None:
-            if not self._stale._left(LEAVE_S):
-                raise EngineDead(f"{FLAG}: {self.name}: a call that was given up does not leave the engine")
-            self._stale = None
-        groups: dict[str, list[Request]] = {}
-        for request in self._waiting.values():
-            groups.setdefault(request.request_id.rpartition("/")[0], []).append(request)
-        count = len(next(iter(groups.values())))
-        chosen = [group for group in groups.values() if len(group) == count]
-        requests = [request for group in chosen for request in group]
-        rollout = Rollout(
-            prompt_ids=[list(group[0].prompt_ids) for group in chosen],
-            columns=[dict(group[0].prompt.columns) for group in chosen if group[0].prompt is not None],
-            num_generations=count,
+    def _tool(self, groups: Sequence[Sequence[Request]]) -> Rollout:
+        requests, engine = [request for group in groups for request in group], self.inner.engine
+        return Rollout(
+            prompt_ids=[list(group[0].prompt_ids) for group in groups],
+            columns=[dict(group[0].prompt.columns) for group in groups if group[0].prompt is not None],
+            num_generations=len(groups[0]),
             sampling=requests[0].sampling,
             args=self.args,
             tokenizer=self.tokenizer,
             end_token_ids=tuple(sorted({*self.end_token_ids, *requests[0].sampling.stop_token_ids})),
-            version=self.engine.version,
-            max_model_len=self.engine.capabilities.max_model_len,
-            _engine=self.engine,
+            version=engine.version,
+            max_model_len=engine.capabilities.max_model_len,
+            _engine=self.inner,
+            _loop=asyncio.get_running_loop(),
             _seeds=[request.sampling.seed for request in requests],
             _number=self._calls,
         )
-        messages = [[dict(turn) for turn in group[0].prompt.messages] for group in chosen if group[0].prompt]
-        call = _Call(requests, rollout, time.monotonic())
-        with self._lock:
-            for request in requests:
-                del self._waiting[request.request_id]
-            self._call = call
-            self._calls += 1
-        threading.Thread(target=self._run, args=(call, messages), name=f"rollout {self.name}", daemon=True).start()
 
-    def _run(self, call: _Call, messages: list[list[dict[str, Any]]]) -> None:
-        try:
-            if (device := own_device()).type == "cuda":  # each thread has its own
-                torch.cuda.set_device(device)
-            call.future.set_result(self.function(messages, call.rollout))
-        except BaseException as error:  # raised in the thread that streams
-            call.future.set_exception(error)
+    def _called(self, messages: list[list[dict[str, Any]]], rollout: Rollout) -> Any:
+        """On a thread of its own."""
+        if (device := own_device()).type == "cuda":  # each thread has its own
+            torch.cuda.set_device(device)
+        return self.function(messages, rollout)
 
-    def _look(self) -> None:
-        """Wait a moment for the call; take what it returns, or give it up when its time is over."""
-        call = self._call
-        if call is None:
-            return
-        left = call.started + self.limit_s - time.monotonic()
-        wait([call.future], max(0.0, min(left, self._patience(LOOK_S))))
-        if call.future.done():
-            self._finish(call)
-        elif left <= 0:
-            self._expire(call)
-
-    def _expire(self, call: _Call) -> None:
-        self._late += len(call.requests)
+    def _expired(self, requests: Sequence[Request]) -> list[Completion]:
+        self._late += len(requests)
         self._given_up += 1
-        call.rollout._revoke()
-        with self._lock:
-            self._leave(call)
-        self._ready.extend(Completion(one.request_id, [], [], "error") for one in call.requests)
         if self._given_up >= GIVEN_UP_LIMIT:
             raise EngineError(
                 f"{FLAG}: {self.name}: {self._given_up} calls in a row took longer than --rollout_timeout "
                 f"{self.limit_s:g} s; make the function faster, or raise the limit"
             )
+        return [Completion(one.request_id, [], [], "error") for one in requests]
 
-    def _finish(self, call: _Call) -> None:
-        """Check what a call returned; its completions are ready."""
-        with self._lock:
-            aborted = call.names & self._aborted
-            self._leave(call)
-        made: list[Completion] = []
-        if len(aborted) < len(call.requests):  # else whatever came back is that of a call without its engine
-            error = call.future.exception()
-            if error is not None:
-                raise self._explained(error) from error
-            self._given_up = 0
-            reader = OutputReader(self.name, call.rollout, self.vocab_size, self.engine.room)
-            made = reader.completions(call.future.result(), call.requests)
-        self._ready.extend(one for one in made if one.request_id not in aborted)
-        self._ready.extend(Completion(name, [], [], "abort") for name in sorted(aborted))
+    def _returned(self, called: asyncio.Future[Any], rollout: Rollout, requests: Sequence[Request]) -> list[Completion]:
+        """Check what a call returned."""
+        if (error := called.exception()) is not None:
+            raise self._explained(error) from error
+        self._given_up = 0
+        reader = OutputReader(self.name, rollout, self.vocab_size, self.inner.engine.room)
+        return reader.completions(called.result(), requests)
 
     def _explained(self, error: BaseException) -> SwiftError:
         """What went wrong in the function, with its place there."""
@@ -377,3 +304,16 @@ class RolloutFunctionEngine(EngineAround):
         where = f"{Path(file).name}:{places[-1].lineno}: " if places else ""
         said = traceback.format_exception_only(error)[-1].strip()
         return EngineError(f"{FLAG}: {self.name}: {where}raised {said}; correct the function")
+
+
+def _launch_of(request: Request) -> str:
+    return request.request_id.rpartition("/")[0]
+
+
+def _of_equal_number(requests: Sequence[Request]) -> list[Request]:
+    """The requests of the launches that want as many completions as the first one; those of a launch together."""
+    groups: dict[str, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(_launch_of(request), []).append(request)
+    count = len(next(iter(groups.values())))
+    return [request for group in groups.values() if len(group) == count for request in group]

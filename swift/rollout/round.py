@@ -8,13 +8,13 @@ the least to do.
     engine e, rank r                       mailbox                     rank 0
     first launches of e  -> sample
     part complete        -> post  "done"   (index, completions)  ->  score -> filter -> launch
-    submit               <- read  "work/e" (indexes)             <-  post
+    sample               <- read  "work/e" (indexes)             <-  post
     leave                <- read  "work/e" end                   <-  nothing in flight, nothing due
 
-`due` is called between the decode steps of the engine, so nothing here waits, runs a collective or touches the
-trainer's model. Prompts do not travel: each rank draws them from its own scheduler, which is at the same place on all
-of them. Ranks that hold parts of one engine must submit the same requests at the same step: such an engine gets more
-only when it has nothing left to do.
+`run` is the whole of it, one task per completion: nothing there runs a collective or touches the trainer's model.
+Prompts do not travel: each rank draws them from its own scheduler, which is at the same place on all of them. Ranks
+that hold parts of one engine must ask for the same requests at the same step: such an engine gets more only when it has
+nothing left to do.
 
 A rank that waits for others counts as waiting in a collective: one that stands still ends itself, and with it the run
 (`swift.trainers.supervision`).
@@ -22,8 +22,8 @@ A rank that waits for others counts as waiting in a collective: one that stands 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -35,14 +35,14 @@ from swift.rollout.dynamic_sampling import GroupFilter
 from swift.rollout.mailbox import End, Failed, Mailbox, Sample, Sampled
 from swift.rollout.round_result import RoundResult, lost, set_scores
 from swift.rollout.scheduler import Launch, LaunchLog
-from swift.types import Completion, GroupScores, Request, RolloutGroup, TrainerProgress
+from swift.types import Completion, GroupScores, RolloutGroup, TrainerProgress
 
 if TYPE_CHECKING:
     from swift.rollout.batches import PartialBatch
     from swift.rollout.collector import RolloutCollector
 
 READ_S = 0.02
-"""Least time between two looks at the mailbox."""
+"""Time between two looks at the mailbox."""
 
 NO_PROGRESS = TrainerProgress(0, 0, 0.0)
 
@@ -107,36 +107,73 @@ class Round:
     _share: EngineShare | None = field(init=False)
     _mailbox: Mailbox | None = field(init=False)  # between the ranks of a round with a filter
     _began: bool = False
-    _closed: bool = False  # no further request will come to this rank's engine
+    _closed: bool = False  # nothing further will be sampled here
     _launches: dict[int, Launch] = field(default_factory=dict)
-    _open: dict[str, tuple[int, int]] = field(default_factory=dict)  # request id -> launch index, sample
-    _queue: list[Request] = field(default_factory=list)
+    _due: list[tuple[int, int]] = field(default_factory=list)  # launch index, sample
     _left: Counter[int] = field(default_factory=Counter)  # launch index -> completions that this rank's engine owes
     _engines_of: dict[int, set[int]] = field(default_factory=dict)
     _unsent: dict[int, list[int]] = field(default_factory=dict)
-    _read_at: float = 0.0
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def __post_init__(self) -> None:
         self._leads, self._share = self.home.collectives.rank == 0, self.home.share
         self._mailbox = self.home.mailbox if self.group_filter is not None else None
 
-    # --- what the one who drives the engine calls ---------------------------------------------------------------
+    # --- the story ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Sample what falls to this rank's engine, until nothing more will; then the engine is free.
+
+        Raises the first thing that goes wrong here; what goes wrong with rewards or another rank is kept in `failure`.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self.begin()
+                self._sample_due(tasks)
+                while not self._closed:
+                    self._decide() if self._leads else self._follow()
+                    self._sample_due(tasks)
+                    if not self._closed:
+                        await self._something_new()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+        assert self.home.source is not None
+        await self.home.source.free()
 
     @property
     def samples_here(self) -> bool:
-        """Whether this rank's engine has anything to sample, or may get it."""
-        return self._share is not None and not self.complete
+        """Whether this rank has an engine, and anything to sample or the prospect of it."""
+        return self.home.source is not None and self._share is not None and bool(self._due or not self._closed)
 
     @property
     def complete(self) -> bool:
         """Whether this rank has nothing more to do."""
-        return self._closed and not self._open
+        return self._closed and not self._due and not +self._left
 
-    @property
-    def outstanding(self) -> list[str]:
-        """Requests that the engine was given and that have not come back."""
-        waiting = {one.request_id for one in self._queue}
-        return [name for name in self._open if name not in waiting]
+    def _sample_due(self, tasks: asyncio.TaskGroup) -> None:
+        """One task for each completion that was assigned to this rank's engine."""
+        due, self._due = self._due, []
+        for index, sample in due:
+            tasks.create_task(self._sample(index, sample))
+
+    async def _sample(self, index: int, sample: int) -> None:
+        assert self.home.source is not None
+        request = self.home.request(self._launches[index], sample, self.seed_namespace)
+        completion = await self.home.source.generate(request)
+        self.home.progress()
+        if completion.episode is None:
+            completion.text = self.home.decode(completion.token_ids)
+        self._take(index, sample, completion)
+
+    async def _something_new(self) -> None:
+        """Until a group is scored or sampled here; with other ranks, a moment at most."""
+        for_others = not +self._left and (not self._leads or bool(self._engines_of))
+        with self.home.collectives.waiting() if for_others else contextlib.nullcontext():
+            limit_s = READ_S if self._mailbox is not None else None
+            await _until(self._news, limit_s)
+        self._news.clear()
 
     def begin(self) -> None:
         """Draw the first launches, the same on every rank, and share them out; a second call does nothing."""
@@ -162,21 +199,7 @@ class Round:
             if self.group_filter.complete:
                 self._end()
 
-    def due(self) -> list[Request]:
-        """What to submit to the engine now; also moves the round along."""
-        if self.group_filter is not None:
-            if self._leads:
-                self._coordinate()
-            else:
-                self._follow()
-        requests, self._queue = self._queue, []
-        return requests
-
-    def expects(self, request_id: str) -> bool:
-        return request_id in self._open
-
-    def take(self, completion: Completion) -> None:
-        index, sample = self._open.pop(completion.request_id)
+    def _take(self, index: int, sample: int, completion: Completion) -> None:
         self.parts.setdefault(index, {})[sample] = completion
         self._left[index] -= 1
         if self._left[index]:
@@ -189,12 +212,6 @@ class Round:
             for number, (sample, one) in enumerate(own.items(), 1):
                 self._mailbox.post("done", Sampled(index, self._share.index, sample, one, number == len(own)))
 
-    def rest(self) -> None:
-        """Wait a moment for scores or other ranks; only with nothing in the engine."""
-        for_others = not self._leads or bool(self._engines_of)
-        with self.home.collectives.waiting() if for_others else contextlib.nullcontext():
-            time.sleep(READ_S / 2)
-
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others learn of it now, and why in the collective that ends the round."""
         self.failure = self.failure or error
@@ -203,8 +220,8 @@ class Round:
         if self._leads:
             self._end()
         self._closed = True
-        self._open.clear()
-        self._queue.clear()
+        self._due.clear()
+        self._left.clear()
 
     # --- while and after it is sampled --------------------------------------------------------------------------
 
@@ -261,10 +278,7 @@ class Round:
             self._engines_of.setdefault(index, set()).add(engine)
         if self._share is None or engine != self._share.index:
             return
-        for sample in samples:
-            request = self.home.request(self._launches[index], sample, self.seed_namespace)
-            self._open[request.request_id] = (index, sample)
-            self._queue.append(request)
+        self._due += [(index, sample) for sample in samples]
         self._left[index] += len(samples)
 
     def _arrived(self, index: int, engine: int) -> None:
@@ -280,16 +294,23 @@ class Round:
             return
         try:
             self.futures[index] = scorer.submit(group, self.progress)
-        except Exception as error:  # see `_coordinate`: this may be in the middle of a step of the engine
+        except Exception as error:  # see `_decide`
             self._give_up(error)
+        else:
+            self.futures[index].add_done_callback(self._has_news)
+        self._news.set()
 
-    def _coordinate(self) -> None:
+    def _has_news(self, future: Future[GroupScores]) -> None:
+        """From any thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    def _decide(self) -> None:
         """Move the round along; what goes wrong with rewards or another rank ends it, and is raised when all have met.
 
         Not here: ranks that hold parts of this rank's engine would be left alone in the middle of its step.
         """
-        if self._closed:
-            return
         try:
             self._advance()
         except Exception as error:  # raised by the collective that ends the round
@@ -319,7 +340,7 @@ class Round:
             self._end()
 
     def _collect(self) -> None:
-        if self._mailbox is None or not self._looks():
+        if self._mailbox is None:
             return
         while (message := self._mailbox.read("done")) is not None:
             if isinstance(message, Failed):
@@ -328,13 +349,6 @@ class Round:
             self.parts.setdefault(message.index, {})[message.sample] = message.completion
             if message.last:
                 self._arrived(message.index, message.engine)
-
-    def _looks(self) -> bool:
-        now = time.monotonic()
-        if now - self._read_at < READ_S:
-            return False
-        self._read_at = now
-        return True
 
     def _least_loaded(self) -> int:
         assert self._share is not None
@@ -363,7 +377,7 @@ class Round:
     def _follow(self) -> None:
         """Read what to sample next; in lockstep one message, and only with nothing left to do."""
         assert self._mailbox is not None and self._share is not None
-        if self._closed or (self._share.lockstep and self._open) or not self._looks():
+        if self._share.lockstep and +self._left:
             return
         while (message := self._mailbox.read(f"work/{self._share.index}")) is not None:
             if isinstance(message, End):
@@ -376,6 +390,17 @@ class Round:
                 self._assign(self._share.index, index, range(self.num_generations))
             if self._share.lockstep:
                 return
+
+
+async def _until(event: asyncio.Event, limit_s: float | None) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), limit_s)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first failure of a group, however deep."""
+    first = errors.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _slice(total: int, part: int, parts: int) -> range:

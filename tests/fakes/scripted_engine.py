@@ -100,17 +100,31 @@ class ScriptedEngine(InferenceEngine):
         self.streams += 1
         while True:
             self._between()
-            with self._alone("stream"):
-                if self._paused or not self._outstanding:
-                    return
-                ended = self._step()
-            for completion in ended:
-                if self.fail_after is not None and self.delivered >= self.fail_after:
-                    self._outstanding.clear()
-                    self.fail_after = None
-                    raise self.failure
-                self.delivered += 1
-                yield completion
+            ended = self._ended_by_a_step()
+            if ended is None:
+                return
+            yield from ended
+
+    def advance(self):
+        ended = self._ended_by_a_step()
+        return None if ended is None else list(ended)
+
+    def so_far(self, request_id):
+        row = self._outstanding.get(request_id)
+        return (row.tokens, [], []) if row else ((), (), ())
+
+    def _ended_by_a_step(self):
+        with self._alone("stream"):
+            return None if self._paused or not self._outstanding else self._delivered(self._step())
+
+    def _delivered(self, ended):
+        for completion in ended:
+            if self.fail_after is not None and self.delivered >= self.fail_after:
+                self._outstanding.clear()
+                self.fail_after = None
+                raise self.failure
+            self.delivered += 1
+            yield completion
 
     def _step(self):
         if self.stuck is not None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from scripted_engine import CountingSource, two_layers
+from sources import source_of
 from threaded_ranks import ThreadedMailbox, on_ranks
 
 from swift.rollout.collector import RolloutCollector
@@ -20,6 +21,7 @@ from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipelin
 from swift.rollout.round import EngineShare
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
+from swift.rollout.source import Source
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
@@ -139,12 +141,14 @@ class SmallRun:
         streaming=0,
         max_excluded_frac=1.0,
     ):
-        self.engine, self.value, self.steps, self.rounds, self.parts = engine, 1.0, [], [], []
+        self.value, self.steps, self.rounds, self.parts = 1.0, [], [], []
         self.ranks = ranks or OneRank()
         self.scorer = scorer or SlowScorer()
         self.updates, self.dynamic = windows * iterations, dynamic is not None
+        self.source = source = engine if isinstance(engine, Source) else source_of(engine)
+        self.engine = engine = source.inner.engine if source is not None else None
         collector = RolloutCollector(
-            engine, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
+            source, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
         self.weight_sync = WeightSync(
             engine, source=lambda: CountingSource(two_layers(self.value)), interval=interval, ranks=self.ranks

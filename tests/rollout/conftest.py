@@ -40,12 +40,13 @@ def template(policy):
 
 
 @pytest.fixture
-def engine_of(template, nano_folders):
-    """Makes an engine of trajectories; no token ends an answer."""
+def source_for(template, nano_folders):
+    """Makes a source of trajectories; no token ends an answer."""
     from oracle import load
 
+    from swift.rollout.engines.awaited import AwaitedEngine
     from swift.rollout.engines.transformers import TransformersEngine
-    from swift.rollout.multi_turn.engine import TrajectoryEngine
+    from swift.rollout.multi_turn.source import TrajectorySource
 
     model = load(nano_folders["qwen2"])
     made = []
@@ -53,7 +54,7 @@ def engine_of(template, nano_folders):
 
     def make(play, limits=LIMITS, name="--gym_env: mine", limit_s=600.0):
         inner = TransformersEngine(model, eos_token_ids=(), tokenizer=template.tokenizer)
-        made.append(TrajectoryEngine(inner, template, limits, play, name, limit_s))
+        made.append(TrajectorySource(AwaitedEngine(inner), template, limits, play, name, limit_s))
         return made[-1]
 
     yield make

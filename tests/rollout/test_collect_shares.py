@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import NumberedPrompts, OneRank, SlowScorer
+from sources import source_of
 from threaded_ranks import on_ranks
 
 from swift.errors import EngineDead, EngineError
 from swift.rollout.collector import RolloutCollector, launches_of
-from swift.rollout.prefetch import Generation
 from swift.rollout.round import EngineShare
 from swift.rollout.round_result import fault
+from swift.rollout.runner import RoundRunner
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler
 from swift.types import Completion, SamplingParams, TrainerProgress
 
@@ -24,7 +25,7 @@ def decode(ids):
 
 def collector(ranks, engine=None, *, share=None, scorer=None):
     share = share or (EngineShare(ranks.rank, ranks.world_size) if engine else None)
-    return RolloutCollector(engine, SamplingParams(16), 7, decode, scorer or SlowScorer(), ranks, share)
+    return RolloutCollector(source_of(engine), SamplingParams(16), 7, decode, scorer or SlowScorer(), ranks, share)
 
 
 def launches(groups):
@@ -36,7 +37,7 @@ def run(made, groups, generations=2):
     """One round, as every rank sees it: texts of each group and their scores."""
     log, progress = LaunchLog(launches=launches(groups)), TrainerProgress(0, 9, 0.0)
     current = made.prepare(log, num_generations=generations, progress=progress)
-    Generation(made).sample(current)
+    RoundRunner(made).sample(current)
     ended = made.finish(current, timer=lambda phase: contextlib.nullcontext())
     return [([c.text for c in g.completions], g.scores.values, g.scores.excluded) for g in ended.groups], ended.metrics
 
@@ -77,10 +78,11 @@ def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
     class Garbled(ScriptedEngine):
         """What a rank says that does not report must not count."""
 
-        def stream(self):
-            for completion in super().stream():
+        def _step(self):
+            ended = super()._step()
+            for completion in ended:
                 completion.token_ids[0] += 1
-                yield completion
+            return ended
 
     engines = [ScriptedEngine(), Garbled(), ScriptedEngine(), Garbled()]
 
@@ -94,10 +96,14 @@ def test_ranks_of_one_engine_sample_the_same_and_one_of_them_reports():
 
 def test_every_sample_has_a_seed_of_its_own_that_depends_on_nothing_else_and_evaluation_has_others():
     def seeds(ranks, launched=None, namespace=""):
-        made = collector(ranks, ScriptedEngine())
+        asked, engine = {}, ScriptedEngine()
+        engine.submit = lambda request: asked.update({request.request_id: request.sampling.seed})
+        made = collector(ranks, engine)
         log, progress = LaunchLog(launches=launched or launches(4)), TrainerProgress(5, 9, 0.0)
         current = made.prepare(log, num_generations=3, progress=progress, seed_namespace=namespace)
-        return {request.request_id: request.sampling.seed for request in current.due()}
+        RoundRunner(made).sample(current)
+        assert "never came back" in str(current.failure)
+        return asked
 
     one = on_ranks(1, seeds)[0]
     first, second = on_ranks(2, seeds)
@@ -143,7 +149,7 @@ def test_rank_0_scores_its_own_groups_early_and_those_of_others_when_they_arrive
     def work(ranks):
         made = collector(ranks, engines[ranks.rank], scorer=scorers[ranks.rank])
         current = made.prepare(LaunchLog(launches=launches(4)), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
-        Generation(made).sample(current)
+        RoundRunner(made).sample(current)
         submitted = set(scorers[0].delivered)
         done.set()
         made.finish(current, timer=lambda phase: contextlib.nullcontext())
@@ -205,4 +211,4 @@ def test_a_failure_of_a_single_process_keeps_its_traceback():
     made = collector(OneRank(), ScriptedEngine(fail_after=1, failure=ZeroDivisionError("half a token")))
     with pytest.raises(ZeroDivisionError) as caught:
         run(made, 2)
-    assert any(entry.name == "stream" for entry in caught.traceback)
+    assert any(entry.name == "advance" for entry in caught.traceback)

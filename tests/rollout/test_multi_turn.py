@@ -5,7 +5,8 @@ import asyncio
 import pytest
 import torch
 from oracle import logprobs_of
-from trajectories import LIMITS, TURN, Again, Once, requests, run
+from sources import sampled
+from trajectories import LIMITS, TURN, Again, Once, requests
 
 from swift.errors import ConfigError, RewardError
 from swift.plugin import MultiTurnScheduler, envs, multi_turns
@@ -19,14 +20,14 @@ from swift.types import Completion, RolloutGroup
 BATCHES = BatchMaker(BatchConfig(num_generations=1, generation_batches=1, num_global_batches=1, num_iterations=1))
 
 
-def test_tokens_go_on_over_turns_and_only_answers_are_trained_on(policy, engine_of):
+def test_tokens_go_on_over_turns_and_only_answers_are_trained_on(policy, source_for):
     model, template = policy
     wanted = requests(template)
-    for request, one in zip(wanted, run(engine_of(of_scheduler(Again(), "again")), wanted), strict=True):
+    for request, one in zip(wanted, sampled(source_for(of_scheduler(Again(), "again")), wanted), strict=True):
         assert (one.episode.num_turns, sum(one.mask), fault(one)) == (3, 3 * TURN, None)
         expected = logprobs_of(model, request.prompt_ids, one.token_ids, 0.8)
-        sampled = torch.tensor(one.mask, dtype=torch.bool)
-        assert float((torch.tensor(one.logprobs) - expected)[sampled].abs().max()) < 1e-5
+        own = torch.tensor(one.mask, dtype=torch.bool)
+        assert float((torch.tensor(one.logprobs) - expected)[own].abs().max()) < 1e-5
         assert not any(value for value, kept in zip(one.logprobs, one.mask, strict=True) if not kept)
         assert [message["role"] for message in one.episode.messages] == [
             "user",
@@ -39,36 +40,36 @@ def test_tokens_go_on_over_turns_and_only_answers_are_trained_on(policy, engine_
         assert one.columns == {"asked": 2}
         assert len({tuple(one.token_ids[start : start + TURN]) for start in starts(one.mask)}) == 3, "a seed per turn"
         [sample] = BATCHES._samples([RolloutGroup("p-0", 0, 0, request.prompt, [one])])
-        assert sample.trained.tolist() == sampled.tolist()
+        assert sample.trained.tolist() == own.tolist()
 
 
 def starts(mask):
     return [i for i, kept in enumerate(mask) if kept and (i == 0 or not mask[i - 1])]
 
 
-def test_equal_seeds_give_equal_trajectories_whatever_the_company(template, engine_of):
+def test_equal_seeds_give_equal_trajectories_whatever_the_company(template, source_for):
     wanted = requests(template, 6)
-    together = run(engine_of(of_scheduler(Again(), "again")), wanted)
-    alone = [run(engine_of(of_scheduler(Again(), "again")), [one])[0] for one in wanted[:2]]
+    together = sampled(source_for(of_scheduler(Again(), "again")), wanted)
+    alone = [sampled(source_for(of_scheduler(Again(), "again")), [one])[0] for one in wanted[:2]]
     assert [one.token_ids for one in alone] == [one.token_ids for one in together[:2]]
 
 
 @pytest.mark.parametrize(("scope", "most"), [("total", TURN), ("per_round", 3 * TURN)])
-def test_what_the_length_limit_bounds(template, engine_of, scope, most):
-    engine = engine_of(of_scheduler(Again(), "again"), Limits(3, scope, 2000))
-    assert {sum(one.mask or [1] * TURN) for one in run(engine, requests(template))} == {most}
+def test_what_the_length_limit_bounds(template, source_for, scope, most):
+    source = source_for(of_scheduler(Again(), "again"), Limits(3, scope, 2000))
+    assert {sum(one.mask or [1] * TURN) for one in sampled(source, requests(template))} == {most}
 
 
-def test_a_full_context_ends_a_trajectory(template, engine_of):
+def test_a_full_context_ends_a_trajectory(template, source_for):
     wanted = requests(template, 2)
     limit = len(wanted[0].prompt_ids) + 30
-    for one in run(engine_of(of_scheduler(Again(), "again"), Limits(9, "per_round", limit)), wanted):
+    for one in sampled(source_for(of_scheduler(Again(), "again"), Limits(9, "per_round", limit)), wanted):
         assert (one.finish_reason, fault(one)) == ("length", None)
         assert one.episode.messages[-1]["role"] == "assistant"
         assert len(one.token_ids) <= 30
 
 
-def test_another_end_of_an_answer_keeps_the_tokens_both_have(template, engine_of):
+def test_another_end_of_an_answer_keeps_the_tokens_both_have(template, source_for):
     seen = []
 
     class Tip(MultiTurnScheduler):
@@ -81,7 +82,7 @@ def test_another_end_of_an_answer_keeps_the_tokens_both_have(template, engine_of
             request.messages[-1]["content"] = kept + " wait,"
             return {"infer_request": request}
 
-    (one,) = run(engine_of(of_scheduler(Tip(), "tip")), requests(template, 1))
+    (one,) = sampled(source_for(of_scheduler(Tip(), "tip")), requests(template, 1))
     added = template.encode_text(" wait,")
     assert one.token_ids[:2] == seen[0]
     assert one.token_ids[2 : 2 + len(added)] == added
@@ -125,9 +126,9 @@ class Forger(Again):
 
 @pytest.mark.parametrize(("on_break", "reason"), [("exclude", "environment: history_rewritten"), ("truncate", None)])
 @pytest.mark.parametrize("who", ["a scheduler", "a template"])
-def test_a_rewritten_history_leaves_a_sample_out_or_ends_it_before(template, engine_of, who, on_break, reason):
+def test_a_rewritten_history_leaves_a_sample_out_or_ends_it_before(template, source_for, who, on_break, reason):
     play = of_scheduler(Forger() if who == "a scheduler" else Again(), "again")
-    engine = engine_of(play, Limits(3, "per_round", 2000, on_break))
+    source = source_for(play, Limits(3, "per_round", 2000, on_break))
     if who == "a template":
         tokenizer = type(template.tokenizer).from_pretrained(template.tokenizer.name_or_path)
         tokenizer.chat_template = (
@@ -135,8 +136,8 @@ def test_a_rewritten_history_leaves_a_sample_out_or_ends_it_before(template, eng
             "{{ m.content if loop.last or m.role != 'assistant' else '(cut)' }}\n{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}"
         )
-        engine.template = type(template)(tokenizer)
-    for one in run(engine, requests(engine.template)):
+        source.template = type(template)(tokenizer)
+    for one in sampled(source, requests(source.template)):
         found = fault(one), one.episode.num_turns, len(one.token_ids), one.episode.metrics[REWRITTEN]
         assert found == (reason, 1, TURN, 1)
 
@@ -169,25 +170,25 @@ def never(rows):
         (of_envs({"once": Once}, "once"), 0),
     ],
 )
-def test_a_sample_that_ends_only_for_its_turns_is_counted(template, engine_of, play, counted):
-    done = run(engine_of(play, Limits(2, "per_round", 2000)), requests(template, 2))
+def test_a_sample_that_ends_only_for_its_turns_is_counted(template, source_for, play, counted):
+    done = sampled(source_for(play, Limits(2, "per_round", 2000)), requests(template, 2))
     assert [one.episode.metrics[OUT_OF_TURNS] for one in done] == [counted] * 2
 
 
 @pytest.mark.parametrize("key", ["response_token_ids", "response_loss_mask", "rollout_logprobs"])
-def test_a_scheduler_that_returns_its_own_tokens_ends_the_run(template, engine_of, key):
+def test_a_scheduler_that_returns_its_own_tokens_ends_the_run(template, source_for, key):
     class Own(Again):
         def step(self, request, choice, turn):
             return {**super().step(request, choice, turn), key: [1] * TURN}
 
     with pytest.raises(RewardError, match=f"--multi_turn_scheduler: own: step returned {key}, which is not supported"):
-        run(engine_of(of_scheduler(Own(), "own")), requests(template, 1))
+        sampled(source_for(of_scheduler(Own(), "own")), requests(template, 1))
 
 
 # --- the other doors ------------------------------------------------------------------------------------------
 
 
-def test_a_function_gets_rows_and_says_what_follows(template, engine_of):
+def test_a_function_gets_rows_and_says_what_follows(template, source_for):
     rows = []
 
     def follow(given):
@@ -197,7 +198,7 @@ def test_a_function_gets_rows_and_says_what_follows(template, engine_of):
             row["messages"].append({"role": "user", "content": "more"})
         return given
 
-    done = run(engine_of(of_function(follow, "follow")), requests(template))
+    done = sampled(source_for(of_function(follow, "follow")), requests(template))
     assert {one.episode.num_turns for one in done} == {2}
     assert {(row["index"], row["solution"], row["finish_reason"]) for row in rows} == {
         (i, "3", "length") for i in range(4)
@@ -205,12 +206,12 @@ def test_a_function_gets_rows_and_says_what_follows(template, engine_of):
 
 
 @pytest.mark.parametrize("answer", [None, [], [{}], [{}, {}]])
-def test_a_function_that_returns_other_rows_ends_the_run(template, engine_of, answer):
+def test_a_function_that_returns_other_rows_ends_the_run(template, source_for, answer):
     with pytest.raises(RewardError, match="--multi_turn_scheduler: short: must return"):
-        run(engine_of(of_function(lambda rows: answer, "short"), name="x"), requests(template))
+        sampled(source_for(of_function(lambda rows: answer, "short"), name="x"), requests(template))
 
 
-def test_an_environment_opens_rewards_and_is_closed(policy, engine_of):
+def test_an_environment_opens_rewards_and_is_closed(policy, source_for):
     model, template = policy
 
     class Game(Once):
@@ -224,7 +225,7 @@ def test_an_environment_opens_rewards_and_is_closed(policy, engine_of):
             return f"{self.left} left", 0.5, self.left == 0, {"left": self.left}
 
     wanted = requests(template)
-    for one in run(engine_of(of_envs({"game": Game}, "game")), wanted):
+    for one in sampled(source_for(of_envs({"game": Game}, "game")), wanted):
         assert one.episode.messages[:2] == [
             {"role": "system", "content": "Play well."},
             {"role": "user", "content": "Round 3"},
@@ -243,16 +244,16 @@ def test_an_environment_opens_rewards_and_is_closed(policy, engine_of):
     assert Once.closed == 4
 
 
-def test_a_row_may_name_its_own_environment(template, engine_of):
+def test_a_row_may_name_its_own_environment(template, source_for):
     class Other(Once):
         async def step(self, messages):
             return "", float(self.config["worth"]), True, {}
 
     wanted = requests(template, 2, env_config={"name": "other", "worth": 7})
-    done = run(engine_of(of_envs({"once": Once, "other": Other}, "once")), wanted)
+    done = sampled(source_for(of_envs({"once": Once, "other": Other}, "once")), wanted)
     assert [one.episode.rewards for one in done] == [[7.0], [7.0]]
     with pytest.raises(ConfigError, match="--gym_env: third"):
-        run(engine_of(of_envs({"once": Once}, "once")), requests(template, 1, env_config={"name": "third"}))
+        sampled(source_for(of_envs({"once": Once}, "once")), requests(template, 1, env_config={"name": "third"}))
 
 
 # --- names ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """NeMo Gym: how its servers are found, what is sent to them, what becomes of their answers, and their faults."""
 
+import asyncio
 import json
 import socket
 import sys
@@ -12,7 +13,7 @@ import pytest
 import trajectories
 import yaml
 from nemo_gym_servers import FAULTS, RUN_FAULTS, NemoGym, at_random, odd_share
-from trajectories import run
+from sources import on_a_loop, sampled
 
 from swift.data.columns import ColumnPlan
 from swift.data.records import RowError
@@ -20,9 +21,10 @@ from swift.errors import ConfigError, EngineError, ResourceError
 from swift.rollout.batches import BatchConfig, BatchMaker, round_metrics
 from swift.rollout.child import Child
 from swift.rollout.engines import replies
+from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.exclusions import BATCHES, ExclusionLimit, reasons_of
-from swift.rollout.multi_turn.engine import TrajectoryEngine
+from swift.rollout.multi_turn.source import TrajectorySource
 from swift.rollout.multi_turn.trajectory import Limits
 from swift.rollout.nemo_gym import gym as play
 from swift.rollout.nemo_gym import servers as discovery
@@ -58,8 +60,8 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def engine_of(policy):
-    """Makes an engine whose trajectories NeMo Gym plays; no token ends an answer."""
+def source_for(policy):
+    """Makes a source whose trajectories NeMo Gym plays; no token ends an answer."""
     made = []
 
     def make(gym, mode="verify", limit_s=2.0, on_prefix_break="exclude", reward_names=(), inner=None, **more):
@@ -69,7 +71,7 @@ def engine_of(policy):
         player = play.NemoGym(mode, None, limit_s, "policy", reward_names, find_servers(gym.url, kind=kind, limit_s=5))
         player.attach(inner, model.config.vocab_size)
         limits = Limits(9, "per_round", 2000, on_prefix_break)
-        made.append(TrajectoryEngine(inner, template, limits, player, "--rollout_source: nemo_gym"))
+        made.append(TrajectorySource(AwaitedEngine(inner), template, limits, player, "--rollout_source: nemo_gym"))
         return made[-1]
 
     yield make
@@ -213,11 +215,11 @@ def test_a_row_that_is_no_request_is_bad(wrong):
 # --- verify ---------------------------------------------------------------------------------------------------
 
 
-def test_each_completion_is_verified_with_its_row(template, gym, engine_of):
+def test_each_completion_is_verified_with_its_row(template, gym, source_for):
     gym.components = {"style": 0.5, "of_another_environment": None}
     wanted = requests(template)
-    alone = {one.request_id: one for one in engine_of(gym).engine.generate(wanted)}
-    done = run(engine_of(gym), wanted)
+    alone = {one.request_id: one for one in source_for(gym).inner.engine.generate(wanted)}
+    done = sampled(source_for(gym), wanted)
     assert [one.token_ids for one in done] == [alone[one.request_id].token_ids for one in wanted]
     assert rewards(done) == [odd_share(one.text) for one in done]
     assert sorted({path for path, _ in gym.calls}) == ["/verify"]
@@ -239,14 +241,14 @@ def test_each_completion_is_verified_with_its_row(template, gym, engine_of):
     ("mode", "name", "reason"),
     [("verify", *one) for one in FAULTS.items()] + [("run", *one) for one in {**FAULTS, **RUN_FAULTS}.items()],
 )
-def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, engine_of, monkeypatch, mode, name, reason):
+def test_a_fault_leaves_its_sample_out_and_no_other(template, gym, source_for, monkeypatch, mode, name, reason):
     monkeypatch.setattr(replies, "REPLY_BYTES", 4 << 20)
     gym.canned, gym.fault_of = canned(template), first_call_only(name)
     if mode == "run":  # the runs of a row are equal calls; the seventh is the other try
         numbers = iter(range(10**6))
         gym.fault_of = lambda body: name if next(numbers) in (0, 6) else None
     began = time.monotonic()
-    done = run(engine_of(gym, mode, limit_s=1.0), requests(template, 6))
+    done = sampled(source_for(gym, mode, limit_s=1.0), requests(template, 6))
     assert time.monotonic() - began < 5
     faults = [fault(one) for one in done]
     assert faults.count(None) == (6 if reason is None else 5), faults
@@ -270,13 +272,13 @@ def round_metrics_of(group):
 
 
 @pytest.mark.parametrize("mode", ["verify", "run"])
-def test_with_faults_in_a_fifth_of_the_calls_the_other_rewards_are_the_same(template, gym, engine_of, mode):
+def test_with_faults_in_a_fifth_of_the_calls_the_other_rewards_are_the_same(template, gym, source_for, mode):
     gym.canned = canned(template)
     wanted = requests(template, 40)
-    clean = rewards(run(engine_of(gym, mode), wanted))
+    clean = rewards(sampled(source_for(gym, mode), wanted))
     bad = [name for name, reason in {**FAULTS, **(RUN_FAULTS if mode == "run" else {})}.items() if reason]
     gym.fault_of = at_random(0.2, bad) if mode == "verify" else every_fifth(bad)
-    faulty = rewards(run(engine_of(gym, mode, limit_s=1.0), wanted))
+    faulty = rewards(sampled(source_for(gym, mode, limit_s=1.0), wanted))
     assert 2 <= faulty.count(None) <= 16
     assert all(one in (None, other) for one, other in zip(faulty, clean, strict=True))
 
@@ -287,38 +289,46 @@ def every_fifth(faults):
     return lambda body: faults[(number // 5) % len(faults)] if (number := next(count)) % 5 == 0 else None
 
 
-def test_calls_are_bounded(template, gym, engine_of, monkeypatch):
+def test_calls_are_bounded(template, gym, source_for, monkeypatch):
     monkeypatch.setitem(play.CALLS, "verify", (3, 9))
     gym.fault_of = lambda body: "slow"
-    engine = engine_of(gym, limit_s=5)
-    engine.limit_s = 1.2  # the last calls begin then
-    assert None not in rewards(run(engine, requests(template, 15)))
+    source = source_for(gym, limit_s=5)
+    source.limit_s = 1.2  # the last calls begin then
+    assert None not in rewards(sampled(source, requests(template, 15)))
     assert gym.most_at_once == 3
 
 
-def test_a_call_has_a_limit_of_its_own(template, gym, engine_of):
+def test_a_call_has_a_limit_of_its_own(template, gym, source_for):
     gym.canned, gym.fault_of = canned(template), lambda body: "slow"
-    engine = engine_of(gym, "run", limit_s=5)
-    engine.limit_s = 0.2  # --rollout_timeout, less than a call takes
-    assert rewards(run(engine, requests(template, 2))) == [odd_share("canned")] * 2
+    source = source_for(gym, "run", limit_s=5)
+    source.limit_s = 0.2  # --rollout_timeout, less than a call takes
+    assert rewards(sampled(source, requests(template, 2))) == [odd_share("canned")] * 2
 
 
-def test_a_slow_host_keeps_no_other_one_waiting(template, gym, engine_of, monkeypatch):
+def test_a_slow_host_keeps_no_other_one_waiting(template, gym, source_for, monkeypatch):
     monkeypatch.setitem(play.CALLS, "verify", (1, 2))
     gym.fault_of = lambda body: "slow"
-    engine = engine_of(gym)
+    source = source_for(gym)
     with NemoGym() as quick:
-        engine.play.servers.resources["quick"] = quick.url
+        source.play.servers.resources["quick"] = quick.url
         slow = requests(template, 3)
         [one] = requests(template, 1, {**ROW, "agent_ref": {"name": "quick"}})
         one = replace(one, request_id="quick")
-        assert next(iter(engine.generate([*slow, one]))).request_id == "quick"
+
+        async def first():
+            tasks = [asyncio.create_task(source.generate(request)) for request in [*slow, one]]
+            done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in left:
+                task.cancel()
+            return [task.result().request_id for task in done]
+
+        assert on_a_loop(first) == ["quick"]
 
 
-def test_a_component_with_the_name_of_a_reward_function_ends_the_run(template, gym, engine_of):
+def test_a_component_with_the_name_of_a_reward_function_ends_the_run(template, gym, source_for):
     gym.components = {"accuracy": 1.0}
     with pytest.raises(ConfigError, match="--reward_funcs: accuracy: NeMo Gym gives a reward component of that name"):
-        run(engine_of(gym, reward_names=["environment", "accuracy"]), requests(template))
+        sampled(source_for(gym, reward_names=["environment", "accuracy"]), requests(template))
 
 
 @pytest.mark.parametrize(
@@ -328,9 +338,9 @@ def test_a_component_with_the_name_of_a_reward_function_ends_the_run(template, g
         ({"solution": "7"}, "--dataset: a row has no responses_create_params"),
     ],
 )
-def test_a_row_that_cannot_be_sent_ends_the_run(template, gym, engine_of, row, said):
+def test_a_row_that_cannot_be_sent_ends_the_run(template, gym, source_for, row, said):
     with pytest.raises(ConfigError, match=said):
-        run(engine_of(gym), requests(template, row=row))
+        sampled(source_for(gym), requests(template, row=row))
 
 
 # --- run ------------------------------------------------------------------------------------------------------
@@ -342,12 +352,12 @@ def canned(template):
     return (prompt, first, [-0.5, -0.25]), ([*prompt, *first, *result], second, [-1.0, -2.0, 0.0])
 
 
-def test_the_calls_of_an_agent_become_one_sample(template, gym, engine_of):
+def test_the_calls_of_an_agent_become_one_sample(template, gym, source_for):
     gym.canned = canned(template)
-    engine = engine_of(gym, "run")
-    engine.play.versions_of = lambda keys: [[(3, 0, len(ids))] if ids == [11, 12] else None for _, ids, _ in keys]
+    source = source_for(gym, "run")
+    source.play.versions_of = lambda keys: [[(3, 0, len(ids))] if ids == [11, 12] else None for _, ids, _ in keys]
     row = {**ROW, "responses_create_params": {"input": "Count.", "max_output_tokens": 4}}
-    [done] = run(engine, requests(template, 1, row))
+    [done] = sampled(source, requests(template, 1, row))
     assert (done.token_ids, done.mask) == ([11, 12, 5, 6, 7, 13, 14, 15], [1, 1, 0, 0, 0, 1, 1, 1])
     assert done.logprobs == [-0.5, -0.25, 0, 0, 0, -1.0, -2.0, 0.0]
     assert (done.versions, done.finish_reason, done.text) == ([(3, 0, 2)], "length", "canned")
@@ -361,9 +371,9 @@ def test_the_calls_of_an_agent_become_one_sample(template, gym, engine_of):
     assert body["expected"] == {"value": 7}
 
 
-def test_a_broken_prefix_can_end_a_sample_before_it(template, gym, engine_of):
+def test_a_broken_prefix_can_end_a_sample_before_it(template, gym, source_for):
     gym.canned, gym.fault_of = canned(template), lambda body: "prefix_break"
-    [done] = run(engine_of(gym, "run", on_prefix_break="truncate"), requests(template, 1))
+    [done] = sampled(source_for(gym, "run", on_prefix_break="truncate"), requests(template, 1))
     assert (done.token_ids, done.mask, fault(done)) == ([11, 12], [], None)
     assert done.episode.metrics["rollout/history_rewritten"] == 1
     assert rewards([done]) == [odd_share("canned")]

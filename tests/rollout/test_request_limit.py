@@ -1,17 +1,18 @@
 """Requests of an engine in this process that take too long: once more, then out of training, and counted."""
 
+import asyncio
 import time
 from contextlib import nullcontext
 
 from oracle import load
 from scripted_engine import ScriptedEngine
 from small_runs import OneRank, SlowScorer
+from sources import on_a_loop, source_of
 
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.prefetch import Generation
-from swift.rollout.request_limit import RequestClock
 from swift.rollout.round import EngineShare
+from swift.rollout.runner import RoundRunner
 from swift.rollout.scheduler import LaunchLog
 from swift.types import Prompt, Request, SamplingParams, TrainerProgress
 
@@ -39,19 +40,21 @@ def requests(count):
     return [Request(f"g/{i}", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=i)) for i in range(count)]
 
 
-def sampled(engine, wanted, limit_s=0.5):
-    done = {}
-    clock = RequestClock(engine, limit_s)
-    engine.between_steps = clock.look
-    for request in wanted:
-        clock.add(request)
-    for completion in engine.generate(wanted):
-        if clock.takes(completion):
-            assert completion.request_id not in done
-            done[completion.request_id] = completion
-    engine.between_steps = None
-    assert set(done) == {request.request_id for request in wanted}
-    return done, clock.late
+def sampled(engine, wanted, limit_s=0.5, then=()):
+    """What comes of requests, and of those of `then` that are asked for once one is done; and how many were late."""
+    source = source_of(engine, limit_s)
+
+    async def sample():
+        first = [asyncio.create_task(source.generate(request)) for request in wanted]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        later = [asyncio.create_task(source.generate(request)) for request in then]
+        done = await asyncio.gather(*first, *later)
+        await source.free()
+        return {one.request_id: one for one in done}
+
+    done = on_a_loop(sample)
+    assert set(done) == {request.request_id for request in [*wanted, *then]}
+    return done, source.late
 
 
 def test_a_late_request_is_sampled_once_more_with_the_same_seed():
@@ -60,24 +63,11 @@ def test_a_late_request_is_sampled_once_more_with_the_same_seed():
     assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 1)
 
 
-def test_what_is_submitted_between_two_steps_is_bounded_once_the_clock_knows_of_it():
-    engine = Endless(endless=["later/0"], step_s=0.01)
-    todo = [Request("later/0", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=9))]
-    done = {}
-    clock = RequestClock(engine, 0.5)
-    clock.add(requests(1)[0])
-
-    def add():
-        clock.look()
-        if todo:
-            clock.add(todo[0])
-            engine.submit(todo.pop())
-
-    engine.between_steps = add
-    for completion in engine.generate(requests(1)):
-        if clock.takes(completion):
-            done[completion.request_id] = completion.finish_reason
-    assert (done, clock.late) == ({"g/0": "stop", "later/0": "error"}, 2)
+def test_what_is_asked_for_later_is_bounded_as_well():
+    later = Request("later/0", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=9))
+    done, late = sampled(Endless(endless=["later/0"], step_s=0.01), requests(1), then=[later])
+    assert {name: one.finish_reason for name, one in done.items()} == {"g/0": "stop", "later/0": "error"}
+    assert late == 2
 
 
 def test_a_model_in_this_process_is_bounded_as_well(nano_folders):
@@ -109,20 +99,19 @@ def test_a_round_leaves_what_was_given_up_out_and_counts():
     launches = launches_of([Prompt("p", [], [1, 2, 3])])
     engine = Endless(endless=[f"{launches[0].group_id}/1"], step_s=0.01)
     collector = RolloutCollector(
-        engine,
+        source_of(engine, 0.5),
         SamplingParams(20),
         7,
         str,
         SlowScorer(),
         OneRank(),
         EngineShare(),
-        request_s=0.5,
         progress=lambda: moved.append(1),
     )
 
     def run():
         current = collector.prepare(LaunchLog(launches=launches), **settings)
-        Generation(collector).sample(current)
+        RoundRunner(collector).sample(current)
         return collector.finish(current, timer=lambda _: nullcontext())
 
     ((group,), metrics) = (ended := run()).groups, ended.metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -9,6 +10,7 @@ from dataclasses import replace
 
 import oracle
 import pytest
+import sources
 import torch
 from function_parts import TOKENIZER, passing, wrap
 from scripted_engine import VOCABULARY, ScriptedEngine
@@ -43,15 +45,15 @@ def fixed(**entries):
     return function
 
 
-def run(engine, wanted=None):
-    return oracle.run(engine, wanted or requests())
+def run(source, wanted=None):
+    return sources.sampled(source, wanted or requests())
 
 
 # --- what it gets -------------------------------------------------------------------------------------------
 
 
 def test_a_function_that_passes_everything_on_samples_what_the_engine_would():
-    plain, passed = run(ScriptedEngine()), run(wrap(passing))
+    plain, passed = oracle.run(ScriptedEngine(), requests()), run(wrap(passing))
     assert [(one.request_id, one.token_ids, one.logprobs) for one in passed] == [
         (one.request_id, one.token_ids, one.logprobs) for one in plain
     ]
@@ -245,54 +247,73 @@ def test_a_function_that_always_hangs_ends_the_run():
     release.set()
 
 
-def test_an_abort_of_all_ends_the_stream_though_the_function_hangs():
-    release = threading.Event()
-    engine = wrap(lambda prompts, rollout: release.wait(30))
-    for request in requests():
-        engine.submit(request)
-    threading.Timer(0.1, engine.abort).start()
+def left_early(source, when):
+    """All requests are taken back while a call is under way, at the event."""
+
+    async def leave():
+        tasks = [asyncio.create_task(source.generate(request)) for request in requests()]
+        while not when.is_set():
+            await asyncio.sleep(0.01)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await source.free()
+
+    sources.on_a_loop(leave)
+
+
+@pytest.mark.parametrize("where", ["the function", "the engine"])
+def test_who_leaves_early_leaves_nothing_behind(where):
+    begun, release = threading.Event(), threading.Event()
+
+    def hangs(prompts, rollout):
+        if begun.is_set():
+            return passing(prompts, rollout)
+        begun.set()
+        return release.wait(30) if where == "the function" else passing(prompts, rollout)
+
+    source = wrap(hangs, engine=ScriptedEngine(step_s=0.05))
     began = time.monotonic()
-    assert [one.finish_reason for one in engine.stream()] == ["abort"] * 4
+    left_early(source, begun)
     assert time.monotonic() - began < 10
+    assert len(run(source)) == 4
     release.set()
 
 
-def test_a_caller_that_leaves_early_leaves_nothing_behind():
-    engine = wrap(passing)
-    stream = engine.generate(requests())
-    next(stream)
-    stream.close()
-    assert len(run(engine)) == 4
+def test_what_is_asked_for_between_the_calls_joins_in():
+    source, later = wrap(passing), requests(2, [Prompt("late", [], [9, 9], {})])
 
+    async def join():
+        first = [asyncio.create_task(source.generate(request)) for request in requests()]
+        while not source._calls:
+            await asyncio.sleep(0.001)
+        more = [asyncio.create_task(source.generate(request)) for request in later]
+        return await asyncio.gather(*first, *more)
 
-def test_what_is_submitted_between_the_calls_joins_in():
-    engine = wrap(passing)
-    late = requests(2, [Prompt("late", [], [9, 9], {})])
-
-    def more():
-        while late:
-            engine.submit(late.pop())
-
-    engine.between_steps = more
-    assert len({one.request_id for one in engine.generate(requests())}) == 6
+    assert len({one.request_id for one in sources.on_a_loop(join)}) == 6
+    assert source._calls == 2
 
 
 def test_a_call_cannot_be_kept_over_a_change_of_weights():
-    release = threading.Event()
-    engine = wrap(lambda prompts, rollout: release.wait(30) and fixed()(prompts, rollout))
-    for request in requests():
-        engine.submit(request)
-    thread = threading.Thread(target=lambda: list(engine.stream()))
-    thread.start()
-    while engine._call is None:
-        time.sleep(0.01)
-    with pytest.raises(Unsupported, match="--in_flight_updates false"):
-        engine.pause()
-    with pytest.raises(EngineError, match="a call is under way"):
-        engine.begin_update([], 1)
-    release.set()
-    thread.join()
-    assert not engine.capabilities.in_flight_updates
+    release, begun = threading.Event(), threading.Event()
+
+    def slow(prompts, rollout):
+        begun.set()
+        release.wait(30)
+        return fixed()(prompts, rollout)
+
+    source = wrap(slow)
+
+    async def hold():
+        tasks = [asyncio.create_task(source.generate(request)) for request in requests()]
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        with pytest.raises(Unsupported, match="--in_flight_updates false"):
+            source.hold()
+        release.set()
+        return await asyncio.gather(*tasks)
+
+    assert len(sources.on_a_loop(hold)) == 4
 
 
 def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():

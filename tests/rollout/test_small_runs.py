@@ -250,7 +250,7 @@ def test_a_failure_on_one_rank_ends_both_soon_and_with_the_same_line(name):
     first, second = on_two_ranks(settings_of_rank, work)
     assert first == second and first[0] is error and line in first[1]
     assert time.monotonic() - began < 10
-    assert not any(thread.is_alive() for small in runs if (thread := small.pipeline._thread._thread))
+    assert not any(thread.is_alive() for small in runs if (thread := small.pipeline._runner.loop._thread))
     assert len(runs[0].steps) == len(runs[1].steps) and steps in (None, len(runs[0].steps))
 
 

@@ -17,12 +17,6 @@ def requests(template, count=4, **columns):
     return [Request(f"p-0/{i}", prompt.token_ids, one, prompt) for i, one in enumerate(sampling)]
 
 
-def run(engine, wanted):
-    done = {one.request_id: one for one in engine.generate(wanted)}
-    assert set(done) == {one.request_id for one in wanted}
-    return [done[one.request_id] for one in wanted]
-
-
 class Again(MultiTurnScheduler):
     """Asks again, whatever the answer."""
 

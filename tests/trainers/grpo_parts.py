@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import small_runs
 import torch
+from sources import source_of
 
 from swift.observability.metrics import MetricStore
 from swift.rl.losses import LossConfig
@@ -130,7 +131,7 @@ def make_trainer(
             settings[one.name] = arguments.pop(one.name)
     distribution = SamplingParams(settings["max_completion_length"], temperature=1.0, **(sampling or {}))
     share = EngineShare(collectives.rank, collectives.world_size)
-    collector = RolloutCollector(engine, distribution, 42, str, scorer or Scorer(reward), collectives, share)
+    collector = RolloutCollector(source_of(engine), distribution, 42, str, scorer or Scorer(reward), collectives, share)
     scheduler = RolloutScheduler(
         small_runs.NumberedPrompts(prompts),
         groups_per_batch=global_batch * num_global_batches // generations,
@@ -248,7 +249,7 @@ def colocate(trainer, engine, flags, *, batches=None, adapters=False):
         ranks=trainer.collectives,
     )
     pipeline = trainer.pipeline
-    pipeline.collector.engine, pipeline.weight_sync = engine, weight_sync
+    pipeline.collector.source, pipeline.weight_sync = source_of(engine), weight_sync
     pipeline.collector.around = contextlib.nullcontext
     noted = {"seen": [], "lines": []}
     if flags is None:

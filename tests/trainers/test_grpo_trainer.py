@@ -233,7 +233,7 @@ def failing(work, at, trainer, error=RuntimeError):
 
 
 BREAKS = {
-    "sampling": lambda t: setattr(t.engine, "stream", failing(t.engine.stream, 4, t, EngineDead)),
+    "sampling": lambda t: setattr(t.engine, "advance", failing(t.engine.advance, 4, t, EngineDead)),
     "scoring": lambda t: setattr(t.scorer, "submit", failing(t.scorer.submit, 4, t)),
     "training": lambda t: setattr(t.step, "run", failing(t.step.run, 3, t)),
     "evaluation": lambda t: setattr(t.pipeline, "evaluate", failing(t.pipeline.evaluate, 3, t)),

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import sources
 import torch
 from grpo_parts import one_step, policy_of
 
@@ -21,9 +22,10 @@ from swift.rl.losses import LossConfig
 from swift.rollout.atropos.api import Group
 from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.batches import BatchConfig, BatchMaker
+from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.multi_turn.engine import TrajectoryEngine
 from swift.rollout.multi_turn.environments import of_envs
+from swift.rollout.multi_turn.source import TrajectorySource
 from swift.rollout.multi_turn.tools import Toolbox
 from swift.rollout.multi_turn.trajectory import Limits, Trajectory
 from swift.rollout.nemo_gym.assembly import assemble, calls_of
@@ -90,15 +92,14 @@ def sampled(nano_folders):
 def played(folder, template, play, prompt_ids, tokens, **sampling):
     """Trajectories of one prompt, in order."""
     inner = TransformersEngine(policy_of(folder), eos_token_ids=(), tokenizer=template.tokenizer)
-    engine = TrajectoryEngine(inner, template, LIMITS, play, "--gym_env: test")
+    source = TrajectorySource(AwaitedEngine(inner), template, LIMITS, play, "--gym_env: test")
     prompt = Prompt("p", CHAT, prompt_ids)
     params = [SamplingParams(tokens, seed=seed, **sampling) for seed in range(SIZE)]
     wanted = [Request(f"p-0/{i}", prompt_ids, one, prompt) for i, one in enumerate(params)]
     try:
-        done = {one.request_id: one for one in engine.generate(wanted)}
+        done = sources.sampled(source, wanted)
     finally:
-        engine.close()
-    done = [done[one.request_id] for one in wanted]
+        source.close()
     for one in done:
         one.episode.prompt_ids = prompt_ids
     return done

@@ -110,6 +110,7 @@ class InferenceEngine(ABC):
         version: policy version it samples with; 0 are the weights it was built with.
         late: requests that it aborted itself because they took too long, once for each try.
         void: why its weights belong to no version, as far as it knows; "" when they do.
+        in_process: `advance` works, and does not merely wait for other processes.
         between_steps: called by `stream`, and so by `generate`, in the thread that streams: between two decode steps,
             at least every `BETWEEN_S` while other processes decode, and once more before the stream ends. It may
             `submit` and `abort`; what it submits joins the stream, also when nothing else is left of it. What it raises
@@ -122,6 +123,7 @@ class InferenceEngine(ABC):
     version: int = 0
     late: int = 0
     void: str = ""
+    in_process: bool = True
     between_steps: Callable[[], None] | None = None
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -140,6 +142,11 @@ class InferenceEngine(ABC):
             EngineError: an id that is outstanding already; the engine stays usable.
         """
 
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        """Queue samples that are to begin together. Raises as `submit`, with those before it queued."""
+        for request in requests:
+            self.submit(request)
+
     @abstractmethod
     def stream(self) -> Iterator[Completion]:
         """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is.
@@ -147,6 +154,15 @@ class InferenceEngine(ABC):
         What is submitted meanwhile joins in, also by `between_steps`. On a paused engine it ends once what has finished
         is delivered; the rest comes out of the stream after `resume`.
         """
+
+    def advance(self) -> list[Completion] | None:
+        """The completions that end with the next step, or with the next news of other processes.
+
+        None when nothing is outstanding, or it is paused. Raises as `stream`.
+        """
+        for completion in self.stream():
+            return [completion]
+        return None
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.

@@ -50,6 +50,8 @@ T = TypeVar("T")
 class EnginePool(InferenceEngine):
     """See the module's docstring; waits for its engines when it is first needed."""
 
+    in_process = False
+
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.version = 0
         self._dispatch = Dispatch(clients)
@@ -91,6 +93,10 @@ class EnginePool(InferenceEngine):
             self._dispatch.table.add(request)
             self._dispatch.changed.notify_all()
 
+    def submit_all(self, requests: Sequence[Request]) -> None:
+        with self._dispatch.changed:  # before another thread sends the first of them
+            super().submit_all(requests)
+
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`.
 
@@ -100,22 +106,26 @@ class EnginePool(InferenceEngine):
             EngineError: no progress for `stall_s`; impossible log-probs; what an engine raised.
             SyncFailed: requests wait, but the weights are void.
         """
+        while (ended := self.advance()) is not None:
+            yield from ended
+
+    def advance(self) -> list[Completion] | None:
         dispatch = self._dispatch
-        while True:
-            self._check_open()
-            while dispatch.table.ready:
-                yield dispatch.table.ready.popleft()
-            self._between()
-            if dispatch.paused_at is None:
-                if not dispatch.table:
-                    return
-                self._check_valid()
-                dispatch.post_waiting()
-                dispatch.await_event(self._patience(LOOK_S))
-                dispatch.check_clocks()
-            elif not dispatch.events:
-                return
-            dispatch.read_events()
+        self._check_open()
+        self._between()
+        if dispatch.paused_at is None:
+            if not dispatch.table and not dispatch.table.ready:
+                return None
+            self._check_valid()
+            dispatch.post_waiting()
+            dispatch.await_event(self._patience(LOOK_S))
+            dispatch.check_clocks()
+        elif not dispatch.events and not dispatch.table.ready:
+            return None
+        dispatch.read_events()
+        ended = list(dispatch.table.ready)
+        dispatch.table.ready.clear()
+        return ended
 
     def recover(self) -> Collection[str]:
         """What failed is let go of already; the rest goes on."""

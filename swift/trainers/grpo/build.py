@@ -23,22 +23,23 @@ from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator
 from swift.rollout.arguments import MAKERS, in_use
 from swift.rollout.atropos.api import MessageAPI, Registration
-from swift.rollout.atropos.engine import AtroposEngine
 from swift.rollout.atropos.groups import GroupReader
+from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
-from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.mailbox import Mailbox
-from swift.rollout.multi_turn.engine import MOST_TURNS, TrajectoryEngine
+from swift.rollout.multi_turn.source import MOST_TURNS, TrajectorySource
 from swift.rollout.multi_turn.trajectory import Limits
 from swift.rollout.nemo_gym.gym import NemoGym
 from swift.rollout.parity import ParityCheck
 from swift.rollout.pipeline import RolloutPipeline
 from swift.rollout.replay import ReplayBuffer
-from swift.rollout.rollout_function import RolloutFunctionEngine
+from swift.rollout.rollout_function import FunctionSource
 from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
+from swift.rollout.source import EngineSource, Source
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
@@ -159,7 +160,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         return sampling_from(run.trainer.model, gather=args.ds3_gather_for_generation, any_rank=ranks.any)
 
     collector = RolloutCollector(
-        engine=_sampling_engine(run),
+        source=_source(run),
         sampling=args.sampling_params(),
         seed=args.seed,
         decode=parts.template.decode,
@@ -167,7 +168,6 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         collectives=ranks,
         share=setup.share,
         around=sampling if setup.placement.mode == "in_process" else contextlib.nullcontext,
-        request_s=_request_limit(args, setup),
         progress=run.watchdog.touch,
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
         max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
@@ -222,13 +222,14 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
     )
 
 
-def _sampling_engine(run: Attempt) -> InferenceEngine | None:
-    """What rounds are sampled with: the engine of this rank, or an environment or function of the user around it."""
+def _source(run: Attempt) -> Source | None:
+    """What this rank asks for completions: its engine, or an environment or function of the user that uses it."""
     parts, args, engine = run.parts, run.parts.args, run.setup.engine
     if engine is None:
         return None
+    inner = AwaitedEngine(engine, limit_s=_request_limit(args, run.setup))
     if run.setup.sources is not None:
-        return _atropos_engine(run, engine, run.setup.sources)
+        return _atropos_source(run, inner, run.setup.sources)
     if parts.play is not None:
         limits = Limits(
             max_turns=args.max_turns or MOST_TURNS,
@@ -238,18 +239,17 @@ def _sampling_engine(run: Attempt) -> InferenceEngine | None:
         )
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))
-        return TrajectoryEngine(
-            engine, parts.template, limits, parts.play, next(iter(in_use(args, MAKERS)), "rows"), args.rollout_timeout
-        )
+        name = next(iter(in_use(args, MAKERS)), "rows")
+        return TrajectorySource(inner, parts.template, limits, parts.play, name, args.rollout_timeout)
     if parts.rollout_func is None:
-        return engine
-    return RolloutFunctionEngine(
-        engine,
+        return EngineSource(inner)
+    return FunctionSource(
+        inner,
         parts.rollout_func,
         name=args.rollout_func,
         args=args,
         tokenizer=parts.template.tokenizer,
-        end_token_ids=parts.template.stop_token_ids,
+        end_token_ids=tuple(parts.template.stop_token_ids),
         vocab_size=_vocab_size(args),
         limit_s=args.rollout_timeout,
     )
@@ -264,8 +264,9 @@ def _vocab_size(args: Any) -> int:
     return int(load_config(locate(args).base, args).get_text_config().vocab_size)
 
 
-def _atropos_engine(run: Attempt, engine: InferenceEngine, sources: Sources) -> InferenceEngine:
-    """Environments around the policy server; `setup.begin` registers with their message API and starts our own."""
+def _atropos_source(run: Attempt, inner: AwaitedEngine, sources: Sources) -> Source:
+    """Environments and their policy server; `setup.begin` registers with their message API and starts our own."""
+    engine = inner.engine
     assert isinstance(engine, EnginePool), "the policy server is behind a pool"
     parts, args, plan = run.parts, run.parts.args, run.parts.plan
     longest, updates = engine.capabilities.max_model_len + 1, plan.updates_per_rollout
@@ -299,8 +300,8 @@ def _atropos_engine(run: Attempt, engine: InferenceEngine, sources: Sources) -> 
 
     run.setup.begin = begin
     behind = args.max_staleness
-    return AtroposEngine(
-        engine,
+    return AtroposSource(
+        inner,
         api,
         reader,
         sources.processes.check,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swift.observability.health_rules import Rule
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
-    from swift.rollout.multi_turn.engine import Play
+    from swift.rollout.multi_turn.source import Play
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
     from swift.trainers.distributed import Collectives

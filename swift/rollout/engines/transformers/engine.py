@@ -157,6 +157,15 @@ class TransformersEngine(EngineLife):
                 return
             self._advance(one_step=self.between_steps is not None)
 
+    def advance(self) -> list[Completion] | None:
+        if not self._finished and not self._paused and self._outstanding():
+            self._advance(one_step=True)
+        elif not self._finished:
+            return None
+        ended = list(self._finished)
+        self._finished.clear()
+        return ended
+
     def check_length(self, request: Request) -> None:
         """Also refuses what the model cannot read, and stop words without a tokenizer."""
         super().check_length(request)

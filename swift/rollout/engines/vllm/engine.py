@@ -200,6 +200,18 @@ class VLLMEngine(EngineLife):
             self._check_usable()
             self._step()
 
+    def advance(self) -> list[Completion] | None:
+        self._check_alive()
+        self._settle()
+        if not self._ready and self._running and not self._paused:
+            self._check_usable()
+            self._step()
+        elif not self._ready:
+            return None
+        ended = list(self._ready)
+        self._ready.clear()
+        return ended
+
     def _step(self) -> None:
         """One token of every running request; those that ended with it are ready, also when this raises for one."""
         try:

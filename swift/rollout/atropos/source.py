@@ -1,30 +1,33 @@
-"""An engine whose completions are those that Atropos environments made with the policy server.
+"""Completions that Atropos environments made with the policy server.
 
-    submit      the requests of a launch wait for a group; their prompts are placeholders
-    stream   <- the next group of the message API, as the completions of the launch that has waited longest
+    generate    the requests of a launch wait for a group; their prompts are placeholders
+             <- the next group of the message API, as the completions of the launch that has waited longest
 
-The engine around which it stands is the policy server: weight syncs, sleep and health are its own.
+The engine is the policy server: it samples for the environments, not for the requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swift.errors import NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
 from swift.rollout.atropos.groups import GroupReader
-from swift.rollout.engines.around import EngineAround
-from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import Versions
+from swift.rollout.loop import idle
+from swift.rollout.source import Source
 from swift.types import Completion, Request
 
 logger = logging.getLogger("swift.rollout")
 
 LOOK_S = 0.5
-"""How often a waiting stream looks around."""
+"""How often a wait for a group looks around."""
 IDLE_LOOK_S = 1.0
 """How often, while nothing is waited for, it is seen whether environments have made enough."""
 LEAKED_FRAC, LEAKED_ROWS = 0.01, 2
@@ -32,14 +35,14 @@ LEAKED_FRAC, LEAKED_ROWS = 0.01, 2
 
 
 @dataclass(eq=False)
-class AtroposEngine(EngineAround):
+class AtroposSource(Source):
     """See the module's docstring.
 
     Nothing is too old to be trained on. With `max_batches` the policy server holds back what environments ask for while
     nothing is waited for and so many batches are there already; weights are newer when it goes on.
 
     Attributes:
-        engine: the policy server's client.
+        inner: the policy server's client.
         api: of the environments.
         reader: makes completions of groups.
         check: raises if a process that this run needs has died.
@@ -48,64 +51,98 @@ class AtroposEngine(EngineAround):
         max_batches: batches that may be there; None for any number.
     """
 
-    engine: InferenceEngine
+    inner: AwaitedEngine
     api: MessageAPI
     reader: GroupReader
     check: Callable[[], None] = lambda: None
     versions: Versions = lambda asked: [None] * len(asked)
     hold_back: Callable[[bool], None] = lambda held: None
     max_batches: int | None = None
+    _paused: bool = False
     _held: bool = False
     _holding: threading.Lock = field(default_factory=threading.Lock)
     _watching: threading.Thread | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _waiting: dict[str, list[str]] = field(default_factory=dict)
+    _waiting: dict[str, dict[str, asyncio.Future[Completion]]] = field(default_factory=dict)
     """Launch -> its requests that have no completion yet."""
-    _aborted: list[str] = field(default_factory=list)
+    _reading: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """End the connection to the API; the engine is closed by its owner."""
+        """End the connection to the API."""
         self._closed.set()
         if self._watching is not None:
             self._watching.join(2 * IDLE_LOOK_S)
         self.api.close()
 
-    def check_length(self, request: Request) -> None:
-        """Environments have prompts and distributions of their own."""
+    async def generate(self, request: Request) -> Completion:
+        """A sequence of the group for its launch: environments have prompts and distributions of their own."""
+        launch, loop = request.request_id.rpartition("/")[0], asyncio.get_running_loop()
+        if not self._waiting:
+            self.api.begin_wait()
+        ended = self._waiting.setdefault(launch, {})[request.request_id] = loop.create_future()
+        if self._reading is None:
+            self._reading = loop.create_task(self._read_while_asked())
+        try:
+            return await ended
+        finally:
+            self._leave(launch, request.request_id)
 
-    def submit(self, request: Request) -> None:
-        launch = request.request_id.rpartition("/")[0]
-        with self._lock:
-            self._refuse_again(request, self._waiting.get(launch, ()))
-            if not self._waiting:
-                self.api.begin_wait()
-            self._waiting.setdefault(launch, []).append(request.request_id)
+    def hold(self) -> None:
+        self._paused = True
+        super().hold()
 
-    def stream(self) -> Iterator[Completion]:
-        while True:
-            self._between()
-            with self._lock:
-                aborted, self._aborted = self._aborted, []
-            yield from (Completion(name, [], [], "abort") for name in aborted)
-            if self._paused or not self._waiting:
-                self._hold(not self._paused)
-                self._watch()
-                return
+    def release(self) -> None:
+        super().release()
+        self._paused = False
+
+    def _leave(self, launch: str, name: str) -> None:
+        wanted = self._waiting.get(launch, {})
+        wanted.pop(name, None)
+        if not wanted:
+            self._waiting.pop(launch, None)
+
+    async def free(self) -> None:
+        await super().free()
+        if self._reading is not None and not self._waiting:
+            await self._reading
+
+    async def _read_while_asked(self) -> None:
+        """Groups for the launches that wait, one after the other; then environments may have to wait."""
+        try:
+            while self._waiting:
+                group = await asyncio.wrap_future(on_thread(self._next, "atropos"))
+                if group is not None:
+                    await self._take(group)
+                if not self._waiting and not self._paused:
+                    await asyncio.wrap_future(on_thread(lambda: self._hold(True), "atropos"))
+            self._watch()
+        except Exception as error:
+            waiting = [ended for wanted in self._waiting.values() for ended in wanted.values() if not ended.done()]
+            for ended in waiting:
+                ended.set_exception(error)
+            if not waiting:
+                raise
+        finally:
+            self._reading = None
+
+    def _next(self) -> Group | None:
+        """On a thread: the next group, if one comes soon."""
+        if not self._paused:
             self._hold(False)
-            self.check()
-            group = self.api.next(self._patience(LOOK_S))
-            if group is not None:
-                yield from self._made(group)
+        self.check()
+        return self.api.next(LOOK_S)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        with self._lock:
-            for launch, names in list(self._waiting.items()):
-                ended = [name for name in names if request_ids is None or name in request_ids]
-                self._waiting[launch] = [name for name in names if name not in ended]
-                self._aborted += ended
-                if not self._waiting[launch]:
-                    del self._waiting[launch]
+    async def _take(self, group: Group) -> None:
+        """A group becomes the completions of the launch that has waited longest."""
+        if not self._waiting:  # aborted while the API was asked
+            self.api.give_back(group)
+            return
+        wanted = dict(next(iter(self._waiting.values())))
+        made = await asyncio.wrap_future(on_thread(lambda: self._made(group, list(wanted)), "atropos"))
+        for completion in made:
+            if not wanted[completion.request_id].done():
+                wanted[completion.request_id].set_result(completion)
+        await idle()  # those who have their completions leave
 
     def drain_metrics(self) -> dict[str, float]:
         counted, self.api.counters = self.api.counters, type(self.api.counters)()
@@ -115,13 +152,8 @@ class AtroposEngine(EngineAround):
             **{f"atropos/groups/{name}": float(count) for name, count in self.api.received.copy().items()},
         }
 
-    def _made(self, group: Group) -> list[Completion]:
-        """The completions of the launch that has waited longest."""
-        with self._lock:
-            if not self._waiting:  # aborted while the API was asked
-                self.api.give_back(group)
-                return []
-            names = self._waiting.pop(next(iter(self._waiting)))
+    def _made(self, group: Group, names: list[str]) -> list[Completion]:
+        """On a thread: the completions of a group, for these requests."""
         made = self.reader.completions(group, names, self.versions)
         if all(one.episode is not None and one.episode.problem for one in made):
             self.api.counters["atropos/invalid_groups"] += 1
@@ -154,6 +186,6 @@ class AtroposEngine(EngineAround):
             if self._paused or self._waiting:
                 continue
             try:
-                self._hold(True)  # a stream that has begun since lets them go on
+                self._hold(True)  # a round that has begun since lets them go on
             except SwiftError as error:  # the trainer's next call finds an engine that is lost
                 logger.warning("warning: atropos: environments are not held back: %s", first_line(error))

@@ -1,4 +1,4 @@
-"""The generation thread: rounds come back whole or with their failure, and it always ends."""
+"""Rounds in the background: they come back whole or with their failure, and the thread always ends."""
 
 import threading
 import time
@@ -6,12 +6,13 @@ import time
 import pytest
 from scripted_engine import ScriptedEngine
 from small_runs import NumberedPrompts, OneRank, SlowScorer
+from sources import source_of
 
 from swift.errors import EngineDead, EngineError, PromptTooLong, RewardError
-from swift.rollout import prefetch
+from swift.rollout import runner
 from swift.rollout.collector import RolloutCollector
-from swift.rollout.prefetch import Generation
 from swift.rollout.round import EngineShare
+from swift.rollout.runner import RoundRunner
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler
 from swift.types import SamplingParams, TrainerProgress
 
@@ -26,8 +27,8 @@ def sampled():
 
     def make(engine, scorer=None, **settings):
         scorer = scorer or SlowScorer()
-        collector = RolloutCollector(engine, SamplingParams(16), 7, str, scorer, OneRank(), EngineShare())
-        thread = Generation(collector, **settings)
+        collector = RolloutCollector(source_of(engine), SamplingParams(16), 7, str, scorer, OneRank(), EngineShare())
+        thread = RoundRunner(collector, threaded=True, **settings)
         scheduler = RolloutScheduler(NumberedPrompts(), groups_per_batch=2, batches_per_epoch=None)
 
         def ask():
@@ -45,7 +46,7 @@ def sampled():
         engine.close()
         thread.close()
         scorer.pool.shutdown()
-        assert not thread._thread or not thread._thread.is_alive()
+        assert not thread.loop._thread or not thread.loop._thread.is_alive()
 
 
 def in_time(work, *arguments):
@@ -89,15 +90,17 @@ def test_rounds_share_no_batch_of_the_engine_unless_they_may(sampled):
 def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):
     # the last completion is out before its stream has ended: whoever goes on then shares the engine with the thread
     engine = ScriptedEngine()
-    leaving = engine.stream
+    advance = engine.advance
 
     def slow_to_end():
-        yield from leaving()
-        time.sleep(0.2)
-        with engine._alone("stream"):
-            engine.events.append(("stream ended",))
+        ended = advance()
+        if ended is None:
+            time.sleep(0.2)
+            with engine._alone("stream"):
+                engine.events.append(("stream ended",))
+        return ended
 
-    engine.stream = slow_to_end
+    engine.advance = slow_to_end
     thread, ask = sampled(engine)
     for number in range(3):
         in_time(thread.wait, ask())
@@ -136,7 +139,7 @@ def test_a_prompt_without_room_fails_its_round_before_anything_is_sampled(sample
     current = ask()  # prompts of 3 and 4 tokens
     in_time(thread.wait, current)
     assert isinstance(current.failure, PromptTooLong)
-    assert engine.events == [("abort",)]
+    assert engine.events == []
 
 
 def test_two_threads_are_never_in_the_engine_while_it_is_held(sampled):
@@ -183,13 +186,13 @@ def test_closing_ends_the_thread_in_the_middle_of_a_round(sampled):
     began = time.monotonic()
     thread.close()
     assert time.monotonic() - began < 2
-    assert not thread._thread.is_alive()
+    assert not thread.loop._thread.is_alive()
     in_time(thread.wait, current)
     assert isinstance(current.failure, EngineError)
 
 
 def test_closing_does_not_wait_for_ever_for_an_engine_that_does_not_listen(sampled, monkeypatch):
-    monkeypatch.setattr(prefetch, "CLOSE_S", 0.5)
+    monkeypatch.setattr(runner, "CLOSE_S", 0.5)
     engine = ScriptedEngine(stuck="close")
     thread, ask = sampled(engine)
     ask()
@@ -197,18 +200,18 @@ def test_closing_does_not_wait_for_ever_for_an_engine_that_does_not_listen(sampl
     began = time.monotonic()
     thread.close()
     assert time.monotonic() - began < 2
-    assert thread._thread.is_alive(), "the script is wrong"
+    assert thread.loop._thread.is_alive(), "the script is wrong"
     engine.close()  # as its owner does right after
-    thread._thread.join(2)
-    assert not thread._thread.is_alive()
+    thread.loop._thread.join(2)
+    assert not thread.loop._thread.is_alive()
 
 
 def test_a_rank_without_an_engine_waits_for_nothing(sampled):
-    thread = Generation(RolloutCollector(None, SamplingParams(4), 7, str, SlowScorer(), OneRank()))
+    thread = RoundRunner(RolloutCollector(None, SamplingParams(4), 7, str, SlowScorer(), OneRank()), threaded=True)
     current = thread.collector.prepare(LaunchLog(), num_generations=2, progress=TrainerProgress(0, 9, 0.0))
     thread.start(current)
     in_time(thread.wait, current)
     in_time(thread.hold)
     thread.release()
     thread.close()
-    assert thread._thread is None
+    assert thread.loop._thread is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import queue
 
@@ -9,14 +10,16 @@ import msgspec
 import pytest
 from message_api import StandIn, group
 from scripted_engine import ScriptedEngine
+from sources import on_a_loop, sampled
 from test_atropos_api import Time, opened, post
 
 from swift.errors import ConfigError, EngineError, NumericError
-from swift.rollout.atropos import engine as engine_module
+from swift.rollout.atropos import source as source_module
 from swift.rollout.atropos.api import Group
-from swift.rollout.atropos.engine import AtroposEngine
 from swift.rollout.atropos.groups import GroupReader
+from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import BatchConfig, BatchMaker
+from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.round_result import fault, set_scores
 from swift.types import GroupScores, Prompt, Request, RolloutGroup, SamplingParams
 
@@ -205,7 +208,7 @@ def test_a_temperature_of_zero_counts_as_one():
     assert [one.episode.problem for one in read(group(overrides=[{"temperature": 0}, {"temperature": -1}]))] == ["", ""]
 
 
-# --- the engine -------------------------------------------------------------------------------------------------------
+# --- the source -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -215,7 +218,7 @@ def server():
 
 @pytest.fixture
 def made(server):
-    return AtroposEngine(ScriptedEngine(), opened(server), reader())
+    return AtroposSource(AwaitedEngine(ScriptedEngine()), opened(server), reader())
 
 
 def requests(*launches):
@@ -227,34 +230,26 @@ def requests(*launches):
 
 def test_groups_go_to_launches_in_order(server, made):
     sent = post(server, group(), group())
-    done = list(made.generate(requests("a-0", "a-1")))
+    done = sampled(made, requests("a-0", "a-1"))
     assert [one.request_id for one in done] == ["a-0/0", "a-0/1", "a-1/0", "a-1/1"]
     assert [one.episode.prompt_ids[0] for one in done[::2]] == [one["tokens"][0][0] for one in sent]
     metrics = made.drain_metrics()
     assert (metrics["atropos/groups/0"], metrics["atropos/queue_groups"]) == (2.0, 0.0)
 
 
-def test_what_is_aborted_comes_back_and_its_group_waits_for_another_launch(server, made):
-    for request in requests("a-0", "a-1"):
-        made.submit(request)
-    with pytest.raises(EngineError, match="a-0/0: is outstanding already"):
-        made.submit(requests("a-0")[0])
-    made.between_steps = made.abort
-    assert {one.finish_reason for one in made.stream()} == {"abort"}
-    made.between_steps = None
+def test_the_group_of_who_has_left_waits_for_another_launch(server, made):
+    async def leave():
+        tasks = [asyncio.create_task(made.generate(request)) for request in requests("a-0", "a-1")]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await made.free()
+
+    on_a_loop(leave)
     sent = post(server, group(), group())
-    done = list(made.generate(requests("a-2")))
+    done = sampled(made, requests("a-2"))
     assert done[0].episode.prompt_ids[0] == sent[0]["tokens"][0][0]
-
-
-def test_a_paused_engine_waits(server, made):
-    made.submit(requests("a-0")[0])
-    made.pause()
-    assert list(made.stream()) == []
-    made.resume()
-    made.submit(requests("a-0")[1])
-    post(server, group(), group())
-    assert len(list(made.stream())) == 2
 
 
 def test_a_process_that_has_died_ends_the_stream(made):
@@ -263,44 +258,44 @@ def test_a_process_that_has_died_ends_the_stream(made):
 
     made.check = died
     with pytest.raises(EngineError, match="environment-0"):
-        list(made.generate(requests("a-0")))
+        sampled(made, requests("a-0"))
 
 
 def test_positive_logprobs_in_more_than_one_of_a_hundred_sequences_end_the_run(server, made):
     post(server, *(edited("inference_logprobs", 0, (4, 1.0)) for _ in range(2)))
     with pytest.raises(NumericError, match="2 of 4 sequences have log-probs above 0"):
-        list(made.generate(requests("a-0", "a-1")))
+        sampled(made, requests("a-0", "a-1"))
 
 
 def test_groups_without_any_good_sequence_are_counted(server, made):
     post(server, group(), group(scores=[math.nan, math.nan]))
     server.state["queue"][-1]["scores"] = [1.0, 2.0, 3.0]  # the API does not look
-    list(made.generate(requests("a-0", "a-1")))
+    sampled(made, requests("a-0", "a-1"))
     assert made.drain_metrics()["atropos/invalid_groups"] == 1
 
 
 @pytest.mark.parametrize(("most", "held"), [(None, []), (0, [True, False, True]), (1, [True, False]), (2, [])])
 def test_environments_are_held_back_while_enough_batches_are_there(server, made, most, held, monkeypatch):
-    monkeypatch.setattr(engine_module, "IDLE_LOOK_S", 60.0)
+    monkeypatch.setattr(source_module, "IDLE_LOOK_S", 60.0)
     calls = []
     made.max_batches, made.hold_back = most, calls.append
     post(server, *(group() for _ in range(4)))  # two make a batch
-    list(made.generate(requests("a-0", "a-1")))  # leaves one batch
-    list(made.generate(requests("a-2")))  # leaves half of one
+    sampled(made, requests("a-0", "a-1"))  # leaves one batch
+    sampled(made, requests("a-2"))  # leaves half of one
     assert calls == held
     made._closed.set()
 
 
 def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_trains(server, made, monkeypatch):
-    monkeypatch.setattr(engine_module, "IDLE_LOOK_S", 0.01)
+    monkeypatch.setattr(source_module, "IDLE_LOOK_S", 0.01)
     calls = queue.Queue()
     made.max_batches, made.hold_back = 1, calls.put
     post(server, group(), group())
-    assert len(list(made.generate(requests("a-0", "a-1")))) == 4
+    assert len(sampled(made, requests("a-0", "a-1"))) == 4
     assert calls.empty()
     post(server, group(), group())
     assert [calls.get(timeout=10), calls.get(timeout=10)] == [True, True]  # a server that was restarted has forgotten
-    list(made.generate(requests("a-2")))
+    sampled(made, requests("a-2"))
     made.close()
     said = [calls.get() for _ in range(calls.qsize())]
     assert said[said.index(False) :] == [False]
@@ -309,9 +304,9 @@ def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_t
 
 def test_a_long_step_is_no_time_without_data():
     server, clock = StandIn(), Time()
-    made = AtroposEngine(ScriptedEngine(), opened(server, clock, timeout_s=100.0), reader())
+    made = AtroposSource(AwaitedEngine(ScriptedEngine()), opened(server, clock, timeout_s=100.0), reader())
     clock.now += 700.0
     ready = server.batch
     server.batch = lambda: {"batch": None} if clock.now < 705.0 else ready()
     post(server, group(), group())
-    assert len(list(made.generate(requests("a-0")))) == 2
+    assert len(sampled(made, requests("a-0"))) == 2

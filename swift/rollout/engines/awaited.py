@@ -1,0 +1,248 @@
+"""`await generate(request)` of an engine that is driven by `submit` and `advance`.
+
+    generate(request) -> waits for its completion; a caller that is cancelled aborts it
+    the pump             a coroutine: submits what is new, has the engine advance, brings completions to their callers
+
+In a process of its own an engine advances on a thread; here it is one step of the loop, before which everything else
+that is ready has run (`swift.rollout.loop`).
+
+A request that takes longer than its limit is aborted and sampled once more, with the same seed; then it ends with
+"error", which leaves it out of training. Its time begins with its first token: waiting for room counts against nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+
+from swift.errors import EngineError, SwiftError
+from swift.rollout.engines.base import InferenceEngine
+from swift.rollout.engines.process import on_thread
+from swift.rollout.loop import idle
+from swift.types import Completion, Request
+
+LOOK_S = 1.0
+"""Longest time between two looks at the clock while the engine gets on."""
+MAX_TRIES = 2
+"""How often a request that takes too long is sampled."""
+
+
+class AwaitedEngine:
+    """See the module's docstring; its methods belong to the thread of the loop.
+
+    Args:
+        engine: is driven by nobody else meanwhile.
+        limit_s: bound on each request; None where the engine has one of its own.
+
+    Attributes:
+        late: requests that took longer, once for each try.
+        settle: called before each step; returns when what runs on other threads has asked for what it can.
+    """
+
+    def __init__(self, engine: InferenceEngine, *, limit_s: float | None = None) -> None:
+        self.engine = engine
+        self.late = 0
+        self.settle: Callable[[], None] | None = None
+        self._clock = _Clock(limit_s) if limit_s is not None else None
+        self._new: list[Request] = []
+        self._asked: dict[str, asyncio.Future[Completion]] = {}  # a cancelled one until the engine has let go of it
+        self._to_abort: list[str] = []
+        self._submitted = 0
+        self._pumping: asyncio.Task[None] | None = None
+        self._submitting: asyncio.Task[None] | None = None
+        self._held = False
+        self._error: Exception | None = None  # that no caller has been told
+
+    async def generate(self, request: Request) -> Completion:
+        """One sample.
+
+        Raises:
+            PromptTooLong, RequestRefused, Unsupported: the engine does not take it.
+            EngineError: the engine failed, or the id is outstanding.
+        """
+        self.engine.check_length(request)
+        for tries in range(MAX_TRIES):
+            completion = await self._sampled(request)
+            if self._clock is None or not self._clock.has_expired(completion):
+                return completion
+            self.late += 1
+            if tries == MAX_TRIES - 1:
+                completion.finish_reason = "error"
+        return completion
+
+    async def free(self) -> None:
+        """Until the engine has nothing of those who have left; others may keep it busy. Raises what went wrong."""
+        if self._pumping is not None and all(one.done() for one in self._asked.values()):
+            await asyncio.wait([self._pumping])
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def hold(self) -> None:
+        """Submit nothing until `release`; for an engine that is about to be paused."""
+        self._held = True
+
+    async def rest(self) -> None:
+        """Until a held engine is left alone."""
+        if self._pumping is not None:
+            await asyncio.wait([self._pumping])
+
+    def release(self) -> None:
+        """Go on."""
+        self._held = False
+        self._pump_on()
+
+    # --- one request ----------------------------------------------------------------------------------------------
+
+    async def _sampled(self, request: Request) -> Completion:
+        name = request.request_id
+        if name in self._asked:
+            raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
+        self._asked[name] = asyncio.get_running_loop().create_future()
+        self._new.append(request)
+        self._pump_on()
+        try:
+            return await self._asked[name]
+        except asyncio.CancelledError:
+            self._leave(request)
+            raise
+
+    def _leave(self, request: Request) -> None:
+        """Nobody waits for a request any more."""
+        if request in self._new:
+            self._new.remove(request)
+            del self._asked[request.request_id]
+            return
+        if not self._to_abort:
+            asyncio.get_running_loop().call_soon(self._abort)
+        self._to_abort.append(request.request_id)
+
+    def _abort(self) -> None:
+        names, self._to_abort = self._to_abort, []
+        with contextlib.suppress(SwiftError):  # an engine that is gone has nothing to abort
+            self.engine.abort(names)
+
+    # --- the pump -------------------------------------------------------------------------------------------------
+
+    def _pump_on(self) -> None:
+        if self._held or not self._asked:
+            return
+        loop = asyncio.get_running_loop()
+        if self._pumping is None:
+            self._pumping = loop.create_task(self._pump())
+        elif self._new and not self.engine.in_process and self._submitting is None:  # while the pump waits for others
+            self._submitting = loop.create_task(self._submit_beside())
+
+    async def _all_is_asked(self) -> None:
+        """Until whatever can ask for something has done so."""
+        await idle()
+        if self.settle is not None:
+            self.settle()
+            await idle()
+
+    async def _pump(self) -> None:
+        try:
+            while True:
+                await self._all_is_asked()
+                if self._held:
+                    return
+                self._submit()
+                submitted = self._submitted
+                done = await self._advanced()
+                for completion in done or ():
+                    self._deliver(completion)
+                if done is None and not self._new and not self._held and submitted == self._submitted:
+                    self._check_nothing_is_lost()
+                    return
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            self._pumping = None
+
+    async def _submit_beside(self) -> None:
+        try:
+            await self._all_is_asked()
+            if not self._held:
+                self._submit()
+        except Exception as error:
+            await self._fail(error)
+        finally:
+            self._submitting = None
+
+    def _submit(self) -> None:
+        new, self._new = self._new, []
+        if new:
+            self._submitted += len(new)
+            self.engine.submit_all(new)
+        late = self._clock.look(self.engine, self._asked) if self._clock is not None else []
+        if late:
+            self.engine.abort(late)
+
+    async def _advanced(self) -> list[Completion] | None:
+        if self.engine.in_process:
+            return self.engine.advance()
+        return await asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
+
+    def _deliver(self, completion: Completion) -> None:
+        waiting = self._asked.pop(completion.request_id, None)
+        if waiting is None:
+            raise EngineError(
+                f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
+                "this is a defect of the engine"
+            )
+        if not waiting.done():
+            waiting.set_result(completion)
+
+    def _check_nothing_is_lost(self) -> None:
+        lost = [name for name, waiting in self._asked.items() if not waiting.done()]
+        if lost:
+            raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
+        self._asked.clear()
+
+    async def _fail(self, error: Exception) -> None:
+        """Tell whoever waits; afterwards the engine is empty."""
+        waiting = [one for one in self._asked.values() if not one.done()]
+        self._asked.clear()
+        self._new.clear()
+        for one in waiting:
+            one.set_exception(error)
+        if not waiting:
+            self._error = error
+        with contextlib.suppress(SwiftError):  # the first error is the one to show
+            self.engine.abort()
+            while await self._advanced() is not None:
+                pass
+
+
+class _Clock:
+    """When requests have taken too long; a look counts a tenth of the limit at most, as the process may have stood."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self._now, self._looked_at = 0.0, time.monotonic()
+        self._begun: dict[str, float] = {}
+        self._expired: set[str] = set()
+
+    def look(self, engine: InferenceEngine, names: Iterable[str]) -> list[str]:
+        """Requests to abort now."""
+        passed = time.monotonic() - self._looked_at
+        if passed < min(LOOK_S, self.limit_s / 10):
+            return []
+        self._looked_at += passed
+        self._now += min(passed, self.limit_s / 10)
+        begun = {name for name in names if name in self._begun or engine.so_far(name)[0]}
+        self._begun = {name: self._begun.get(name, self._now) for name in begun}
+        late = [name for name, since in self._begun.items() if self._now - since > self.limit_s]
+        self._expired.update(late)
+        for name in late:
+            del self._begun[name]
+        return late
+
+    def has_expired(self, completion: Completion) -> bool:
+        """Whether it ended for its time."""
+        expired = completion.request_id in self._expired
+        self._expired.discard(completion.request_id)
+        self._begun.pop(completion.request_id, None)
+        return expired and completion.finish_reason == "abort"
