@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import selectors
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -27,12 +27,23 @@ T = TypeVar("T")
 
 
 class RolloutLoop:
-    """See the module's docstring. threaded: on a thread of its own, which starts with the first coroutine."""
+    """See the module's docstring. threaded: on a thread of its own with this name, started when it is needed."""
 
-    def __init__(self, *, threaded: bool = False) -> None:
-        self.threaded = threaded
+    def __init__(self, *, threaded: bool = False, name: str = "rollout") -> None:
+        self.threaded, self.name = threaded, name
         self._loop = EventLoop()
         self._thread: threading.Thread | None = None
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The loop's own, once it has begun."""
+        return self._thread
+
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function on the loop's thread soon; nothing on a loop that is closed."""
+        self._start()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine. Raises what it raises; EngineError: the loop's thread has ended."""
@@ -42,11 +53,14 @@ class RolloutLoop:
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Let a coroutine run on the loop's thread."""
+        self._start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _start(self) -> None:
         assert self.threaded
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+            self._thread = threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def wait(self, future: Future[T]) -> T:
         """What a coroutine that was begun returns or raises."""

@@ -80,6 +80,7 @@ class ScriptedEngine(InferenceEngine):
         """Calls that came while another thread was inside: there must be none."""
         self.delivered = self.streams = 0
         self._outstanding = {}
+        self._broke = None
         self._aborting = set()
         self._paused = False
         self._closed = False
@@ -106,8 +107,19 @@ class ScriptedEngine(InferenceEngine):
             yield from ended
 
     def advance(self):
-        ended = self._ended_by_a_step()
-        return None if ended is None else list(ended)
+        if self._broke is not None:
+            error, self._broke = self._broke, None
+            raise error
+        if (ended := self._ended_by_a_step()) is None:
+            return None
+        done = []
+        try:
+            done.extend(ended)
+        except Exception as error:
+            if not done:
+                raise
+            self._broke = error  # after what it has delivered
+        return done
 
     def so_far(self, request_id):
         row = self._outstanding.get(request_id)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
-from swift.errors import EngineError, SwiftError
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.loop import idle
@@ -25,6 +25,8 @@ from swift.types import Completion, Request
 
 LOOK_S = 1.0
 """Longest time between two looks at the clock while the engine gets on."""
+RETRY_S = 1.0
+"""Pause before an engine is asked again after a failure that lost no request."""
 MAX_TRIES = 2
 """How often a request that takes too long is sampled."""
 
@@ -35,16 +37,19 @@ class AwaitedEngine:
     Args:
         engine: is driven by nobody else meanwhile.
         limit_s: bound on each request; None where the engine has one of its own.
+        patient: requests that are still there after a failure wait until the engine can go on; otherwise they fail too.
 
     Attributes:
         late: requests that took longer, once for each try.
         settle: called before each step; returns when what runs on other threads has asked for what it can.
+        stepped: called after each step.
     """
 
-    def __init__(self, engine: InferenceEngine, *, limit_s: float | None = None) -> None:
-        self.engine = engine
+    def __init__(self, engine: InferenceEngine, *, limit_s: float | None = None, patient: bool = False) -> None:
+        self.engine, self.patient = engine, patient
         self.late = 0
         self.settle: Callable[[], None] | None = None
+        self.stepped: Callable[[], None] | None = None
         self._clock = _Clock(limit_s) if limit_s is not None else None
         self._new: list[Request] = []
         self._asked: dict[str, asyncio.Future[Completion]] = {}  # a cancelled one until the engine has let go of it
@@ -71,6 +76,14 @@ class AwaitedEngine:
             if tries == MAX_TRIES - 1:
                 completion.finish_reason = "error"
         return completion
+
+    def abort(self, names: Collection[str]) -> None:
+        """End requests, whose completions then are what they have; unknown ids are ignored."""
+        for request in [one for one in self._new if one.request_id in names]:
+            self._new.remove(request)
+            self._deliver(Completion(request.request_id, [], [], "abort"))
+        if running := [name for name in names if name in self._asked]:
+            self.engine.abort(running)
 
     async def free(self) -> None:
         """Until the engine has nothing of those who have left; others may keep it busy. Raises what went wrong."""
@@ -148,18 +161,28 @@ class AwaitedEngine:
                 await self._all_is_asked()
                 if self._held:
                     return
-                self._submit()
-                submitted = self._submitted
-                done = await self._advanced()
-                for completion in done or ():
-                    self._deliver(completion)
-                if done is None and not self._new and not self._held and submitted == self._submitted:
-                    self._check_nothing_is_lost()
-                    return
-        except Exception as error:
-            await self._fail(error)
+                try:
+                    if await self._step() and not self._new and not self._held:
+                        return
+                except Exception as error:
+                    if not await self._fail(error):
+                        return
         finally:
             self._pumping = None
+
+    async def _step(self) -> bool:
+        """One step with what is new; whether nothing is outstanding any more."""
+        self._submit()
+        submitted = self._submitted
+        done = await self._advanced()
+        for completion in done or ():
+            self._deliver(completion)
+        if self.stepped is not None:
+            self.stepped()
+        if done is not None or self._new or self._held or submitted != self._submitted:
+            return False
+        self._check_nothing_is_lost()
+        return True
 
     async def _submit_beside(self) -> None:
         try:
@@ -201,19 +224,44 @@ class AwaitedEngine:
             raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
         self._asked.clear()
 
-    async def _fail(self, error: Exception) -> None:
-        """Tell whoever waits; afterwards the engine is empty."""
-        waiting = [one for one in self._asked.values() if not one.done()]
-        self._asked.clear()
-        self._new.clear()
-        for one in waiting:
-            one.set_exception(error)
-        if not waiting:
+    async def _fail(self, error: Exception) -> bool:
+        """Tell those who have lost their requests; whether there are others, with which the engine goes on."""
+        if isinstance(error, RequestRefused) and error.request_id in self._asked:
+            _raise_in(self._asked.pop(error.request_id), error)
+            return True
+        left: Collection[str] = ()
+        if isinstance(error, SwiftError) and not isinstance(error, EngineDead):
+            try:
+                left = self.engine.recover()
+            except Exception as worse:
+                error = worse
+        lost = [name for name in self._asked if name not in left]
+        if not lost and left and self.patient:
+            await asyncio.sleep(RETRY_S)
+            return True
+        if not lost or not left:
+            lost, left = list(self._asked), ()
+            await self._empty()
+        told = [_raise_in(self._asked.pop(name), error) for name in lost]
+        if not any(told):
             self._error = error
+        return bool(left)
+
+    async def _empty(self) -> None:
+        """Nothing is left in the engine."""
+        self._new.clear()
         with contextlib.suppress(SwiftError):  # the first error is the one to show
             self.engine.abort()
             while await self._advanced() is not None:
                 pass
+
+
+def _raise_in(waiting: asyncio.Future[Completion], error: Exception) -> bool:
+    """Whether anybody waited."""
+    if waiting.done():
+        return False
+    waiting.set_exception(error)
+    return True
 
 
 class _Clock:

@@ -113,16 +113,17 @@ class EnginePool(InferenceEngine):
         dispatch = self._dispatch
         self._check_open()
         self._between()
-        if dispatch.paused_at is None:
-            if not dispatch.table and not dispatch.table.ready:
+        if not dispatch.table.ready:
+            if dispatch.paused_at is None:
+                if not dispatch.table:
+                    return None
+                self._check_valid()
+                dispatch.post_waiting()
+                dispatch.await_event(self._patience(LOOK_S))
+                dispatch.check_clocks()
+            elif not dispatch.events:
                 return None
-            self._check_valid()
-            dispatch.post_waiting()
-            dispatch.await_event(self._patience(LOOK_S))
-            dispatch.check_clocks()
-        elif not dispatch.events and not dispatch.table.ready:
-            return None
-        dispatch.read_events()
+            dispatch.read_events()
         ended = list(dispatch.table.ready)
         dispatch.table.ready.clear()
         return ended
