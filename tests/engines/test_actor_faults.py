@@ -195,7 +195,7 @@ def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
 def test_where_an_engine_is_can_be_asked_at_any_time(start):
     worker = start()
     assert worker.capabilities
-    assert worker.stacks().startswith("engine 0 (cpu:0): its thread is in wait")
+    assert worker.stacks().startswith("engine 0 (cpu:0): its thread is in select")
     kill(worker)
     assert wait_for(lambda: "gone (ended unexpectedly" in worker.stacks())
 

@@ -364,7 +364,7 @@ def test_hundreds_of_streams_whose_clients_are_gone_leave_no_slot_and_others_are
     for one in asked:
         one.close()
     assert wait_for(lambda: not server.uvicorn.server_state.tasks, 60)
-    assert not server.service.queue._streams and not server.service.queue._growing
+    assert not server.service.queue._streams and not server.service.queue._waiting
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------------

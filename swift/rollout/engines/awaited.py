@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError
@@ -51,7 +52,7 @@ class AwaitedEngine:
         self.settle: Callable[[], None] | None = None
         self.stepped: Callable[[], None] | None = None
         self._clock = _Clock(limit_s) if limit_s is not None else None
-        self._new: list[Request] = []
+        self._new: deque[Request] = deque()
         self._asked: dict[str, asyncio.Future[Completion]] = {}  # a cancelled one until the engine has let go of it
         self._to_abort: list[str] = []
         self._submitted = 0
@@ -195,10 +196,16 @@ class AwaitedEngine:
             self._submitting = None
 
     def _submit(self) -> None:
-        new, self._new = self._new, []
-        if new:
-            self._submitted += len(new)
-            self.engine.submit_all(new)
+        with self.engine.together():
+            while self._new:
+                self._submitted += 1
+                request = self._new.popleft()
+                try:
+                    self.engine.submit(request)
+                except SwiftError as error:
+                    if isinstance(error, EngineDead):
+                        raise
+                    _raise_in(self._asked.pop(request.request_id), error)
         late = self._clock.look(self.engine, self._asked) if self._clock is not None else []
         if late:
             self.engine.abort(late)
@@ -250,7 +257,7 @@ class AwaitedEngine:
     async def _empty(self) -> None:
         """Nothing is left in the engine."""
         self._new.clear()
-        with contextlib.suppress(SwiftError):  # the first error is the one to show
+        with contextlib.suppress(Exception):  # the first error is the one to show
             self.engine.abort()
             while await self._advanced() is not None:
                 pass

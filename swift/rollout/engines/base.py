@@ -142,10 +142,9 @@ class InferenceEngine(ABC):
             EngineError: an id that is outstanding already; the engine stays usable.
         """
 
-    def submit_all(self, requests: Sequence[Request]) -> None:
-        """Queue samples that are to begin together. Raises as `submit`, with those before it queued."""
-        for request in requests:
-            self.submit(request)
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        """What is submitted inside begins together."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def stream(self) -> Iterator[Completion]:

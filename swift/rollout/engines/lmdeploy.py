@@ -36,7 +36,7 @@ from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapt
 from swift.rollout.engines.life import EngineLife, LifeUpdate
 from swift.rollout.engines.lmdeploy_api import require
 from swift.rollout.engines.process import on_thread, same_environment
-from swift.rollout.engines.running import Running, ends_with_stop
+from swift.rollout.engines.running import Running, SoFar, ends_with_stop
 from swift.rollout.engines.spec import EngineSpec, visible_devices
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
@@ -65,6 +65,7 @@ class LMDeployEngine(EngineLife):
     """See the module's docstring."""
 
     name = "lmdeploy"
+    in_process = False  # LMDeploy's own thread works
 
     def __init__(self, spec: EngineSpec) -> None:
         api_.check_spec(spec)
@@ -246,6 +247,10 @@ class LMDeployEngine(EngineLife):
                 self._check_valid()
                 continue
             yield done
+
+    def so_far(self, request_id: str) -> SoFar:
+        running = self._running.get(request_id)
+        return ((), (), ()) if running is None else (list(running.token_ids), list(running.logprobs), [])
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._lock:

@@ -93,9 +93,8 @@ class EnginePool(InferenceEngine):
             self._dispatch.table.add(request)
             self._dispatch.changed.notify_all()
 
-    def submit_all(self, requests: Sequence[Request]) -> None:
-        with self._dispatch.changed:  # before another thread sends the first of them
-            super().submit_all(requests)
+    def together(self) -> contextlib.AbstractContextManager[Any]:
+        return self._dispatch.changed  # no other thread sends the first of them meanwhile
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`.
