@@ -54,13 +54,18 @@ def own_device() -> torch.device:
 
 
 def cache_room(device: torch.device) -> int:
-    """Bytes for keys and values of a model that samples in this process: a fixed share of the device's memory."""
+    """Bytes for keys and values of a model that samples in this process: a quarter of the device's memory at most.
+
+    On a device of its own it is also at most half of what is free now, in whole GiB, so that it is the same in every
+    run; called with the model on the device, it leaves the other half to training.
+    """
     import psutil
     import torch
 
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory // 4)
-    return int(psutil.virtual_memory().total // 8)
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().total // 8)
+    free, total = torch.cuda.mem_get_info(device)
+    return min(total // 4, max(free // 2, 1 << 30) >> 30 << 30)
 
 
 def torch_is_for_cpu_only() -> bool:

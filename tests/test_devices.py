@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from swift import devices
 
 ROOT = Path(__file__).parents[1]
 TORCH = """
@@ -69,3 +72,13 @@ def test_devices_that_are_not_used_are_not_counted(kind, tmp_path):
 )
 def test_defaults_follow_what_torch_sees_whatever_is_in_dev(version, expected, tmp_path):
     assert counted(tmp_path, version, code=DERIVE) == expected
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "room_gib"),
+    [(79.0, 20), (39.9, 19), (14.5, 7), (14.1, 7), (1.5, 1)],
+    ids=["a small model", "a middle one", "a large one", "the same a little later", "hardly any room"],
+)
+def test_keys_and_values_get_no_more_than_the_model_leaves(monkeypatch, free_gib, room_gib):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 80 * 2**30))
+    assert devices.cache_room(torch.device("cuda", 0)) == room_gib * 2**30

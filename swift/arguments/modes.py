@@ -128,7 +128,9 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     vllm_max_model_len: int | None = flag(at_least=1, group="Engine", everyday=False, unset="the model's context")
     """Maximum length of prompt and completion in tokens, for every backend."""
 
-    vllm_max_num_seqs: int = flag(256, at_least=1, group="Engine", everyday=False)
+    vllm_max_num_seqs: int | None = flag(
+        at_least=1, group="Engine", everyday=False, unset="that of vLLM; 256 on a CPU and for other backends"
+    )
     """Maximum number of sequences decoded at a time, for every backend."""
 
     system: str | None = flag(unset="that of the training, else none")

@@ -362,7 +362,9 @@ class EngineArguments:
     )
     """Maximum length of prompt and completion, in tokens."""
 
-    vllm_max_num_seqs: int = flag(256, at_least=1, needs="use_vllm", everyday=False)
+    vllm_max_num_seqs: int | None = flag(
+        at_least=1, needs="use_vllm", everyday=False, unset="that of vLLM; 256 on a CPU"
+    )
     """Maximum number of sequences decoded at a time."""
 
     vllm_enforce_eager: bool = flag(False, needs="use_vllm", everyday=False)

@@ -134,6 +134,30 @@ def test_the_cpu_cache_holds_every_sequence_unless_that_is_too_much():
     assert settings.cpu_kv_bytes(spec(max_num_seqs=1), 1, 32, free) == CPU_KV_MINIMUM
 
 
+@pytest.mark.parametrize(("on_cpu", "given", "told"), [(False, None, None), (False, 8, 8), (True, None, 256)])
+def test_the_number_of_sequences_is_vllms_own_unless_it_is_given(on_cpu, given, told):
+    arguments = settings.engine_arguments(
+        spec(max_num_seqs=given), on_cpu=on_cpu, limit=64, kv_bytes=1 << 20, executor="uni"
+    )
+    assert arguments.get("max_num_seqs") == told
+
+
+def test_vllm_takes_the_budgets_of_its_offline_class(monkeypatch):
+    """Those of a server, its default, hold a prefill to 2,048 tokens on an H100."""
+
+    class Arguments:
+        def __init__(self, **arguments):
+            pass
+
+        def create_engine_config(self, usage_context):
+            raise ConfigError(f"asked with {usage_context}")
+
+    vllm = SimpleNamespace(EngineArgs=Arguments, UsageContext=SimpleNamespace(LLM_CLASS="LLM_CLASS"))
+    monkeypatch.setattr(start, "arguments_for", lambda *_, **__: {})
+    with pytest.raises(ConfigError, match="asked with LLM_CLASS"):
+        start.start(vllm, spec(), None, on_cpu=False)
+
+
 def test_little_memory_makes_a_small_cache_that_still_holds_one_sequence():
     small = settings.cpu_kv_bytes(spec(memory_share=0.5), 1 << 10, 1024, 1 << 30)
     assert small == int((1 << 30) * 0.5 * 0.25)

@@ -116,6 +116,29 @@ def test_an_answer_that_goes_on_loses_its_end_token(template, more):
     assert [message["role"] for message in trajectory.messages] == ["user", "assistant"]
 
 
+@pytest.mark.parametrize(
+    "text", ["x" * 300, "añ€🙂" * 60, "ab cd " * 50], ids=["ascii", "characters of several tokens", "words"]
+)
+def test_an_edit_keeps_as_many_tokens_as_say_the_same_and_decodes_few_times(template, text, monkeypatch):
+    ids = template.encode_text(text)
+    (request,) = requests(template, 1)
+    for kept in (0, 1, 7, len(text) // 2, len(text) - 1):
+        trajectory = Trajectory(request, template, None, LIMITS, [{"role": "assistant", "content": text}])
+        trajectory.token_ids, trajectory.mask = list(ids), [1] * len(ids)
+        trajectory.logprobs, decoded = [-1.0] * len(ids), []
+        own = trajectory._text_of_answer
+        monkeypatch.setattr(
+            Trajectory, "_text_of_answer", lambda self, end, own=own, decoded=decoded: decoded.append(end) or own(end)
+        )
+        edited = text[:kept] + "!"
+        trajectory.edit(edited)
+        monkeypatch.undo()
+        longest = max(end for end in range(len(ids) + 1) if edited.startswith(template.decode(ids[:end])))
+        assert sum(trajectory.mask) == longest
+        assert template.decode(trajectory.token_ids) == edited
+        assert len(decoded) < 30
+
+
 class Forger(Again):
     """Changes what was said before."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from swift.errors import ConfigError, ResourceError
 from swift.rollout.arguments import EXTRA_FIELDS
-from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.spec import USUAL_NUM_SEQS, EngineSpec
 from swift.types import SamplingParams
 
 SUPPORTED = "0.18"
@@ -112,7 +112,7 @@ def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
         "dtype": spec.dtype,
         "tp": spec.tensor_parallel_size,
         "session_len": spec.max_model_len,
-        "max_batch_size": spec.max_num_seqs,
+        "max_batch_size": spec.max_num_seqs or USUAL_NUM_SEQS,
         "cache_max_entry_count": spec.memory_share,  # of the memory that is free after loading
         "enable_prefix_caching": False,
         "enable_metrics": False,

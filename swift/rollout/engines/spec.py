@@ -18,6 +18,8 @@ from swift.errors import ConfigError, suggest
 if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
 
+USUAL_NUM_SEQS = 256
+"""Sequences decoded together where nothing else is said."""
 BACKENDS: dict[str, str] = {
     "transformers": "swift.rollout.engines.transformers:build",
     "vllm": "swift.rollout.engines.vllm:build",
@@ -36,6 +38,7 @@ class EngineSpec:
     devices: where it runs, in order of its tensor-parallel ranks (`cuda:3`, `cpu:0`); ("cpu",) leaves the CPU to it.
     cores: CPU cores it is bound to; () leaves them as they are.
     sleep: whether `sleep` will be used, which some backends must know from the start.
+    max_num_seqs: sequences decoded together; None is vLLM's own number, and `USUAL_NUM_SEQS` elsewhere.
     in_ranks: tensor parallelism over the calling torch.distributed ranks (colocate) instead of processes of its own.
     engine_kwargs: the backend's own arguments, passed on unchecked. plugins: files that register further backends.
     """
@@ -52,7 +55,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     in_ranks: bool = False
     memory_share: float = 0.9
-    max_num_seqs: int = 256
+    max_num_seqs: int | None = None
     enforce_eager: bool = False
     prefix_caching: bool = True
     lora: bool = False

@@ -10,9 +10,11 @@ sampled; everything else is written by the chat template and masked.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
 from swift.models.template import Message, Template
@@ -27,6 +29,9 @@ REWRITTEN = "rollout/history_rewritten"
 """Metric: whether earlier turns of a sample were rewritten."""
 OUT_OF_TURNS = "rollout/out_of_turns"
 """Metric: whether a sample ended only because it had as many answers as it may."""
+
+CUT_CHARACTER = 4
+"""Tokens of one character at most: within it the text of more tokens can be the shorter one."""
 
 Sample = Callable[[Request], Awaitable[Completion]]
 """Samples one turn with an engine that many trajectories share."""
@@ -172,6 +177,11 @@ class Trajectory:
         end = len(self.token_ids)
         while end > self._answer_at and self.token_ids[end - 1] in self.template.stop_token_ids:
             end -= 1
+        pairs = zip(self._text_of_answer(end), text, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        places = range(self._answer_at, end + 1)
+        first = bisect.bisect_right(places, same, key=lambda place: len(self._text_of_answer(place)))
+        end = min(end, self._answer_at + first + CUT_CHARACTER)
         while end > self._answer_at and not text.startswith(self._text_of_answer(end)):
             end -= 1
         kept = self._text_of_answer(end)

@@ -6,7 +6,7 @@ from torch import nn
 
 from swift.errors import ConfigError
 from swift.rollout.engines.process import bind_to_cores, same_randomness
-from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.spec import USUAL_NUM_SEQS, EngineSpec
 from swift.rollout.engines.transformers.engine import TransformersEngine
 from swift.startup import collector_resting
 
@@ -58,7 +58,7 @@ def build(spec: EngineSpec) -> TransformersEngine:
         eos_token_ids=spec.eos_token_ids,
         tokenizer=tokenizer,
         max_model_len=spec.max_model_len,
-        max_rows=spec.max_num_seqs,
+        max_rows=spec.max_num_seqs or USUAL_NUM_SEQS,
         cache_bytes=int(options["cache_bytes"]),
         reload=load,
         keeps_base=spec.lora,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swift.rollout.arguments import EXTRA_FIELDS
-from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.spec import USUAL_NUM_SEQS, EngineSpec
 from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import Alternatives, SamplingParams
 
@@ -38,7 +38,7 @@ def cpu_kv_bytes(spec: EngineSpec, token_bytes: int, limit: int, free: int) -> i
     blocks = -(-limit // CPU_BLOCK_TOKENS) + 1
     one = blocks * CPU_BLOCK_TOKENS * token_bytes
     bound = min(CPU_KV_BYTES, int(free * spec.memory_share * CPU_KV_SHARE))
-    wanted = one * spec.max_num_seqs if token_bytes else bound
+    wanted = one * (spec.max_num_seqs or USUAL_NUM_SEQS) if token_bytes else bound
     return max(CPU_KV_MINIMUM, min(wanted, bound), one if spec.max_model_len else 0)
 
 
@@ -60,7 +60,6 @@ def engine_arguments(
         "dtype": spec.dtype,
         "seed": spec.seed,
         "max_model_len": spec.max_model_len or -1,  # -1: the model's, shortened to what the KV cache holds
-        "max_num_seqs": spec.max_num_seqs,
         "enforce_eager": spec.enforce_eager or on_cpu,  # compiling takes minutes there and gains little
         "enable_prefix_caching": spec.prefix_caching,
         "logprobs_mode": "processed_logprobs",
@@ -73,11 +72,14 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "async_scheduling": False,  # a step's tokens are out before weights change: each has one version
     }
+    sequences = spec.max_num_seqs or (USUAL_NUM_SEQS if on_cpu else None)
+    if sequences is not None:
+        arguments["max_num_seqs"] = sequences
     if on_cpu:
         arguments |= {
             "block_size": CPU_BLOCK_TOKENS,
             "enable_chunked_prefill": False,  # a seeded request in chunks: "CPU Generator does not use offset"
-            "max_num_batched_tokens": max(limit, CPU_BATCH_TOKENS, spec.max_num_seqs),
+            "max_num_batched_tokens": max(limit, CPU_BATCH_TOKENS, arguments["max_num_seqs"]),
             "kv_cache_memory_bytes": kv_bytes,
         }
     else:

@@ -56,7 +56,8 @@ def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool)
     with same_randomness(), same_environment(environment(spec, executor)):
         try:
             with quiet_logs():
-                made = vllm.EngineArgs(**arguments).create_engine_config()
+                # as its offline class: budgets of a server, its default, are made for short answers
+                made = vllm.EngineArgs(**arguments).create_engine_config(usage_context=vllm.UsageContext.LLM_CLASS)
                 if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM takes the first of the machine
                     made.device_config.device = torch.device(spec.devices[0])
                 llm = vllm.LLMEngine.from_vllm_config(made, disable_log_stats=True)

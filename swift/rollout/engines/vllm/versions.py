@@ -30,6 +30,7 @@ OLDEST, NEWEST = (0, 26), (0, 32)
 SYMBOLS = {
     "EngineArgs": "vllm.engine.arg_utils:EngineArgs",
     "LLMEngine": "vllm.v1.engine.llm_engine:LLMEngine",
+    "UsageContext": "vllm.usage.usage_lib:UsageContext",
     "SamplingParams": "vllm.sampling_params:SamplingParams",
     "DELTA": "vllm.sampling_params:RequestOutputKind.DELTA",
     "StructuredOutputsParams": "vllm.sampling_params:StructuredOutputsParams",
