@@ -3,7 +3,8 @@
 One request is one sample with its own seed. Prompts of a group share their prefill through the prefix cache, whose
 blocks are told apart by the version of the weights, beside being dropped when these change. Only our end tokens end a
 completion, and the ending token belongs to it; log-probs are of the sampled token after temperature, penalties and
-truncation. What the trainer has in the same process (random generators, environment, process group) stays as it was.
+truncation. What the trainer has in the same process (environment, process group) stays as it was; its random generators
+are those of before the start, and whoever samples keeps them (`same_randomness`), once for a phase.
 
 A step samples one token of every running request with one version of the weights, so that versions change between
 tokens only. Requests that are paused over an update are prefilled again with the new weights when they go on.
@@ -95,8 +96,9 @@ class VLLMEngine(EngineLife):
     def _try_out(self) -> None:
         """Sample one token: a model that this device cannot run is refused here and not in the first step."""
         try:
-            self.submit(Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0)))
-            list(self.stream())
+            with same_randomness():
+                self.submit(Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0)))
+                list(self.stream())
             self.reset_caches()
         except EngineDead as error:
             cause = first_line(error.__cause__ or error)
@@ -171,13 +173,12 @@ class VLLMEngine(EngineLife):
         adapter = self._adapters.current
         self._running.insert(Running(request, None if adapter is None else adapter.version))
         try:
-            with same_randomness():
-                self._llm.add_request(
-                    request.request_id,
-                    {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version {self.version}"},
-                    self._parameters(request),
-                    lora_request=None if adapter is None else adapter.request,
-                )
+            self._llm.add_request(
+                request.request_id,
+                {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version {self.version}"},
+                self._parameters(request),
+                lora_request=None if adapter is None else adapter.request,
+            )
         except Exception as error:
             self._running.take(request.request_id)
             self._llm.abort_request([request.request_id])  # it may have been noted by half
@@ -215,7 +216,7 @@ class VLLMEngine(EngineLife):
     def _step(self) -> None:
         """One token of every running request; those that ended with it are ready, also when this raises for one."""
         try:
-            with self._busy, same_randomness():
+            with self._busy:
                 self._check_alive()
                 outputs = self._llm.step()
         except EngineDead:
