@@ -6,15 +6,15 @@ in actors, pools of them and servers. A capability that a backend does not name 
 
 from __future__ import annotations
 
+import asyncio
 import random
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 from conformance_checks import LONG, TOLERANCE, gap, need
 from conformance_parts import MAX_MODEL_LEN, transport
 from oracle import PROMPT, all_logprobs, ask, run
+from sources import on_a_loop, source_of
 
 from swift.errors import EngineError, PromptTooLong
 
@@ -216,103 +216,64 @@ def test_c11_a_caller_that_leaves_early_leaves_nothing_behind(subject):
     assert run(subject.engine, [ask("next")])[0].token_ids
 
 
-# --- C25: between two steps -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hooked(subject):
-    """Sets the engine's `between_steps`, and takes it away after the case."""
-
-    def hook(work):
-        subject.engine.between_steps = work
-
-    yield hook
-    if subject.engine is not None:
-        subject.engine.between_steps = None
+# --- C25: awaited -----------------------------------------------------------------------------------------------------
 
 
 @transport
-def test_c25_the_hook_is_called_while_it_decodes_in_the_thread_that_streams(subject, hooked, endless):
-    calls, threads = [], set()
+def test_c25_others_run_while_it_decodes_and_may_end_it(subject, endless):
+    source, looks = source_of(subject.engine), []
 
-    def look():
-        calls.append(time.monotonic())
-        threads.add(threading.get_ident())
-        if len(calls) == 30:
-            subject.engine.abort()
+    async def look(task):
+        while not task.done():
+            looks.append(len(subject.engine.so_far("long")[0]))
+            if len(looks) == 30:
+                source.inner.abort(["long"])
+            await asyncio.sleep(0.001)
 
-    hooked(look)
-    subject.engine.submit(ask("long", endless, temperature=0.0, max_new_tokens=LONG))
-    (completion,) = subject.engine.stream()
-    assert threads == {threading.get_ident()}
-    assert len(calls) >= 3
-    assert (completion.finish_reason == "abort") == (len(calls) > 30)
+    async def sample():
+        task = asyncio.create_task(source.generate(ask("long", endless, temperature=0.0, max_new_tokens=LONG)))
+        await look(task)
+        await source.free()
+        return task.result()
+
+    completion = on_a_loop(sample)
+    assert len(looks) >= 3
+    assert (completion.finish_reason == "abort") <= (len(looks) >= 30)
     assert gap(subject.model, ask("long", endless), completion) < TOLERANCE
 
 
 @transport
-def test_c25_what_the_hook_submits_comes_out_of_the_same_stream(subject, hooked):
-    """Also when it comes as the last one has ended: as long as the hook adds, the stream goes on."""
+def test_c25_what_is_asked_for_later_joins(subject):
+    source = source_of(subject.engine)
     waves = [[ask(f"{wave}/{i}", seed=10 * wave + i, max_new_tokens=6) for i in range(2)] for wave in range(4)]
-    came, todo = [], waves[1:]
 
-    def look():
-        if todo and len(came) == 2 * (4 - len(todo)):
-            for request in todo.pop(0):
-                subject.engine.submit(request)
+    async def sample():
+        tasks = []
+        for wave in waves:
+            tasks += [asyncio.create_task(source.generate(request)) for request in wave]
+            await asyncio.wait(tasks[-2:], return_when=asyncio.FIRST_COMPLETED)
+        return await asyncio.gather(*tasks)
 
-    hooked(look)
-    done = {}
-    for completion in subject.engine.generate(waves[0]):
-        came.append(completion.request_id)
-        done[completion.request_id] = completion
-    assert sorted(came) == [request.request_id for wave in waves for request in wave]
-    for request in (request for wave in waves for request in wave):
-        assert gap(subject.model, request, done[request.request_id]) < TOLERANCE
+    asked = [request for wave in waves for request in wave]
+    for request, completion in zip(asked, on_a_loop(sample), strict=True):
+        assert completion.request_id == request.request_id
+        assert gap(subject.model, request, completion) < TOLERANCE
     assert list(subject.engine.stream()) == []
 
 
-@pytest.mark.parametrize("call", [1, 2])
 @transport
-def test_c25_what_the_hook_raises_ends_the_stream_and_the_engine_goes_on(subject, hooked, endless, call):
-    class Odd(Exception):
-        pass
+def test_c25_who_leaves_leaves_nothing_behind(subject, endless):
+    source = source_of(subject.engine)
 
-    calls = []
+    async def leave():
+        wanted = [ask("a", max_new_tokens=2), ask("b", endless, temperature=0.0, max_new_tokens=LONG)]
+        tasks = [asyncio.create_task(source.generate(request)) for request in wanted]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks[1].cancel()
+        await asyncio.wait(tasks)
+        await source.free()
 
-    def look():
-        calls.append(1)
-        if len(calls) == call:
-            raise Odd("as told")
-
-    hooked(look)
-    with pytest.raises(Odd, match="as told"):
-        list(subject.engine.generate([ask("long", endless, temperature=0.0, max_new_tokens=LONG), ask("short")]))
-    subject.engine.between_steps = None
-    subject.engine.abort()
-    assert {completion.finish_reason for completion in subject.engine.stream()} <= {"abort", "length", "stop"}
-    assert list(subject.engine.stream()) == []
-    request = ask("next")
-    assert gap(subject.model, request, run(subject.engine, [request])[0]) < TOLERANCE
-
-
-@transport
-def test_c25_a_caller_that_leaves_early_leaves_nothing_of_the_hook_behind(subject, hooked, endless):
-    todo = [ask("added", endless, temperature=0.0, max_new_tokens=LONG)]
-    calls = []
-
-    def look():
-        calls.append(1)
-        if todo:
-            subject.engine.submit(todo.pop())
-
-    hooked(look)
-    stream = subject.engine.generate([ask("a", max_new_tokens=2), ask("b", max_new_tokens=100)])
-    next(stream)
-    before = len(calls)
-    stream.close()
-    assert len(calls) == before
-    hooked(None)
+    on_a_loop(leave)
     assert list(subject.engine.stream()) == []
     assert run(subject.engine, [ask("next")])[0].token_ids
 

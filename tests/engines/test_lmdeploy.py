@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ import fake_lmdeploy
 import pytest
 import torch
 from oracle import load
+from sources import on_a_loop, source_of
 
 from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
 from swift.rollout.engines import lmdeploy
@@ -248,31 +250,25 @@ def test_one_failing_request_is_the_end_of_that_request_only(start, monkeypatch)
 
 def test_each_token_is_a_sign_of_progress(start):
     engine, seen = start(eos_token_ids=(), max_model_len=2000, step_s=0.002), set()
-    engine.between_steps = lambda: seen.add(engine.counters.decode_rows)
-    assert len(run(engine, requests(1, max_new_tokens=200))["r0"].token_ids) == 200
+    engine.submit(requests(1, max_new_tokens=200)[0])
+    while engine._running:
+        seen.add(engine.counters.decode_rows)
+        assert len(engine.so_far("r0")[0]) <= 200
+    (one,) = engine.stream()
+    assert len(one.token_ids) == 200
     assert len(seen) > 2
 
 
-def test_what_a_hook_submits_between_two_steps_joins_the_stream(start):
-    engine = start(step_s=0.02)
-    calls, todo = [], [Request("added", [5, 6, 7], replace(PLAIN, max_new_tokens=2))]
+def test_what_is_asked_for_while_others_are_sampled_is_sampled(start):
+    source = source_of(start(step_s=0.02))
 
-    def look():
-        calls.append(1)
-        if todo and not engine._running:  # as the last one has ended
-            engine.submit(todo.pop())
+    async def sample():
+        first = [asyncio.create_task(source.generate(request)) for request in requests(2)]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        added = await source.generate(Request("added", [5, 6, 7], replace(PLAIN, max_new_tokens=2)))
+        return [*await asyncio.gather(*first), added]
 
-    engine.between_steps = look
-    assert set(run(engine, requests(2))) == {"r0", "r1", "added"}
-    assert len(calls) > 4  # three ends, the begin, and the time between
-
-    engine.between_steps = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        run(engine, requests(2))
-    engine.between_steps = None
-    engine.abort()
-    assert {one.request_id for one in engine.stream()} == {"r0", "r1"}
-    assert set(run(engine, requests(2))) == {"r0", "r1"}
+    assert [one.request_id for one in on_a_loop(sample)] == ["r0", "r1", "added"]
 
 
 # --- weights --------------------------------------------------------------------------------------------------

@@ -100,7 +100,6 @@ class ScriptedEngine(InferenceEngine):
     def stream(self):
         self.streams += 1
         while True:
-            self._between()
             ended = self._ended_by_a_step()
             if ended is None:
                 return

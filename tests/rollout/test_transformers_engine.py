@@ -77,18 +77,17 @@ def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch
 
 
 def joined_late(engine, first, later, step):
-    """Completions of `first`, while `later` is submitted after `step` decode steps."""
-    waiting = list(later)
-
-    def between():
-        if waiting and engine.counters.decode_steps >= step:
-            for request in waiting:
-                engine.submit(request)
-            waiting.clear()
-
-    engine.between_steps = between
+    """Completions of `first` by id, while `later` is submitted after `step` decode steps."""
+    waiting, done = list(later), {}
     engine.counters = EngineCounters()
-    return run(engine, first)
+    for request in first:
+        engine.submit(request)
+    while (ended := engine.advance()) is not None:
+        done |= {one.request_id: one for one in ended}
+        if engine.counters.decode_steps >= step:
+            while waiting:
+                engine.submit(waiting.pop(0))
+    return done
 
 
 @pytest.mark.parametrize("step", [1, 5, 10])

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
@@ -38,8 +38,6 @@ LogprobSupport = Literal["full", "truncated", "raw"]
 SleepLevel = Literal[0, 1, 2]
 Tag = Literal["weights", "kv_cache"]
 ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
-BETWEEN_S = 0.1
-"""Longest time between two calls of `between_steps` while a stream waits for other processes."""
 
 
 @dataclass(slots=True)
@@ -111,11 +109,6 @@ class InferenceEngine(ABC):
         late: requests that it aborted itself because they took too long, once for each try.
         void: why its weights belong to no version, as far as it knows; "" when they do.
         in_process: `advance` works, and does not merely wait for other processes.
-        between_steps: called by `stream`, and so by `generate`, in the thread that streams: between two decode steps,
-            at least every `BETWEEN_S` while other processes decode, and once more before the stream ends. It may
-            `submit` and `abort`; what it submits joins the stream, also when nothing else is left of it. What it raises
-            ends the stream and reaches the caller; requests stay outstanding then, until `abort` and another `stream`.
-            Not called in the streams that `pause` and a `generate` that is left early need to come to an end.
     """
 
     capabilities: Capabilities
@@ -124,7 +117,6 @@ class InferenceEngine(ABC):
     late: int = 0
     void: str = ""
     in_process: bool = True
-    between_steps: Callable[[], None] | None = None
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -150,8 +142,8 @@ class InferenceEngine(ABC):
     def stream(self) -> Iterator[Completion]:
         """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is.
 
-        What is submitted meanwhile joins in, also by `between_steps`. On a paused engine it ends once what has finished
-        is delivered; the rest comes out of the stream after `resume`.
+        What is submitted meanwhile joins in. On a paused engine it ends once what has finished is delivered; the rest
+        comes out of the stream after `resume`.
         """
 
     def advance(self) -> list[Completion] | None:
@@ -166,8 +158,8 @@ class InferenceEngine(ABC):
     def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Sample every request; completions are yielded as they finish.
 
-        A caller that leaves early aborts the rest, which is not delivered to anybody, nor is what `between_steps`
-        submitted; so does a request that is refused before sampling has begun.
+        A caller that leaves early aborts the rest, which is not delivered to anybody; so does a request that is refused
+        before sampling has begun.
 
         Raises PromptTooLong: before anything is sampled.
         """
@@ -192,12 +184,11 @@ class InferenceEngine(ABC):
     def _give_up(self, request_ids: Collection[str] | None) -> None:
         """Abort requests that nobody waits for any more."""
         self.abort(request_ids)
-        with self._undisturbed():
-            for _ in self.stream():
-                pass
+        for _ in self.stream():
+            pass
 
     def so_far(self, request_id: str) -> SoFar:
-        """Tokens of an outstanding request, by `between_steps`; nothing where that is not known."""
+        """Tokens of an outstanding request so far; nothing where that is not known."""
         return (), (), ()
 
     def drain_metrics(self) -> dict[str, float]:
@@ -208,23 +199,6 @@ class InferenceEngine(ABC):
         """After `stream` raised: let go of the requests lost by it; ids that another `stream` will still deliver."""
         self._give_up(None)
         return ()
-
-    def _between(self) -> None:
-        if self.between_steps is not None:
-            self.between_steps()
-
-    def _patience(self, usual_s: float) -> float:
-        """How long a stream may wait for other processes before it looks around."""
-        return usual_s if self.between_steps is None else min(usual_s, BETWEEN_S)
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Streams inside do not call `between_steps`."""
-        hook, self.between_steps = self.between_steps, None
-        try:
-            yield
-        finally:
-            self.between_steps = hook
 
     def check_length(self, request: Request) -> None:
         """Raises PromptTooLong when the prompt leaves no room for one token, RequestRefused when it is empty.

@@ -43,6 +43,8 @@ from swift.types import Completion, FinishReason, Request, SamplingParams
 
 START_S, SYNC_S, SLEEP_S, CLOSE_S = 600.0, 300.0, 60.0, 30.0
 """Bounds of waits, in seconds."""
+LOOK_S = 0.5
+"""How often a waiting stream looks whether the engine is still there."""
 PROBE_TOKENS = 16
 QUIET_UPDATES = 3
 """Updates in a row that changed bytes but no log-prob of the probe; more than that is no accident of rounding."""
@@ -237,10 +239,9 @@ class LMDeployEngine(EngineLife):
 
     def stream(self) -> Iterator[Completion]:
         while True:
-            self._between()
             idle = not self._running  # nothing more comes by itself
             try:
-                done = self._ready.get(timeout=0.0 if idle else self._patience(0.5))
+                done = self._ready.get(timeout=0.0 if idle else LOOK_S)
             except queue.Empty:
                 if idle:
                     return

@@ -111,14 +111,13 @@ class EnginePool(InferenceEngine):
     def advance(self) -> list[Completion] | None:
         dispatch = self._dispatch
         self._check_open()
-        self._between()
         if not dispatch.table.ready:
             if dispatch.paused_at is None:
                 if not dispatch.table:
                     return None
                 self._check_valid()
                 dispatch.post_waiting()
-                dispatch.await_event(self._patience(LOOK_S))
+                dispatch.await_event(LOOK_S)
                 dispatch.check_clocks()
             elif not dispatch.events:
                 return None

@@ -152,10 +152,9 @@ class TransformersEngine(EngineLife):
         while True:
             while self._finished:
                 yield self._finished.popleft()
-            self._between()
             if self._paused or not self._outstanding():
                 return
-            self._advance(one_step=self.between_steps is not None)
+            self._advance()
 
     def advance(self) -> list[Completion] | None:
         if not self._finished and not self._paused and self._outstanding():

@@ -195,7 +195,6 @@ class VLLMEngine(EngineLife):
             self._settle()
             while self._ready:
                 yield self._ready.popleft()
-            self._between()
             if not self._running or self._paused:
                 return
             self._check_usable()
