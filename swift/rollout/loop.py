@@ -15,7 +15,7 @@ import contextlib
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from swift.errors import EngineError
@@ -33,6 +33,7 @@ class RolloutLoop:
         self.threaded, self.name = threaded, name
         self._loop = EventLoop()
         self._thread: threading.Thread | None = None
+        self._stopping = False
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -53,6 +54,9 @@ class RolloutLoop:
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Let a coroutine run on the loop's thread."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError(f"{self.name}: it is closed")
         self._start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -65,10 +69,10 @@ class RolloutLoop:
     def wait(self, future: Future[T]) -> T:
         """What a coroutine that was begun returns or raises."""
         while not future.done() and self._thread is not None and self._thread.is_alive():
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, CancelledError):
                 return future.result(POLL_S)
-        if not future.done():
-            raise EngineError("rollout: its thread has ended with a round unfinished")
+        if not future.done() or future.cancelled():
+            raise EngineError(f"{self.name}: closed with work unfinished")
         return future.result()
 
     @property
@@ -81,7 +85,9 @@ class RolloutLoop:
         if self._thread is None:
             self._loop.run_until_complete(_cancel_all())
         elif self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            if not self._stopping:
+                self._stopping = True
+                self._loop.call_soon_threadsafe(self._stop)
             self._thread.join(limit_s)
             if self._thread.is_alive():
                 return False

@@ -98,7 +98,7 @@ class Rollout:
     _turn: int = 0
     _revoked: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
-    _sampling: concurrent.futures.Future[list[Completion]] | None = None
+    _task: asyncio.Task[Any] | None = None  # on the rollout loop
 
     @property
     def processing_class(self) -> Any:
@@ -133,9 +133,9 @@ class Rollout:
                 for place, ids in enumerate(prompt_ids)
             ]
             self._turn += 1
-            self._sampling = asyncio.run_coroutine_threadsafe(self._sampled(requests), self._loop)
+            answers = asyncio.run_coroutine_threadsafe(self._sampled(requests), self._loop)
             try:
-                done = self._sampling.result()
+                done = answers.result()
             except concurrent.futures.CancelledError:
                 raise EngineError(f"{FLAG}: this call was given up while it sampled") from None
         for completion in done:
@@ -143,9 +143,17 @@ class Rollout:
         return done
 
     async def _sampled(self, requests: Sequence[Request]) -> list[Completion]:
+        if self._revoked:
+            raise EngineError(f"{FLAG}: this call was given up; its engine is used by others now")
+        self._task = asyncio.current_task()
         for request in requests:
             self._engine.engine.check_length(request)
-        return await asyncio.gather(*(self._engine.generate(request) for request in requests))
+        try:
+            async with asyncio.TaskGroup() as group:  # one that fails ends the others
+                tasks = [group.create_task(self._engine.generate(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
 
     def _seed(self, place: int) -> int:
         if self._turn == 0 and place < len(self._seeds):
@@ -155,8 +163,13 @@ class Rollout:
     def _revoke(self) -> None:
         """Take the engine away: what runs in it ends, and nothing more begins."""
         self._revoked = True
-        if self._sampling is not None:
-            self._sampling.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _ended(self) -> None:
+        """Until nothing of it is in the engine."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
 
 @dataclass(eq=False)
@@ -193,9 +206,9 @@ class FunctionSource(Source):
         super().hold()
 
     def close(self) -> None:
-        """Give up what runs."""
+        """What runs was cancelled with the loop; its function is not given the engine again."""
         if self._rollout is not None:
-            self._rollout._revoke()
+            self._rollout._revoked = True
 
     async def generate(self, request: Request) -> Completion:
         self.inner.engine.check_length(request)
@@ -246,6 +259,7 @@ class FunctionSource(Source):
             made = self._returned(called, rollout, requests) if called.done() else self._expired(requests)
         finally:
             rollout._revoke()
+            await rollout._ended()
             called.add_done_callback(lambda one: one.cancelled() or one.exception())  # that of one given up is nobody's
             self._rollout = None
         for completion, ended in zip(made, wanted, strict=True):

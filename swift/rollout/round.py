@@ -127,6 +127,7 @@ class Round:
 
         Raises the first thing that goes wrong here; what goes wrong with rewards or another rank is kept in `failure`.
         """
+        assert self.home.source is not None
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -138,8 +139,9 @@ class Round:
                     if not self._closed:
                         await self._something_new()
         except BaseExceptionGroup as errors:
+            with contextlib.suppress(Exception):  # the first error is the one to show
+                await self.home.source.free()
             raise _first(errors) from None
-        assert self.home.source is not None
         await self.home.source.free()
 
     @property

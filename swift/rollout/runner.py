@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 from swift.errors import EngineError, SwiftError
 from swift.rollout.collector import RolloutCollector
@@ -47,8 +47,12 @@ class RoundRunner:
     def sample(self, current: Round) -> None:
         """Sample a round now; a failure is kept for `finish`, where every rank learns of it."""
         with self.collector.around():
-            if current.samples_here:
+            if not current.samples_here:
+                return
+            try:
                 self.loop.run(self._sampled(current))
+            except EngineError as error:  # of the loop's thread; the other ranks wait in `finish` by now
+                current.fail(error)
 
     def start(self, current: Round) -> None:
         """Sample a round from now on; returns at once."""
@@ -73,8 +77,6 @@ class RoundRunner:
             self.loop.wait(future)
         except EngineError as error:
             current.fail(error)
-        except CancelledError:  # before it began
-            current.fail(EngineError("rollout: closed with a round unfinished"))
         del self._under_way[id(current)]
 
     def drain(self) -> None:
@@ -119,10 +121,10 @@ class RoundRunner:
 
     async def _in_turn(self, current: Round) -> None:
         async with contextlib.nullcontext() if self.overlap else self._turn:
-            if self._failure is None:
-                self._failure = await self._sampled(current)
-            else:
+            if self._failure is not None:
                 current.fail(self._failure)
+            elif (error := await self._sampled(current)) is not None:
+                self._failure = error
         self._idle_since = time.monotonic()
 
     async def _sampled(self, current: Round) -> Exception | None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swift.errors import NumericError, SwiftError, first_line
+from swift.errors import EngineError, NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
 from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.engines.awaited import AwaitedEngine
@@ -77,6 +77,8 @@ class AtroposSource(Source):
     async def generate(self, request: Request) -> Completion:
         """A sequence of the group for its launch: environments have prompts and distributions of their own."""
         launch, loop = request.request_id.rpartition("/")[0], asyncio.get_running_loop()
+        if request.request_id in self._waiting.get(launch, {}):
+            raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
         if not self._waiting:
             self.api.begin_wait()
         ended = self._waiting.setdefault(launch, {})[request.request_id] = loop.create_future()

@@ -55,9 +55,10 @@ class AwaitedEngine:
         self._new: deque[Request] = deque()
         self._asked: dict[str, asyncio.Future[Completion]] = {}  # a cancelled one until the engine has let go of it
         self._to_abort: list[str] = []
-        self._submitted = 0
+        self._came = asyncio.Event()  # of the pump: something was asked for
+        self._submitted_beside = False
+        self._leaving: asyncio.Future[None] | None = None  # done when the pump has made a step
         self._pumping: asyncio.Task[None] | None = None
-        self._submitting: asyncio.Task[None] | None = None
         self._held = False
         self._error: Exception | None = None  # that no caller has been told
 
@@ -87,8 +88,8 @@ class AwaitedEngine:
             self.engine.abort(running)
 
     async def free(self) -> None:
-        """Until the engine has nothing of those who have left; others may keep it busy. Raises what went wrong."""
-        if self._pumping is not None and all(one.done() for one in self._asked.values()):
+        """Until the engine is left alone, unless others keep it busy. Raises what nobody was told."""
+        while self._pumping is not None and not self._asked:
             await asyncio.wait([self._pumping])
         if self._error is not None:
             error, self._error = self._error, None
@@ -121,6 +122,9 @@ class AwaitedEngine:
             return await self._asked[name]
         except asyncio.CancelledError:
             self._leave(request)
+            while name in self._asked and self._pumping is not None:  # until the engine has let go of it
+                self._leaving = self._leaving or asyncio.get_running_loop().create_future()
+                await asyncio.shield(self._leaving)
             raise
 
     def _leave(self, request: Request) -> None:
@@ -128,10 +132,10 @@ class AwaitedEngine:
         if request in self._new:
             self._new.remove(request)
             del self._asked[request.request_id]
-            return
-        if not self._to_abort:
-            asyncio.get_running_loop().call_soon(self._abort)
-        self._to_abort.append(request.request_id)
+        elif request.request_id in self._asked:
+            if not self._to_abort:
+                asyncio.get_running_loop().call_soon(self._abort)
+            self._to_abort.append(request.request_id)
 
     def _abort(self) -> None:
         names, self._to_abort = self._to_abort, []
@@ -143,11 +147,9 @@ class AwaitedEngine:
     def _pump_on(self) -> None:
         if self._held or not self._asked:
             return
-        loop = asyncio.get_running_loop()
         if self._pumping is None:
-            self._pumping = loop.create_task(self._pump())
-        elif self._new and not self.engine.in_process and self._submitting is None:  # while the pump waits for others
-            self._submitting = loop.create_task(self._submit_beside())
+            self._pumping = asyncio.get_running_loop().create_task(self._pump())
+        self._came.set()
 
     async def _all_is_asked(self) -> None:
         """Until whatever can ask for something has done so."""
@@ -157,63 +159,74 @@ class AwaitedEngine:
             await idle()
 
     async def _pump(self) -> None:
+        """The only coroutine that submits, advances and empties."""
+        self._came = asyncio.Event()
         try:
-            while True:
-                await self._all_is_asked()
-                if self._held:
-                    return
-                try:
-                    if await self._step() and not self._new and not self._held:
-                        return
-                except Exception as error:
-                    if not await self._fail(error):
-                        return
+            await self._pump_steps()
         finally:
             self._pumping = None
+            self._tell_leaving()
+        self._pump_on()  # for what was asked for meanwhile
+
+    async def _pump_steps(self) -> None:
+        """Steps of the engine until nothing is outstanding."""
+        while not self._held:
+            await self._all_is_asked()
+            try:
+                if not self._held and await self._step():
+                    return
+            except Exception as error:
+                await self._fail(error)
+                if not self._asked:
+                    return
+            self._tell_leaving()
+
+    def _tell_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None and not leaving.done():
+            leaving.set_result(None)
 
     async def _step(self) -> bool:
         """One step with what is new; whether nothing is outstanding any more."""
         self._submit()
-        submitted = self._submitted
         done = await self._advanced()
         for completion in done or ():
             self._deliver(completion)
         if self.stepped is not None:
             self.stepped()
-        if done is not None or self._new or self._held or submitted != self._submitted:
+        if done is not None or self._new or self._held or self._submitted_beside:
+            self._submitted_beside = False
             return False
         self._check_nothing_is_lost()
         return True
 
-    async def _submit_beside(self) -> None:
-        try:
-            await self._all_is_asked()
-            if not self._held:
-                self._submit()
-        except Exception as error:
-            await self._fail(error)
-        finally:
-            self._submitting = None
-
     def _submit(self) -> None:
+        """What is new goes to the engine; one that it does not take fails alone."""
         with self.engine.together():
             while self._new:
-                self._submitted += 1
                 request = self._new.popleft()
                 try:
                     self.engine.submit(request)
-                except SwiftError as error:
-                    if isinstance(error, EngineDead):
-                        raise
+                except Exception as error:
                     _raise_in(self._asked.pop(request.request_id), error)
         late = self._clock.look(self.engine, self._asked) if self._clock is not None else []
         if late:
             self.engine.abort(late)
 
     async def _advanced(self) -> list[Completion] | None:
+        """What the next step ends; requests that come while it waits for other processes are submitted beside it."""
         if self.engine.in_process:
             return self.engine.advance()
-        return await asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
+        advancing = asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
+        advancing.add_done_callback(lambda _: self._came.set())
+        while not advancing.done():
+            self._came.clear()
+            await self._came.wait()
+            if self._new and not self._held and not advancing.done():
+                await self._all_is_asked()
+                self._submitted_beside = True
+                self._submit()
+        return advancing.result()
 
     def _deliver(self, completion: Completion) -> None:
         waiting = self._asked.pop(completion.request_id, None)
@@ -231,36 +244,40 @@ class AwaitedEngine:
             raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
         self._asked.clear()
 
-    async def _fail(self, error: Exception) -> bool:
-        """Tell those who have lost their requests; whether there are others, with which the engine goes on."""
-        if isinstance(error, RequestRefused) and error.request_id in self._asked:
-            _raise_in(self._asked.pop(error.request_id), error)
-            return True
+    async def _fail(self, error: Exception) -> None:
+        """Tell those whose requests are lost; those that the engine does not have yet, or still has, stay."""
+        if isinstance(error, RequestRefused) and (refused := self._asked.pop(error.request_id, None)) is not None:
+            _raise_in(refused, error)
+            return
         left: Collection[str] = ()
         if isinstance(error, SwiftError) and not isinstance(error, EngineDead):
             try:
                 left = self.engine.recover()
             except Exception as worse:
                 error = worse
-        lost = [name for name in self._asked if name not in left]
-        if not lost and left and self.patient:
+        had = self._asked.keys() - {request.request_id for request in self._new}
+        lost = [name for name in self._asked if name in had and name not in left]
+        if left and not lost and self.patient:
             await asyncio.sleep(RETRY_S)
-            return True
-        if not lost or not left:
-            lost, left = list(self._asked), ()
+            return
+        if not left or not lost:
+            lost = [name for name in self._asked if name in had]
             await self._empty()
         told = [_raise_in(self._asked.pop(name), error) for name in lost]
         if not any(told):
             self._error = error
-        return bool(left)
 
     async def _empty(self) -> None:
         """Nothing is left in the engine."""
-        self._new.clear()
         with contextlib.suppress(Exception):  # the first error is the one to show
             self.engine.abort()
-            while await self._advanced() is not None:
+            while await self._advanced_alone() is not None:
                 pass
+
+    async def _advanced_alone(self) -> list[Completion] | None:
+        if self.engine.in_process:
+            return self.engine.advance()
+        return await asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
 
 
 def _raise_in(waiting: asyncio.Future[Completion], error: Exception) -> bool:

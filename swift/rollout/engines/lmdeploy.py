@@ -238,16 +238,18 @@ class LMDeployEngine(EngineLife):
         return "abort" if status == types.CANCEL or running.aborted else None
 
     def stream(self) -> Iterator[Completion]:
-        while True:
-            idle = not self._running  # nothing more comes by itself
-            try:
-                done = self._ready.get(timeout=0.0 if idle else LOOK_S)
-            except queue.Empty:
-                if idle:
-                    return
-                self._check_valid()
-                continue
-            yield done
+        while (done := self.advance()) is not None:
+            yield from done
+
+    def advance(self) -> list[Completion] | None:
+        idle = not self._running  # nothing more comes by itself
+        try:
+            return [self._ready.get(timeout=0.0 if idle else LOOK_S)]
+        except queue.Empty:
+            if idle:
+                return None
+            self._check_valid()
+            return []
 
     def so_far(self, request_id: str) -> SoFar:
         running = self._running.get(request_id)

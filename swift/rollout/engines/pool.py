@@ -93,8 +93,12 @@ class EnginePool(InferenceEngine):
             self._dispatch.table.add(request)
             self._dispatch.changed.notify_all()
 
-    def together(self) -> contextlib.AbstractContextManager[Any]:
-        return self._dispatch.changed  # no other thread sends the first of them meanwhile
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with contextlib.suppress(EngineDead):  # each request will be told
+            self._check_open()  # which may close engines, and so take a while
+        with self._dispatch.changed:  # no other thread sends the first of them meanwhile
+            yield
 
     def stream(self) -> Iterator[Completion]:
         """See `InferenceEngine.stream`.

@@ -112,12 +112,18 @@ class RequestQueue:
                 for name, stream in self._streams.items()
                 if belongs(stream) and (wanted is None or _own_id(name) in wanted)
             ]
-            begun = [name for name in names if self._waiting.pop(name, None) is None]
-        for name in set(names).difference(begun):
-            self._put(name, Completion(name, [], [], "abort"))
-        if begun:
-            self._loop.call(self._source.abort, begun)
+            waiting = [(name, self._streams.pop(name)) for name in names if self._waiting.pop(name, None) is not None]
+            begun = [name for name in names if name in self._streams]
+        for name, stream in waiting:
+            stream.outstanding.discard(name)
+            stream.put(Completion(_own_id(name), [], [], "abort"))
+        self._loop.call(self._abort, begun)
         return len(names)
+
+    def _abort(self, begun: list[str]) -> None:
+        if begun:  # once coroutines that were begun in this turn of the loop have asked the source
+            asyncio.get_running_loop().call_soon(self._source.abort, begun)
+        self._turn()
 
     def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
         self._check_alive()
@@ -206,6 +212,7 @@ class RequestQueue:
         Raises Unsupported: the engine cannot; nothing is paused then.
         """
         with self._pausing:
+            self._check_alive()
             before, self.paused = self.paused, True
             self._loop.run(_called(self._source.hold))
             try:
@@ -215,7 +222,7 @@ class RequestQueue:
                 self._loop.call(self._go_on)
                 raise
             self._loop.run(self._source.rest())
-            self._kept = True
+            self.paused = self._kept = True
             self._loop.call(self._turn)
 
     def resume(self) -> Future[None]:

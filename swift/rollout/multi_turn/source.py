@@ -66,6 +66,7 @@ class TrajectorySource(Source):
     limit_s: float = 600.0
     _running: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
     _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(default_factory=dict)  # on the other loop
+    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)  # of which trajectory, on which
     _late: int = 0
     _failures: int = 0
     _worked: bool = False
@@ -108,11 +109,22 @@ class TrajectorySource(Source):
 
     async def _sampled(self, environments: Loop, request: Request, answer: asyncio.Future[Completion]) -> None:
         """A turn, whose answer an environment waits for."""
+        this = asyncio.current_task()
+        assert this is not None
+        self._turns[this] = request.request_id.rpartition("#")[0], environments
         try:
             outcome: Completion | Exception = await self.inner.generate(request)
         except Exception as error:
             outcome = error
+        finally:
+            del self._turns[this]
         environments.call(_end, answer, outcome)
+
+    async def free(self) -> None:
+        """Also until turns of trajectories that have ended are over."""
+        while ending := [turn for turn, (name, _) in self._turns.items() if name not in self._running]:
+            await asyncio.wait(ending)
+        await super().free()
 
     def _settle(self) -> None:
         if self._environments is not None:
@@ -120,14 +132,18 @@ class TrajectorySource(Source):
 
     async def _watch_the_loop(self) -> None:
         """Exclude all trajectories of a loop that one of them has blocked for too long."""
-        while self._running:
-            await asyncio.wait(self._running.values(), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            place = self._environments.give_up(self.limit_s) if self._environments is not None else None
-            if place is not None:
-                self._leave_loop(f"{place}: blocks the event loop for over --rollout_timeout {self.limit_s:g} s")
-        self._watch = None
+        try:
+            while self._running:
+                await asyncio.sleep(LOOK_S)
+                place = self._environments.give_up(self.limit_s) if self._environments is not None else None
+                if place is not None:
+                    self._leave_loop(f"{place}: blocks the event loop for over --rollout_timeout {self.limit_s:g} s")
+        finally:
+            self._watch = None
 
     def _leave_loop(self, told: str) -> None:
+        for turn in [turn for turn, (_, loop) in self._turns.items() if loop is self._environments]:
+            turn.cancel()
         self._environments, self._tasks = None, {}
         if self._worked:
             logger.warning(
