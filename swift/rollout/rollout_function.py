@@ -133,10 +133,14 @@ class Rollout:
                 for place, ids in enumerate(prompt_ids)
             ]
             self._turn += 1
-            answers = asyncio.run_coroutine_threadsafe(self._sampled(requests), self._loop)
+            work = self._sampled(requests)
             try:
-                done = answers.result()
-            except concurrent.futures.CancelledError:
+                done = asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            except (concurrent.futures.CancelledError, RuntimeError) as error:
+                if self._loop.is_closed():
+                    work.close()
+                elif isinstance(error, RuntimeError):  # of the engine
+                    raise
                 raise EngineError(f"{FLAG}: this call was given up while it sampled") from None
         for completion in done:
             completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -211,6 +211,35 @@ def test_an_abort_during_submission_is_not_lost(made):
     assert box.wait(1)["g/0"].finish_reason == "abort"
 
 
+def test_no_abort_is_lost_whenever_it_comes(made):
+    queue = made(ScriptedEngine(step_s=0.002))
+    for number in range(150):
+        box = Box(queue, [ask(f"g/{i}", seed=6 * (4 * number + i)) for i in range(4)])  # each takes ten steps at least
+        time.sleep(0.0002 * (number % 7))
+        assert queue.abort(lambda stream, box=box: stream is box.stream) == 4
+        assert {one.finish_reason for one in box.wait(4).values()} == {"abort"}
+    assert queue.load == (0, 0)
+
+
+def test_a_job_is_carried_out_when_what_waited_beside_it_is_aborted(made):
+    queue = made(ScriptedEngine(step_s=0.03))
+    running = Box(queue, [ask("run", seed=6)])
+    until_submitted(queue, 1)
+    job = queue.do(lambda engine: "done")
+    waiting = Box(queue, some(3), owner="waits")
+    assert queue.abort(lambda stream: stream.owner == "waits") == 3
+    assert {one.finish_reason for one in waiting.wait(3).values()} == {"abort"}
+    running.wait(1)
+    assert job.result(LIMIT_S) == "done"
+
+
+def test_a_closed_queue_cannot_be_paused(made):
+    queue = made()
+    queue.close()
+    with pytest.raises(EngineDead, match="closed"):
+        queue.pause_in_flight()
+
+
 def test_requests_are_aborted_by_stream_and_by_owner(made):
     queue = made(ScriptedEngine(step_s=0.05))
     mine, theirs = Box(queue, some(4), owner="me"), Box(queue, some(4), owner="them")

@@ -15,9 +15,9 @@ import torch
 from function_parts import TOKENIZER, passing, wrap
 from scripted_engine import VOCABULARY, ScriptedEngine
 
-from swift.errors import ConfigError, EngineDead, EngineError, Unsupported
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.rollout_function import load_rollout_func
+from swift.rollout.rollout_function import Rollout, load_rollout_func
 from swift.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=8)
@@ -314,6 +314,41 @@ def test_a_call_cannot_be_kept_over_a_change_of_weights():
         return await asyncio.gather(*tasks)
 
     assert len(sources.on_a_loop(hold)) == 4
+
+
+def test_a_refused_request_ends_the_others_of_its_call():
+    class Choosy(ScriptedEngine):
+        def submit(self, request):
+            if request.request_id.endswith("-0/0"):
+                raise RequestRefused(request.request_id, "refused, as told")
+            super().submit(request)
+
+    def catching(prompts, rollout):
+        with pytest.raises(RequestRefused):
+            rollout.generate(rollout.repeated_prompt_ids)
+        return fixed()(prompts, rollout)
+
+    engine = Choosy(step_s=0.05)
+    assert len(run(wrap(catching, engine=engine))) == 4
+    assert not engine._outstanding
+
+
+def test_a_call_that_is_given_up_before_it_samples_never_does(monkeypatch):
+    begun, release = threading.Event(), threading.Event()
+    seed = Rollout._seed
+
+    def slow(self, place):
+        begun.set()
+        release.wait(30)
+        return seed(self, place)
+
+    monkeypatch.setattr(Rollout, "_seed", slow)
+    engine = ScriptedEngine(step_s=0.05)
+    assert {one.finish_reason for one in run(wrap(passing, engine=engine, limit_s=0.2))} == {"error"}
+    assert begun.is_set()
+    release.set()
+    time.sleep(0.3)
+    assert not engine.events
 
 
 def test_reward_functions_get_the_columns_of_a_completion_beside_those_of_its_row():

@@ -133,6 +133,20 @@ def test_a_reward_pipeline_that_refuses_a_group_leaves_the_engine_empty(sampled)
     assert engine.overlaps == []
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_round_that_fails_leaves_the_engine_empty_and_ends_the_later_ones(sampled, overlap):
+    engine = ScriptedEngine(step_s=0.02)
+    thread, ask = sampled(engine, overlap=overlap)
+    thread.collector.decode = lambda ids: 1 / 0
+    failed = ask()
+    in_time(thread.wait, failed)
+    assert isinstance(failed.failure, ZeroDivisionError)
+    assert not engine._outstanding
+    engine.begin_update([], 1)
+    thread.collector.decode = str
+    assert isinstance(ask().failure, ZeroDivisionError)
+
+
 def test_a_prompt_without_room_fails_its_round_before_anything_is_sampled(sampled):
     engine = ScriptedEngine(max_model_len=4)
     thread, ask = sampled(engine)
