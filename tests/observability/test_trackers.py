@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from processes import wait_for
 
 from swift.observability.trackers import SHOWN_ROWS, CompletionTrackers, as_markdown, short_failures
 
@@ -72,5 +73,6 @@ def test_a_thread_of_tensorboard_that_cannot_write_says_so_in_a_line(tmp_path, c
         with pytest.raises(FileNotFoundError):
             trackers.show(2, ROWS)
             trackers.close()
+        assert wait_for(lambda: caplog.records), "the thread ends a moment after its failure is known"
     assert [record.message.partition(": ")[0] for record in caplog.records] == ["tensorboard"]
     assert "Traceback" not in capfd.readouterr().err
