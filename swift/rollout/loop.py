@@ -52,6 +52,14 @@ class RolloutLoop:
             return self._loop.run_until_complete(work)
         return self.wait(self.begin(work))
 
+    def do(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop's thread and wait for it. Raises as `run`."""
+
+        async def work() -> None:
+            function()
+
+        self.run(work())
+
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Let a coroutine run on the loop's thread."""
         if self._loop.is_closed():

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from swift.errors import EngineError, SwiftError
@@ -101,13 +100,13 @@ class RoundRunner:
         source = self.collector.source
         if source is None:
             return
-        self.loop.run(_called(source.hold))
+        self.loop.do(source.hold)
         source.inner.engine.pause()
         self.loop.run(source.inner.rest())
 
     def release(self) -> None:
         if self.collector.source is not None:
-            self.loop.run(_called(self.collector.source.release))
+            self.loop.do(self.collector.source.release)
 
     def close(self) -> None:
         """End the thread; rounds that run are given up."""
@@ -137,7 +136,3 @@ class RoundRunner:
             current.fail(error)
             return error
         return None
-
-
-async def _called(work: Callable[[], object]) -> None:
-    work()

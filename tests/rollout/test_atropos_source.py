@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import queue
 
@@ -10,7 +9,7 @@ import msgspec
 import pytest
 from message_api import StandIn, group
 from scripted_engine import ScriptedEngine
-from sources import on_a_loop, sampled
+from sources import leave, sampled
 from test_atropos_api import Time, opened, post
 
 from swift.errors import ConfigError, EngineError, NumericError
@@ -238,18 +237,25 @@ def test_groups_go_to_launches_in_order(server, made):
 
 
 def test_the_group_of_who_has_left_waits_for_another_launch(server, made):
-    async def leave():
-        tasks = [asyncio.create_task(made.generate(request)) for request in requests("a-0", "a-1")]
-        await asyncio.sleep(0.05)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await made.free()
-
-    on_a_loop(leave)
+    leave(made, requests("a-0", "a-1"), lambda: made._waiting)
     sent = post(server, group(), group())
     done = sampled(made, requests("a-2"))
     assert done[0].episode.prompt_ids[0] == sent[0]["tokens"][0][0]
+
+
+def test_a_held_policy_server_is_told_nothing(server, made):
+    """Its weights are being changed; groups that are there are taken all the same."""
+    calls = []
+    made.max_batches, made.hold_back = 0, calls.append
+    made.hold()
+    post(server, group(), group())
+    assert len(sampled(made, requests("a-0", "a-1"))) == 4
+    assert calls == []
+    made.release()
+    post(server, group(), group())
+    sampled(made, requests("a-2", "a-3"))
+    assert calls == [True]
+    made._closed.set()
 
 
 def test_a_process_that_has_died_ends_the_stream(made):

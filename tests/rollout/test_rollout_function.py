@@ -247,21 +247,6 @@ def test_a_function_that_always_hangs_ends_the_run():
     release.set()
 
 
-def left_early(source, when):
-    """All requests are taken back while a call is under way, at the event."""
-
-    async def leave():
-        tasks = [asyncio.create_task(source.generate(request)) for request in requests()]
-        while not when.is_set():
-            await asyncio.sleep(0.01)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await source.free()
-
-    sources.on_a_loop(leave)
-
-
 @pytest.mark.parametrize("where", ["the function", "the engine"])
 def test_who_leaves_early_leaves_nothing_behind(where):
     begun, release = threading.Event(), threading.Event()
@@ -274,7 +259,7 @@ def test_who_leaves_early_leaves_nothing_behind(where):
 
     source = wrap(hangs, engine=ScriptedEngine(step_s=0.05))
     began = time.monotonic()
-    left_early(source, begun)
+    sources.leave(source, requests(), begun.is_set)
     assert time.monotonic() - began < 10
     assert len(run(source)) == 4
     release.set()

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 from small_runs import SmallRun
-from sources import on_a_loop, outcomes, sampled
+from sources import leave, outcomes, sampled
 from trajectories import Once, requests, sleepy
 
 from swift.errors import EngineError
@@ -268,16 +268,7 @@ def test_a_loop_that_a_library_blocks_is_given_up(monkeypatch):
 def test_who_leaves_ends_trajectories_where_they_are(template, source_for):
     source = source_for(of_envs({"endless": sleepy(100), "fine": Once}, "endless"))
 
-    async def leave():
-        tasks = [asyncio.create_task(source.generate(request)) for request in requests(template, 3)]
-        while Once.asleep < 3:
-            await asyncio.sleep(0.01)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await source.free()
-
-    on_a_loop(leave)
+    leave(source, requests(template, 3), lambda: Once.asleep == 3)
     while Once.closed < 3:
         time.sleep(0.01)
     assert source.inner.engine.advance() is None
@@ -290,13 +281,6 @@ def test_who_leaves_before_the_first_step_leaves_nothing_behind(template, source
     source._environments = Loop()
     source._environments.call(time.sleep, 0.2)  # all of what follows runs at once
 
-    async def leave():
-        tasks = [asyncio.create_task(source.generate(request)) for request in requests(template, 3)]
-        await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    on_a_loop(leave)
+    leave(source, requests(template, 3), lambda: source._running)
     assert len(sampled(source, requests(template, 3))) == 3
     assert not source._tasks and not source._running

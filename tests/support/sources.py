@@ -46,3 +46,18 @@ def sampled(source, requests):
         return on_a_loop(all_of_them)
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+def leave(source, requests, when):
+    """Ask for completions, and take all requests back as soon as `when()` is true."""
+
+    async def work():
+        tasks = [asyncio.create_task(source.generate(request)) for request in requests]
+        while not when():
+            await asyncio.sleep(0.001)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await source.free()
+
+    on_a_loop(work)

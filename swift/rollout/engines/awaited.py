@@ -217,7 +217,7 @@ class AwaitedEngine:
         """What the next step ends; requests that come while it waits for other processes are submitted beside it."""
         if self.engine.in_process:
             return self.engine.advance()
-        advancing = asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
+        advancing = self._advancing()
         advancing.add_done_callback(lambda _: self._came.set())
         while not advancing.done():
             self._came.clear()
@@ -227,6 +227,9 @@ class AwaitedEngine:
                 self._submitted_beside = True
                 self._submit()
         return advancing.result()
+
+    def _advancing(self) -> asyncio.Future[list[Completion] | None]:
+        return asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
 
     def _deliver(self, completion: Completion) -> None:
         waiting = self._asked.pop(completion.request_id, None)
@@ -271,13 +274,8 @@ class AwaitedEngine:
         """Nothing is left in the engine."""
         with contextlib.suppress(Exception):  # the first error is the one to show
             self.engine.abort()
-            while await self._advanced_alone() is not None:
+            while (self.engine.advance() if self.engine.in_process else await self._advancing()) is not None:
                 pass
-
-    async def _advanced_alone(self) -> list[Completion] | None:
-        if self.engine.in_process:
-            return self.engine.advance()
-        return await asyncio.wrap_future(on_thread(self.engine.advance, "engines"))
 
 
 def _raise_in(waiting: asyncio.Future[Completion], error: Exception) -> bool:

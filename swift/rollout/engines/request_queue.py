@@ -214,7 +214,7 @@ class RequestQueue:
         with self._pausing:
             self._check_alive()
             before, self.paused = self.paused, True
-            self._loop.run(_called(self._source.hold))
+            self._loop.do(self._source.hold)
             try:
                 self.engine.pause()
             except BaseException:
@@ -360,10 +360,6 @@ class RequestQueue:
         self._fail_all(EngineDead("engine: its queue is closed; use another one"))
         self.engine.close()
         self._loop.close(CLOSE_S)
-
-
-async def _called(work: Callable[[], object]) -> None:
-    work()
 
 
 def _own_id(name: str) -> str:

@@ -57,15 +57,14 @@ class RequestTable:
         limit_s: seconds that a request may take once its holder has room for it; then it is to be aborted and sampled
             once more.
         grace_s: seconds that an aborted request may take to arrive.
-        retries: whether a request that was aborted by nobody here, or for its time limit, is sampled again.
 
     Attributes:
         ready: completions for the caller to take.
         late: requests that exceeded the time limit while they were sampled, once for each try.
     """
 
-    def __init__(self, *, limit_s: float = math.inf, grace_s: float = math.inf, retries: bool = True) -> None:
-        self.limit_s, self.grace_s, self.retries = limit_s, grace_s, retries
+    def __init__(self, *, limit_s: float = math.inf, grace_s: float = math.inf) -> None:
+        self.limit_s, self.grace_s = limit_s, grace_s
         self.ready: deque[Completion] = deque()
         self.late = 0
         self._entries: dict[str, Entry] = {}
@@ -127,23 +126,13 @@ class RequestTable:
                 told.setdefault(entry.holder, []).append(name)
         return told
 
-    def waits(self, request: Request) -> bool:
-        """Whether this very request has no holder."""
-        entry = self._held.get(None, {}).get(request.request_id)
-        return entry is not None and entry.request is request
-
-    def is_aborted(self, request_id: str) -> bool:
-        """Whether it is outstanding and the caller wants it to end."""
-        entry = self._entries.get(request_id)
-        return entry is not None and entry.aborted
-
     def arrive(self, holder: Hashable, completion: Completion) -> bool:
         """A completion from a holder; returns whether it belongs to a request of this holder."""
         entry = self._entries.get(completion.request_id)
         if entry is None or entry.holder != holder:
             return False
         self._made_room[holder] = min(entry.place, self._made_room.get(holder, entry.place))
-        unasked = completion.finish_reason == "abort" and not entry.aborted and self.retries
+        unasked = completion.finish_reason == "abort" and not entry.aborted
         if unasked and (entry.expired_at is None or self._comes_again(entry, completion)):
             self._move(entry, None)
         else:

@@ -164,9 +164,8 @@ class TrajectorySource(Source):
         rollout: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
     ) -> None:
-        played = self._played(environments, request, rollout)
-        task = asyncio.get_running_loop().create_task(self._run(played, environments, request, rollout, ended))
-        self._tasks[ended] = task
+        played = self._run(environments, request, rollout, ended)
+        self._tasks[ended] = asyncio.get_running_loop().create_task(played)
 
     def _cancel(self, ended: asyncio.Future[Completion]) -> None:
         if (task := self._tasks.get(ended)) is not None:
@@ -174,7 +173,6 @@ class TrajectorySource(Source):
 
     async def _run(
         self,
-        played: Awaitable[Completion],
         environments: Loop,
         request: Request,
         rollout: asyncio.AbstractEventLoop,
@@ -182,7 +180,7 @@ class TrajectorySource(Source):
     ) -> None:
         """A trajectory from its request to its completion, or to what ends the run."""
         try:
-            outcome: Completion | Exception = await played
+            outcome: Completion | Exception = await self._played(environments, request, rollout)
         except Exception as error:
             outcome = error
         if not environments.given_up:
@@ -224,11 +222,14 @@ class TrajectorySource(Source):
         if environments.given_up:
             raise asyncio.CancelledError
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        turn = asyncio.run_coroutine_threadsafe(self._sampled(environments, request, answer), rollout)
+        turn: list[asyncio.Task[None]] = []
+        sampled = partial(self._sampled, environments, request, answer)
+        rollout.call_soon_threadsafe(lambda: turn.append(rollout.create_task(sampled())))
         try:
             return await answer
         except asyncio.CancelledError:
-            turn.cancel()
+            with contextlib.suppress(RuntimeError):  # the rollout loop is closed, and has cancelled it
+                rollout.call_soon_threadsafe(lambda: rollout.call_soon(turn[0].cancel))  # after its first step
             raise
 
     def _failed(self, told: str) -> EngineError | None:
