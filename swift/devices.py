@@ -1,4 +1,4 @@
-"""What the machine has: accelerators, and the CPU cores and the memory this process may use."""
+"""Properties of the machine: accelerators, and the CPU cores and the memory this process may use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_worker(environ: Mapping[str, str]) -> bool:
     """Whether a launcher (ours, torchrun or another) has started this process as a rank.
 
     A platform that starts one process per node sets RANK and WORLD_SIZE too, but no LOCAL_RANK; NPROC_PER_NODE or
-    NNODES tell that processes are still to be started there.
+    NNODES mean that its processes are still to be started.
     """
     ranked = bool(environ.get("RANK")) and bool(environ.get("WORLD_SIZE"))
     return ranked and (bool(environ.get("LOCAL_RANK")) or not {"NPROC_PER_NODE", "NNODES"} & environ.keys())
@@ -69,10 +69,10 @@ def cache_room(device: torch.device) -> int:
 
 
 def torch_is_for_cpu_only() -> bool:
-    """Whether the installed torch can see no accelerator at all, told without loading it.
+    """Whether the installed torch supports no accelerator at all, determined without importing it.
 
-    A launcher asks, which does nothing else with torch. The build says so in `torch/version.py`; on macOS, or with
-    a backend of another package, it takes torch itself to answer.
+    For launchers, which do not use torch otherwise. `torch/version.py` names the build; on macOS, or with a backend of
+    another package, torch has to be imported.
     """
     spec = importlib.util.find_spec("torch")
     if not sys.platform.startswith("linux") or spec is None or spec.origin is None:

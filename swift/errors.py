@@ -121,26 +121,26 @@ class Interrupted(SwiftError):
     exit_code = 75
 
 
-_last_words: list[Callable[[BaseException], int]] = []
+_reporters: list[Callable[[BaseException], int]] = []
 
 
-def on_sudden_end(tell: Callable[[BaseException], int]) -> None:
-    """`tell` prints an error and returns its exit code; `end_process` uses the one given last."""
-    _last_words.append(tell)
+def set_error_reporter(report: Callable[[BaseException], int]) -> None:
+    """Set the function that prints an error and returns its exit code, for `end_process`."""
+    _reporters[:] = [report]
 
 
 def end_process(error: SwiftError) -> NoReturn:
     """Print `error` and end this process at once, from any thread.
 
-    For a main thread that is stuck where no exception can reach it, such as a collective without its partner.
+    For a main thread that blocks where no exception can reach it, such as in a collective that another rank left.
     """
-    code = _last_words[-1](error) if _last_words else error.exit_code
+    code = _reporters[0](error) if _reporters else error.exit_code
     os._exit(code)
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run whose folder exists. log: of this process. advice: in one line where the run is and how it goes on."""
+    """A run whose folder exists. log: of this process. advice: a line with its folder and its resume command."""
 
     log: Path
     advice: Callable[[], str]
@@ -150,7 +150,7 @@ _unfinished: list[Unfinished] = []
 
 
 def note_unfinished(run: Unfinished | None) -> None:
-    """The run that whatever ends this process from now on leaves unfinished; None when there is none any more."""
+    """Set the run that is unfinished if this process ends from now on; None if there is none any more."""
     _unfinished[:] = [run] if run is not None else []
 
 
@@ -166,7 +166,7 @@ _DECODER = json.JSONDecoder()
 
 
 def parse_json(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
-    """What a JSON text says; every failure is a JSONDecodeError: integers of 4,300 digits and deep nesting too."""
+    """The value of a JSON text; every failure is a JSONDecodeError: integers of 4,300 digits and deep nesting too."""
     try:
         return decoder.decode(text)
     except json.JSONDecodeError:
@@ -197,11 +197,11 @@ OUT_OF_MEMORY = (
     "out of memory", "not enough memory", "allocate memory", "alloc_cpu", "defaultcpuallocator", "alloc_failed",
     "failed to map segment", "std::bad_alloc",
 )  # fmt: skip
-"""What CUDA, cuBLAS, NCCL, vLLM and the C library say, in small letters, in errors of their own kinds."""
+"""Parts of the messages of CUDA, cuBLAS, NCCL, vLLM and the C library, in lower case."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory did not suffice: the system's or an accelerator's, whatever a library makes of that."""
+    """Whether the error means that memory of the system or of an accelerator ran out, whatever its type."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
@@ -212,9 +212,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def unusable(problem: str, fix: str = "") -> Iterator[None]:
-    """A block in which libraries read files of the user: what they raise means that the files are wrong.
+    """A block in which libraries read files of the user: an exception means that the files are wrong.
 
-    They raise anything, a bare Exception too. Missing packages and memory are not the files' fault and travel on.
+    Libraries raise any type, a bare Exception too. Errors about missing packages and memory are raised unchanged.
 
     Raises:
         ConfigError: `problem` with the first line of the failure, and `fix`.
@@ -232,13 +232,13 @@ def unusable(problem: str, fix: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def said_of(flag: str, instead: str = "--model") -> Iterator[None]:
-    """Problems that a block says of one flag are said of another, which gave the value."""
+def attributed_to(flag: str, instead: str = "--model") -> Iterator[None]:
+    """Attribute problems that the block raises about the flag `instead` to `flag`, which gave the value."""
     try:
         yield
     except SwiftError as error:
-        said = [re.sub(rf"^{instead}(?=:)", flag, problem) for problem in error.problems]
-        error.problems, error.args = said, ("\n".join(said),)
+        problems = [re.sub(rf"^{instead}(?=:)", flag, problem) for problem in error.problems]
+        error.problems, error.args = problems, ("\n".join(problems),)
         raise
 
 
@@ -266,9 +266,9 @@ def nearest(name: str, choices: Iterable[str], count: int = 3, *, likeness: floa
     return difflib.get_close_matches(str(name), [str(choice) for choice in choices], n=count, cutoff=likeness)
 
 
-def likeness(one: str, other: str) -> float:
+def likeness(first: str, second: str) -> float:
     """From 0 to 1, as `nearest` measures it."""
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 _MOST_LISTED = 30

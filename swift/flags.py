@@ -34,23 +34,23 @@ _NEED = re.compile(r"(\w*)([=<]?)(.*)")
 SECRET: dict[str, bool | None] = {}
 """`secret` of every flag that has been read, by each of its names."""
 BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-"""Names of bounds, as pydantic calls them, and as messages do."""
+"""Names of bounds: those of pydantic -> those of messages."""
 REQUIRED = "required"
 """`unset` of a setting that must be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Details:
-    """What a field says besides its type and default.
+    """Properties of a field besides its type and default.
 
     aliases: other names. values: other words for values, in lower case -> the value. above, at_least, below, at_most:
     bounds of a number, or of each number of a list. group: heading in the help; None means the class's `GROUP`.
-    everyday: whether the short help shows it. unset: what a default of None means, in words, or `REQUIRED`. needs:
-    without what the setting has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict: then it
-    is refused, which otherwise is noted. joins: values given under different aliases are concatenated instead of
-    contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are choices (too);
-    their attribute `summary`, if any, is part of the help. secret: its value is never shown; False: nothing in it is a
-    secret, whatever its keys are called; None: it may have passwords in URLs and secrets under keys.
+    everyday: whether the short help shows it. unset: meaning of the default None, in words, or `REQUIRED`. needs: the
+    setting without which this one has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict:
+    whether it is then refused instead of noted. joins: whether values given under different aliases are concatenated
+    instead of contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are
+    choices (too); their attribute `summary`, if any, is part of the help. secret: whether the value is never
+    shown; False: it contains no secret, whatever its keys are called; None: its URLs and keys may contain some.
     """
 
     aliases: Sequence[str] = ()
@@ -70,7 +70,7 @@ class Details:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those that are given, as pydantic calls them."""
+        """The bounds that are given, by pydantic's names."""
         bounds = {"gt": self.above, "ge": self.at_least, "lt": self.below, "le": self.at_most}
         return {name: bound for name, bound in bounds.items() if bound is not None}
 
@@ -87,10 +87,12 @@ def flag(default: Any = None, **details: Any) -> Any:
 class Flag:
     """A setting as help, schema and the parser see it.
 
-    `built_in` are the values of a `Literal`. `owner` is the dataclass that defines it. `needs` is that of `flag`.
+    spellings: the canonical name, then the aliases. built_in: the values of a `Literal`. needs: as in `Details`, or the
+    choice of the entry that declares the setting. owner: the dataclass that defines it.
     """
 
     name: str
+    spellings: tuple[str, ...]
     kind: Kind
     is_list: bool
     optional: bool
@@ -104,17 +106,16 @@ class Flag:
     @property
     def choices(self) -> tuple[Any, ...]:
         """All values that are allowed, those of plugins last; () allows any."""
-        return (*self.built_in, *(name for name in self._entries() if name not in self.built_in))
-
-    def _entries(self) -> Mapping[str, Any]:
-        return registered(self.details.registry) if self.details.registry else {}
+        entries = registered(self.details.registry) if self.details.registry else ()
+        return (*self.built_in, *(name for name in entries if name not in self.built_in))
 
     @property
     def help(self) -> str:
-        """The text under the field, one paragraph, and what the entries of its registry say of themselves."""
-        summaries = {name: getattr(entry, "summary", "") for name, entry in self._entries().items()}
-        entries = (f"{name}: {summary}." for name, summary in summaries.items() if summary)
-        return " ".join([help_texts(self.owner).get(self.name, ""), *entries])
+        """The text under the field, one paragraph, and the summaries of the entries of its registry."""
+        entries = registered(self.details.registry) if self.details.registry else {}
+        summaries = {name: getattr(entry, "summary", "") for name, entry in entries.items()}
+        own = help_texts(self.owner).get(self.name, "")
+        return " ".join([own, *(f"{name}: {summary}." for name, summary in summaries.items() if summary)])
 
     @property
     def summary(self) -> str:
@@ -144,11 +145,6 @@ class Flag:
         words = self.needs.replace("=", " ").replace("|", " or ").replace("<", " below ")
         return f"--{words}" if words else ""
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The canonical name, then the aliases."""
-        return (self.name, *self.details.aliases)
-
 
 def typed(value: Any) -> str:
     """A value as it would be typed."""
@@ -170,7 +166,37 @@ def registered(registry: str) -> Any:
 def flags_of(cls: type) -> dict[str, Flag]:
     """The settings of a dataclass and of its bases, by canonical name, in order of definition."""
     hints = typing.get_type_hints(cls)
-    return {field.name: _read(cls, field, hints[field.name]) for field in dataclasses.fields(cls)}
+    flags = {}
+    for field in dataclasses.fields(cls):
+        details: Details = field.metadata.get("flag", Details())
+        owner: Any = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
+        hint, optional = hints[field.name], False
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Literal | None is still the former
+            members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+            assert len(members) == 1, f"{field.name}: a setting has one type, or one type or None"
+            hint, optional = members[0], True
+        is_list = typing.get_origin(hint) is list
+        if is_list:
+            hint = typing.get_args(hint)[0]
+        choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
+        kind: Any = type(choices[0]) if choices else typing.get_origin(hint) or hint
+        group: Any = details.group or getattr(owner, "GROUP", "Plugins")
+        spellings = (field.name, *details.aliases)
+        SECRET.update(dict.fromkeys(spellings, details.secret))
+        flags[field.name] = Flag(
+            name=field.name,
+            spellings=spellings,
+            kind=kind.__name__,
+            is_list=is_list,
+            optional=optional,
+            built_in=choices,
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            group=group,
+            needs=details.needs or getattr(cls, "NEEDS", {}).get(owner, ""),
+            details=details,
+            owner=owner,
+        )
+    return flags
 
 
 @functools.cache
@@ -195,33 +221,3 @@ def help_texts(cls: type) -> dict[str, str]:
 @functools.cache
 def _module_tree(module: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[module]))
-
-
-def _read(cls: type, field: dataclasses.Field[Any], hint: Any) -> Flag:
-    details: Details = field.metadata.get("flag", Details())
-    owner: Any = next(base for base in cls.__mro__ if field.name in inspect.get_annotations(base))
-    optional = False
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):  # Literal | None is still the former
-        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
-        assert len(members) == 1, f"{field.name}: a setting has one type, or one type or None"
-        hint, optional = members[0], True
-    is_list = typing.get_origin(hint) is list
-    if is_list:
-        hint = typing.get_args(hint)[0]
-    choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    group: Any = details.group or getattr(owner, "GROUP", "Plugins")
-    kind: Any = type(choices[0]) if choices else typing.get_origin(hint) or hint
-    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    SECRET.update(dict.fromkeys((field.name, *details.aliases), details.secret))
-    return Flag(
-        name=field.name,
-        kind=kind.__name__,
-        is_list=is_list,
-        optional=optional,
-        built_in=choices,
-        default=default,
-        group=group,
-        needs=details.needs or getattr(cls, "NEEDS", {}).get(owner, ""),
-        details=details,
-        owner=owner,
-    )

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop: of a scheduler, of a keyboard, of a terminal that closes."""
+"""Signals that stop a command: from a scheduler, the keyboard, or a closing terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 INSISTING = (signal.SIGTERM, signal.SIGINT)
-"""Repeated they mean: at once. The others are repeated by shells and schedulers of their own accord."""
+"""Repeated, they stop at once. Shells and schedulers repeat the other signals by themselves."""
 STOP = (*INSISTING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def answered(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Stop signals go to `handler` inside; on the main thread. `nohup` stays in force.
+    """Stop signals are handled by `handler` inside the block, on the main thread; SIGHUP under `nohup` stays ignored.
 
-    Forks of this process die of them as usual: a pool ends its workers with SIGTERM.
+    Forks of this process keep the default action: a pool ends its workers with SIGTERM.
     """
     owner = os.getpid()
 
@@ -39,9 +39,10 @@ def answered(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def kept_from_children() -> Iterator[None]:
-    """A closing terminal, or a signal to all processes of a job, does not reach what this thread starts inside.
+    """Children that this thread starts inside the block block SIGHUP, SIGQUIT and SIGUSR1.
 
-    It ends with this process, which may still need it for the step at hand.
+    A closing terminal, or a signal to all processes of a job, would end them while the current step needs them. They
+    end with this process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOP) - set(INSISTING))
     try:

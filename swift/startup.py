@@ -1,4 +1,4 @@
-"""What keeps the start of a process short, and its console free of what libraries say."""
+"""A short start of the process, and a console without the messages of libraries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Iterator
 
 LIBRARIES = ("transformers", "datasets", "accelerate", "huggingface_hub", "trl", "peft", "bitsandbytes", "py.warnings")
-"""Loggers of libraries; some hand nothing to the root logger."""
+"""Loggers of libraries; some do not propagate to the root logger."""
 
 EARLY = logging.handlers.MemoryHandler(sys.maxsize, flushLevel=sys.maxsize)
-"""Keeps what libraries say, the last of it, until there is a log file."""
+"""Buffers the last messages of libraries until there is a log file."""
 EARLY.buffer = deque(maxlen=1000)  # type: ignore[assignment]
 
 
@@ -25,20 +25,20 @@ def hush_libraries() -> None:
     logging.captureWarnings(True)
     for logger in map(logging.getLogger, LIBRARIES):
         if os.environ.get("SWIFT_DEBUG", "0") in ("", "0"):
-            logger.handlers = [one for one in logger.handlers if type(one) is not logging.StreamHandler]
+            logger.handlers = [handler for handler in logger.handlers if type(handler) is not logging.StreamHandler]
         if EARLY not in logger.handlers:
             logger.addHandler(EARLY)
 
 
 @contextlib.contextmanager
 def collector_resting() -> Iterator[None]:
-    """Import and load without the garbage collector, and leave what was loaded out of its later rounds.
+    """Import and load without the garbage collector, and exclude the loaded objects from later collections.
 
-    A million objects come and stay while libraries are imported; to look for garbage among them again and again
-    takes a quarter of the start. Only reference cycles dropped inside the block are never freed before the end.
+    Imports of libraries create a million objects that stay; repeated collections of them take a quarter of the start.
+    Reference cycles dropped inside the block are not freed before the process ends.
     """
     was_enabled = gc.isenabled()
-    atexit.register(gc.unfreeze)  # extension modules count what is left at the end as leaks, and say so
+    atexit.register(gc.unfreeze)  # else extension modules report frozen objects as leaks
     gc.disable()
     try:
         yield

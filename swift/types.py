@@ -6,6 +6,7 @@ trainer trains on; `text` exists for rewards and people and is never tokenised a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -85,13 +86,14 @@ class Request:
     """One sample to draw: training sends one request per sample, each with its own seed.
 
     `prompt` is the row it belongs to, for rollout functions; engines see the ids alone, and it goes to no other
-    process.
+    process. `limit_s` bounds it from its first token on: one that takes longer is sampled once more, and then given up.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
+    limit_s: float = math.inf
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Imports that only a type checker sees are free; imports inside functions count l
 
 import ast
 import functools
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,16 @@ def test_a_plain_run_loads_nothing_that_it_does_not_use(nano_folders, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_figures_of_the_architecture_page_are_drawn_from_the_code():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "docs" / "figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = figures  # dataclasses look there
+    spec.loader.exec_module(figures)
+    for name, drawing in figures.draw_all().items():
+        assert (figures.IMAGES / name).read_text(encoding="utf-8") == drawing, "python docs/figures.py draws it anew"
+    tour = figures.TOURS["prompt-dedicated"]
+    page = " ".join((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
+    assert f"{tour.functions} functions in {tour.files} files" in page
+    assert tour.functions <= 50 and tour.files <= 25

@@ -20,7 +20,7 @@ class accelerator:
 
 
 COUNT = "from swift.devices import count_accelerators as count\nprint(count(), 'torch' in sys.modules)"
-DERIVE = "from swift.arguments.derived import Machine\nprint(Machine.look({}).has_accelerator)"
+DERIVE = "from swift.arguments.derived import Machine\nprint(Machine.detect({}).has_accelerator)"
 
 
 def counted(folder, version, *, loaded=False, entry_points=None, kind="cuda", code=COUNT):

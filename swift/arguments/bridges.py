@@ -1,4 +1,4 @@
-"""`--weight_bridge`: one word for several settings of weight syncs, as trainers for Atropos have it.
+"""`--weight_bridge`: one name for several settings of weight syncs, as in trainers for Atropos.
 
 shared_vllm     one copy of the weights: the engine in the trainer's process, on its device
 lora_only       adapters alone; they are swapped while the server runs
@@ -24,14 +24,12 @@ BRIDGES: dict[str, dict[str, Any]] = {
     "none": {"vllm_enable_lora": False},
 }
 INTERVAL = 3
-"""Optimizer steps between two weight syncs where neither the bridge nor the user says how many."""
+"""Optimizer steps between two weight syncs if neither the bridge nor the user sets the interval."""
 
 
-def lay_bridge(reader: Reader) -> None:
-    """Set what the bridge stands for; a setting that says otherwise is a problem."""
-    bridge = getattr(reader.args, "weight_bridge", None)
-    if bridge is None:
-        return
+def apply_bridge(reader: Reader) -> None:
+    """Derives the settings that `--weight_bridge` stands for; a given setting with another value is a problem."""
+    bridge = reader.args.weight_bridge
     usual = {} if "vllm_sync_interval" in reader.origins else {"vllm_sync_interval": INTERVAL}
     wanted = {**usual, **BRIDGES[bridge]}
     for name, value in wanted.items():
@@ -46,7 +44,7 @@ def lay_bridge(reader: Reader) -> None:
 
 
 def bridge_problems(args: Any) -> Iterator[str]:
-    """What keeps the bridge from being what its name says, one line each."""
+    """Settings that contradict the bridge, one line each."""
     bridge = args.weight_bridge
     shared = bridge == "shared_vllm"
     obstacles = {

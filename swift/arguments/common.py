@@ -30,7 +30,7 @@ GROUPS = (
 
 @dataclass(kw_only=True)
 class CommonArguments:
-    """What every mode understands."""
+    """Settings of every mode."""
 
     GROUP: ClassVar[str] = "Run"
 
@@ -42,10 +42,10 @@ class CommonArguments:
 
     def problems(self) -> Iterator[str]:
         cls: Any = type(self)
-        for one in flags_of(cls).values():
-            if one.details.unset == REQUIRED and getattr(self, one.name) is None:
-                fix = f"valid: {one.valid}" if one.valid else f"give: {one.summary}"
-                yield f"--{one.name}: missing: required; {fix}"
+        for setting in flags_of(cls).values():
+            if setting.details.unset == REQUIRED and getattr(self, setting.name) is None:
+                fix = f"valid: {setting.valid}" if setting.valid else f"give: {setting.summary}"
+                yield f"--{setting.name}: missing: required; {fix}"
 
 
 def model_missing(args: Any) -> Iterator[str]:
@@ -82,7 +82,7 @@ def training_data_missing(args: Any) -> Iterator[str]:
 
 
 def float16_problems(args: Any) -> Iterator[str]:
-    """Trainers of TRL and transformers scale the loss of float16, which only float32 gradients can be freed of."""
+    """Trainers of TRL and transformers scale the loss of float16; the gradients must be float32 to undo it."""
     if args.torch_dtype != "float16":
         return
     if args.optim == "adamw_cpu":
@@ -102,7 +102,7 @@ def float16_problems(args: Any) -> Iterator[str]:
 class TrainerModeArguments(
     CommonArguments, RunArguments, TrainerArguments, OptimizationArguments, StreamArguments, TunerArguments
 ):
-    """What the modes have whose trainer is TRL's or transformers'."""
+    """Settings of the modes whose trainer is TRL's or transformers'."""
 
     load_from_cache_file: bool = flag(True, group="Data", everyday=False)
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""

@@ -1,6 +1,6 @@
 """Defaults that follow from other settings or from the machine: one row per rule.
 
-A rule acts where its setting is None after all layers. The first rule whose condition holds decides; its text
+A rule applies if its setting is None after all layers. The first rule whose condition holds decides; its text
 is recorded in the provenance and shown by the help.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.arguments.bridges import lay_bridge
+from swift.arguments.bridges import apply_bridge
 from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert
 from swift.data.system import shipped_example
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What defaults depend on."""
+    """The properties of the machine that defaults depend on."""
 
     has_accelerator: bool
     cores: int
     processes: int = 1
 
     @classmethod
-    def look(cls, environ: Mapping[str, str]) -> Machine:
-        """The machine this process runs on; imports torch where its build may see an accelerator."""
+    def detect(cls, environ: Mapping[str, str]) -> Machine:
+        """The machine this process runs on; imports torch if its build may support an accelerator."""
         sizes = ("WORLD_SIZE",) if is_worker(environ) else ("NPROC_PER_NODE", "NNODES")
         given = launch_variables(environ)
         counts = [int(given[name]) for name in sizes if given.get(name, "").isdigit()]
@@ -50,51 +50,25 @@ Condition = Callable[[Any, Machine], bool]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`name` is `value(args, machine)` when `when(args, machine)`; `text` says why, in the help with `args` None."""
+    """One row of the table: the value of a setting that no layer gave.
+
+    value: a constant, or a function of the settings and the machine. text: its reason, for the provenance and the help.
+    when: the condition; None means always. choice, declared: instead of value and text, the setting whose registered
+    entry declares the value, and the attribute of that entry.
+    """
 
     name: str
-    text: Callable[[Any], str]
-    value: Callable[[Any, Machine], Any]
-    when: Condition = lambda args, machine: True
+    value: Any = None
+    text: str = ""
+    when: Condition | None = None
+    choice: str = ""
+    declared: str = ""
 
 
-def _rule(name: str, text: str, value: Callable[[Any, Machine], Any]) -> Rule:
-    return Rule(name, lambda args: text, value)
-
-
-def _fixed(name: str, value: Any, text: str, when: Condition = lambda args, machine: True) -> Rule:
-    return Rule(name, lambda args: text, lambda args, machine: value, when)
-
-
-def _same_as(name: str, other: str, when: Condition = lambda args, machine: True) -> Rule:
-    return Rule(name, lambda args: f"= {other}", lambda args, machine: getattr(args, other), when)
-
-
-def _given(name: str, value: Any, choice: str, *chosen: Any) -> Rule:
-    """A value that goes with values of another setting."""
-    text = f"{typed(value)} with {choice} {' or '.join(map(typed, chosen))}"
-    return _fixed(name, value, text, lambda args, machine: getattr(args, choice) in chosen)
-
-
-def _declared(name: str, choice: str, attribute: str) -> Rule:
-    """What the chosen loss or estimator declares."""
-
-    def text(args: Any) -> str:
-        if args is not None:
-            return f"{typed(getattr(entry_of(args, choice), attribute))} with {choice} {getattr(args, choice)}"
-        owners: dict[Any, list[str]] = {}
-        for entry, declares in registered(CHOICES[choice]).items():
-            owners.setdefault(getattr(declares, attribute), []).append(entry)
-        usual = type(declares).__dataclass_fields__[attribute].default
-        special = [f"{typed(v)} with {choice} {' or '.join(names)}" for v, names in owners.items() if v != usual]
-        return "; ".join([*special, f"else {typed(usual)}"])
-
-    return Rule(name, text, lambda args, machine: getattr(entry_of(args, choice), attribute))
-
-
-def _has(setting: str) -> Condition:
-    """Whether the mode has a setting."""
-    return lambda args, machine: hasattr(args, setting)
+def _with(name: str, value: Any, choice: str, chosen: Any) -> Rule:
+    """A value that goes with one value of another setting."""
+    text = f"{typed(value)} with {choice} {typed(chosen)}"
+    return Rule(name, value, text, lambda args, machine: getattr(args, choice) == chosen)
 
 
 def _names_a_model(args: Any, _: Machine) -> bool:
@@ -111,132 +85,168 @@ def _is_off_policy(args: Any, _: Machine) -> bool:
     return bool(args.async_generate or args.dynamic_sample or args.replay_buffer_size or seldom)
 
 
-def _samples(args: Any, _: Machine) -> bool:
-    return hasattr(args, "num_generations") or hasattr(args, "ebft_mode")
-
-
-_merges = _has("merge_lora")
 _CORRECTION = "rollout_importance_sampling_mode"
 RULES: tuple[Rule, ...] = (
-    _same_as("ref_model", "model"),
-    _fixed("torch_dtype", None, "that of each tensor in the base's files for merging", _merges),
-    _fixed(
+    Rule("ref_model", lambda args, _: args.model, "= model"),
+    Rule(
+        "torch_dtype",
+        None,
+        "that of each tensor in the base's files for merging",
+        lambda args, _: hasattr(args, "merge_lora"),
+    ),
+    Rule(
         "torch_dtype",
         "bfloat16",
         "bfloat16 with an accelerator",
-        lambda args, machine: machine.has_accelerator and not _merges(args, machine),
+        lambda args, machine: machine.has_accelerator and not hasattr(args, "merge_lora"),
     ),
-    _fixed("torch_dtype", "float32", "float32 on a CPU", lambda args, machine: not _merges(args, machine)),
-    _fixed("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, machine: args.tuner_type != "full"),
-    _fixed("learning_rate", 1e-5, "1e-5 with tuner_type full"),
-    _fixed("lora_dropout", 0.0, "0.0 in rlhf", _has("rlhf_type")),
-    _rule("lora_dropout", "0.05 in supervised tuning", lambda args, machine: args.USUAL_DROPOUT),
-    _fixed("gradient_accumulation_steps", 1, "1 in online reinforcement learning", _samples),
-    _rule(
+    Rule("torch_dtype", "float32", "float32 on a CPU", lambda args, _: not hasattr(args, "merge_lora")),
+    Rule("learning_rate", 1e-4, "1e-4 with an adapter", lambda args, _: args.tuner_type != "full"),
+    Rule("learning_rate", 1e-5, "1e-5 with tuner_type full"),
+    Rule("lora_dropout", 0.0, "0.0 in rlhf", lambda args, _: hasattr(args, "rlhf_type")),
+    Rule("lora_dropout", lambda args, _: args.USUAL_DROPOUT, "0.05 in supervised tuning"),
+    Rule(
         "gradient_accumulation_steps",
-        f"else max(1, ceil({USUAL_BATCH} / per_device_train_batch_size / processes))",
-        lambda args, machine: -(-USUAL_BATCH // (args.per_device_train_batch_size * machine.processes)),
+        1,
+        "1 in online reinforcement learning",
+        lambda args, _: hasattr(args, "num_generations") or hasattr(args, "ebft_mode"),
     ),
-    _fixed("dataloader_drop_last", True, "true in online reinforcement learning", _has("num_generations")),
-    _fixed("dataloader_drop_last", False, "else false"),
-    _same_as("steps_per_generation", "gradient_accumulation_steps", lambda args, _: args.generation_batch_size is None),
-    _same_as("num_generations_eval", "num_generations"),
-    _same_as("epsilon_high", "epsilon", lambda args, machine: "epsilon" in entry_of(args, "loss_type").settings),
-    _given("scale_rewards", "gdpo", "multi_objective_aggregation", "normalize_then_sum"),
-    _declared("scale_rewards", "advantage_estimator", "default_scale"),
-    _given("multi_objective_aggregation", "normalize_then_sum", "scale_rewards", "gdpo"),
-    _fixed("multi_objective_aggregation", "sum_then_normalize", "else sum_then_normalize"),
-    _declared("kl_in_reward", "advantage_estimator", "kl_in_reward"),
-    _declared("importance_sampling_level", "loss_type", "default_level"),
-    _given(_CORRECTION, "none", "old_logprobs", "sampler"),
-    _given(_CORRECTION, "none", "vllm_importance_sampling_correction", False),
-    _given(_CORRECTION, "token_truncate", "vllm_importance_sampling_correction", True),
-    _fixed(_CORRECTION, "token_truncate", "token_truncate if tokens may be older than the policy", _is_off_policy),
-    _fixed(_CORRECTION, "none", "else none"),
-    _fixed("use_vllm", False, "false with another infer_backend or use_lmdeploy", _names_another_backend),
-    _fixed("use_vllm", True, "else true on a server"),
-    _given("infer_backend", "vllm", "use_vllm", True),
-    _given("infer_backend", "lmdeploy", "use_lmdeploy", True),
-    _fixed("infer_backend", "transformers", "else transformers"),
-    _same_as("eval_strategy", "save_strategy"),
-    _same_as("eval_steps", "save_steps"),
-    _fixed(
+    Rule(
+        "gradient_accumulation_steps",
+        lambda args, machine: -(-USUAL_BATCH // (args.per_device_train_batch_size * machine.processes)),
+        f"else max(1, ceil({USUAL_BATCH} / per_device_train_batch_size / processes))",
+    ),
+    Rule(
+        "dataloader_drop_last",
+        True,
+        "true in online reinforcement learning",
+        lambda args, _: hasattr(args, "num_generations"),
+    ),
+    Rule("dataloader_drop_last", False, "else false"),
+    Rule(
+        "steps_per_generation",
+        lambda args, _: args.gradient_accumulation_steps,
+        "= gradient_accumulation_steps",
+        lambda args, _: args.generation_batch_size is None,
+    ),
+    Rule("num_generations_eval", lambda args, _: args.num_generations, "= num_generations"),
+    Rule(
+        "epsilon_high",
+        lambda args, _: args.epsilon,
+        "= epsilon",
+        lambda args, _: "epsilon" in entry_of(args, "loss_type").settings,
+    ),
+    _with("scale_rewards", "gdpo", "multi_objective_aggregation", "normalize_then_sum"),
+    Rule("scale_rewards", choice="advantage_estimator", declared="default_scale"),
+    _with("multi_objective_aggregation", "normalize_then_sum", "scale_rewards", "gdpo"),
+    Rule("multi_objective_aggregation", "sum_then_normalize", "else sum_then_normalize"),
+    Rule("kl_in_reward", choice="advantage_estimator", declared="kl_in_reward"),
+    Rule("importance_sampling_level", choice="loss_type", declared="default_level"),
+    _with(_CORRECTION, "none", "old_logprobs", "sampler"),
+    _with(_CORRECTION, "none", "vllm_importance_sampling_correction", False),
+    _with(_CORRECTION, "token_truncate", "vllm_importance_sampling_correction", True),
+    Rule(_CORRECTION, "token_truncate", "token_truncate if tokens may be older than the policy", _is_off_policy),
+    Rule(_CORRECTION, "none", "else none"),
+    Rule("use_vllm", False, "false with another infer_backend or use_lmdeploy", _names_another_backend),
+    Rule("use_vllm", True, "else true on a server"),
+    _with("infer_backend", "vllm", "use_vllm", True),
+    _with("infer_backend", "lmdeploy", "use_lmdeploy", True),
+    Rule("infer_backend", "transformers", "else transformers"),
+    Rule("eval_strategy", lambda args, _: args.save_strategy, "= save_strategy"),
+    Rule("eval_steps", lambda args, _: args.save_steps, "= save_steps"),
+    Rule(
         "metric_for_best_model",
         "ebft/cfm_loss",
         "ebft/cfm_loss with ebft_mode strided",
-        lambda args, machine: getattr(args, "ebft_mode", None) == "strided",
+        lambda args, _: getattr(args, "ebft_mode", None) == "strided",
     ),
-    _fixed("metric_for_best_model", "reward", "reward in reinforcement learning", _has("num_generations")),
-    _fixed("metric_for_best_model", "loss", "else loss"),
-    _rule(
+    Rule(
+        "metric_for_best_model",
+        "reward",
+        "reward in reinforcement learning",
+        lambda args, _: hasattr(args, "num_generations"),
+    ),
+    Rule("metric_for_best_model", "loss", "else loss"),
+    Rule(
         "greater_is_better",
+        lambda args, _: not args.metric_for_best_model.endswith("loss"),
         "false for a loss, true for any other metric",
-        lambda args, machine: not args.metric_for_best_model.endswith("loss"),
     ),
-    _same_as("soft_max_length", "max_completion_length"),
-    _same_as("cosine_max_len", "max_completion_length"),
+    Rule("soft_max_length", lambda args, _: args.max_completion_length, "= max_completion_length"),
+    Rule("cosine_max_len", lambda args, _: args.max_completion_length, "= max_completion_length"),
     Rule(
         "rollout_timeout",
-        lambda args: "600, or 0.2 per token of max_completion_length if that is more",
-        lambda args, machine: request_limit_s(args.max_completion_length),
-        _has("max_completion_length"),
+        lambda args, _: request_limit_s(args.max_completion_length),
+        "600, or 0.2 per token of max_completion_length if that is more",
+        lambda args, _: hasattr(args, "max_completion_length"),
     ),
-    _rule("reward_workers", "min(8, CPU cores)", lambda args, machine: min(8, machine.cores)),
+    Rule("reward_workers", lambda args, machine: min(8, machine.cores), "min(8, CPU cores)"),
     Rule(
         "vllm_max_lora_rank",
-        lambda args: "the rank of the adapter that is sent",
-        lambda args, machine: args.sent_rank,
-        lambda args, machine: hasattr(args, "lora_rank") and args.sent_rank != args.lora_rank,
+        lambda args, _: args.sent_rank,
+        "the rank of the adapter that is sent",
+        lambda args, _: hasattr(args, "lora_rank") and args.sent_rank != args.lora_rank,
     ),
-    _same_as("vllm_max_lora_rank", "lora_rank", _has("lora_rank")),
+    Rule(
+        "vllm_max_lora_rank", lambda args, _: args.lora_rank, "= lora_rank", lambda args, _: hasattr(args, "lora_rank")
+    ),
     Rule(
         "output_dir",
-        lambda args: "output/<model name>",
-        lambda args, machine: str(Path("output", Path(str(args.model or args.adapters[0])).name or "model")),
+        lambda args, _: str(Path("output", Path(str(args.model or args.adapters[0])).name or "model")),
+        "output/<model name>",
         _names_a_model,
     ),
 )
 
 
 def complete(reader: Reader, machine: Machine) -> None:
-    """Fills values that follow from others. Adds notes and problems to those of the reader."""
-    _evaluation(reader)
-    _batch_size(reader, machine)
-    _plugins(reader)
-    _gym_reward(reader)
-    _reward_models(reader)
-    lay_bridge(reader)
-    _rollout_source(reader)
-    _implied_engine(reader)
-    _from_kwargs(reader)
+    """Derives the settings that no layer gave. Adds notes and problems to those of the reader."""
     args = reader.args
+    _derive_eval_strategy(reader)
+    if getattr(args, "external_plugins", None):
+        _find_shipped_plugins(reader)
+    if getattr(args, "gym_env", None) is not None:
+        _add_gym_reward(reader)
+    if getattr(args, "reward_funcs", None):
+        _move_reward_models(reader)
+    if getattr(args, "weight_bridge", None) is not None:
+        apply_bridge(reader)
+    if getattr(args, "rollout_source", "engine") != "engine":
+        _derive_from_rollout_source(reader)
+    if hasattr(args, "num_generations"):
+        _derive_batch_size(reader, machine)
+        _derive_engine(reader)
+    if getattr(args, "generation_kwargs", None):
+        _move_generation_kwargs(reader)
     for rule in RULES:
-        if getattr(args, rule.name, rule) is None and rule.when(args, machine):
-            value = rule.value(args, machine)
+        if getattr(args, rule.name, rule) is None and (rule.when is None or rule.when(args, machine)):
+            value, text = rule.value(args, machine) if callable(rule.value) else rule.value, rule.text
+            if rule.choice:
+                value = getattr(entry_of(args, rule.choice), rule.declared)
+                text = f"{typed(value)} with {rule.choice} {getattr(args, rule.choice)}"
             if value is not None:
-                reader.derive(rule.name, value, rule.text(args))
-    _unlike_ms_swift(reader)
+                reader.derive(rule.name, value, text)
+    _note_other_defaults(reader)
 
 
-def _unlike_ms_swift(reader: Reader) -> None:
-    """Remarks where the default of ms-swift would spoil the gradient, and is another here."""
-    args = reader.args
+def _note_other_defaults(reader: Reader) -> None:
+    """Notes on derived values that differ from the defaults of ms-swift, which bias the gradient."""
     if reader.mode != "rlhf":
         return
-    if args.tuner_type == "lora" and "lora_dropout" in reader.rules:
+    if reader.args.tuner_type == "lora" and "lora_dropout" in reader.rules:
         reader.notes.append(
             "--lora_dropout: 0.0: in ms-swift 0.05; with dropout the policy that is trained is not the one that samples"
         )
-    if _CORRECTION in reader.rules and getattr(args, _CORRECTION) == "token_truncate":
+    if _CORRECTION in reader.rules and getattr(reader.args, _CORRECTION) == "token_truncate":
         reader.notes.append(
             f"--{_CORRECTION}: token_truncate: in ms-swift none; {reader.rules[_CORRECTION].partition(' if ')[2]}"
         )
 
 
-def _batch_size(reader: Reader, machine: Machine) -> None:
+def _derive_batch_size(reader: Reader, machine: Machine) -> None:
     """The smallest `per_device_train_batch_size` that makes the global batch a multiple of the group size."""
     args = reader.args
-    if not hasattr(args, "num_generations") or "per_device_train_batch_size" in reader.origins:
+    if "per_device_train_batch_size" in reader.origins:
         return
     others = (args.gradient_accumulation_steps or 1) * machine.processes
     size = args.num_generations // math.gcd(args.num_generations, others)
@@ -245,9 +255,9 @@ def _batch_size(reader: Reader, machine: Machine) -> None:
     )
 
 
-def _plugins(reader: Reader) -> None:
-    """Plugins of the shipped examples are found from every folder."""
-    given = getattr(reader.args, "external_plugins", [])
+def _find_shipped_plugins(reader: Reader) -> None:
+    """Replaces plugin paths that do not exist by shipped examples of the same name."""
+    given = reader.args.external_plugins
     found = [find_plugin(path) for path in given]
     if found != given:
         reader.notes += [
@@ -258,11 +268,12 @@ def _plugins(reader: Reader) -> None:
         reader.derive("external_plugins", found, "found among the shipped examples")
 
 
-def _reward_models(reader: Reader) -> None:
-    """Folders and hub ids among `reward_funcs`, as TRL takes them, are reward models; their weights go along."""
+def _move_reward_models(reader: Reader) -> None:
+    """Moves folders and hub ids from `reward_funcs`, as TRL takes them, to `reward_model`, with their weights."""
     args = reader.args
-    given: list[str] = getattr(args, "reward_funcs", [])
-    models = [name for name in given if _is_model(name)]
+    given: list[str] = args.reward_funcs
+    others = [name for name in given if name not in registered("orms") and not name.endswith(".py")]
+    models = [name for name in others if "/" in name or (Path(name).expanduser() / "config.json").is_file()]
     if not models:
         return
     functions, names = [name for name in given if name not in models], [*given, *args.reward_model]
@@ -277,29 +288,22 @@ def _reward_models(reader: Reader) -> None:
     reader.derive("reward_weights", weights, rule)
 
 
-def _is_model(name: str) -> bool:
-    """Whether the name of a reward is no registered one, but looks like a folder or an id of the hub."""
-    if name in registered("orms") or name.endswith(".py"):
-        return False
-    return "/" in name or (Path(name).expanduser() / "config.json").is_file()
-
-
 def find_plugin(path: str) -> str:
-    """A plugin's path, or that of the shipped example of this name where there is no such file."""
+    """A plugin's path, or that of the shipped example of this name if there is no such file."""
     shipped = None if Path(path).expanduser().exists() else shipped_example(Path(path))
     return path if shipped is None else str(shipped)
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Loads plugins, so that their settings are known."""
+    """Loads plugins, which may register settings."""
     if paths:
         from swift.plugin import load_external_plugins
 
         load_external_plugins([find_plugin(path) for path in paths])
 
 
-def _evaluation(reader: Reader) -> None:
-    """Without evaluation rows there is no evaluation, nor with `--save_strategy no` alone, as in ms-swift."""
+def _derive_eval_strategy(reader: Reader) -> None:
+    """Turns evaluation off without evaluation rows; `--save_strategy no` alone turns it off too, as in ms-swift."""
     args = reader.args
     if getattr(args, "eval_strategy", "no") is None and args.save_strategy == "no" and args.val_dataset:
         reader.notes.append("evaluation: off, as --save_strategy is no; --eval_strategy steps turns it on")
@@ -310,11 +314,9 @@ def _evaluation(reader: Reader) -> None:
         reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
 
 
-def _implied_engine(reader: Reader) -> None:
-    """A vLLM mode or a server address asks for vLLM, unless another backend is named."""
+def _derive_engine(reader: Reader) -> None:
+    """A vLLM mode or a server address selects vLLM, unless another backend is given."""
     args = reader.args
-    if not hasattr(args, "num_generations"):
-        return
     asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
     if args.infer_backend == "vllm":
         asked = ["infer_backend"]
@@ -330,10 +332,10 @@ def _implied_engine(reader: Reader) -> None:
         reader.derive("vllm_mode", "server", "server because its address is given")
 
 
-def _gym_reward(reader: Reader) -> None:
-    """The reward of `--gym_env` is the last column where `reward_funcs` has none of its names."""
+def _add_gym_reward(reader: Reader) -> None:
+    """Adds the reward of `--gym_env` as the last function if `reward_funcs` has none of its names."""
     args = reader.args
-    if getattr(args, "gym_env", None) is None or set(ENVIRONMENT_REWARDS) & set(args.reward_funcs):
+    if set(ENVIRONMENT_REWARDS) & set(args.reward_funcs):
         return
     others, weights = [*args.reward_funcs, *args.reward_model], args.reward_weights
     if others and len(weights) == len(others):
@@ -344,12 +346,10 @@ def _gym_reward(reader: Reader) -> None:
     reader.derive("reward_funcs", [*args.reward_funcs, "environment"], "environment is added with gym_env")
 
 
-def _rollout_source(reader: Reader) -> None:
-    """Environments score their samples; those of Atropos sample with a server, at temperature 1 if they say nothing."""
+def _derive_from_rollout_source(reader: Reader) -> None:
+    """Environments score their samples; those of Atropos sample with a server, by default at temperature 1."""
     args = reader.args
-    source = getattr(args, "rollout_source", "engine")
-    if source == "engine":
-        return
+    source = args.rollout_source
     wanted: dict[str, Any] = {}
     if not args.reward_model:
         wanted["reward_funcs"] = ["environment"]
@@ -361,10 +361,10 @@ def _rollout_source(reader: Reader) -> None:
         reader.derive(name, wanted[name], f"with rollout_source {source}")
 
 
-def _from_kwargs(reader: Reader) -> None:
+def _move_generation_kwargs(reader: Reader) -> None:
     """Entries of `--generation_kwargs` that have a flag become its value."""
     args = reader.args
-    for name, value in args.flags_in_kwargs().items() if hasattr(args, "flags_in_kwargs") else ():
+    for name, value in args.flags_in_kwargs().items():
         raw = [str(item) for item in value] if isinstance(value, list) else str(value)
         try:
             converted = convert(reader.flags[name], raw)
@@ -378,7 +378,17 @@ def _from_kwargs(reader: Reader) -> None:
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:
     """The texts of the rules of a setting, for the help."""
-    texts = [rule.text(None) for rule in RULES if rule.name == name]
+    texts = [_declared_text(rule) if rule.choice else rule.text for rule in RULES if rule.name == name]
     if name == "torch_dtype":
         return [text for text in texts if text.endswith("merging") == exporting]
     return [] if exporting else texts
+
+
+def _declared_text(rule: Rule) -> str:
+    """The values that the registered entries of a choice declare; the default of their class last."""
+    owners: dict[Any, list[str]] = {}
+    for entry, declares in registered(CHOICES[rule.choice]).items():
+        owners.setdefault(getattr(declares, rule.declared), []).append(entry)
+    default = type(declares).__dataclass_fields__[rule.declared].default
+    others = [f"{typed(v)} with {rule.choice} {' or '.join(names)}" for v, names in owners.items() if v != default]
+    return "; ".join([*others, f"else {typed(default)}"])

@@ -18,7 +18,7 @@ TRAINING = ("rlhf", "sft", "pt", *METHODS)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Translation:
-    """What a foreign name comes to: settings of ours, notes, problems."""
+    """The translation of a foreign name: settings of swift, notes, problems."""
 
     settings: dict[str, Given]
     notes: list[str]
@@ -26,12 +26,12 @@ class Translation:
 
 
 def translation(given: Given, mode: str, where: str) -> Translation | None:
-    """What another project's name means in a mode; None where no table has it. `where`: the name with its value."""
+    """The meaning of another project's name in a mode; None if no table has it. `where`: the name with its value."""
     from swift.arguments.imports import axolotl, ms_swift, trl
     from swift.arguments.imports.draft import NOT_IMPORTED, Draft, text_of
 
     tables = {"ms-swift": ms_swift.RULES, "TRL": trl.RULES, "Axolotl": axolotl.RULES}
-    project = next((one for one, rules in tables.items() if given.spelling in rules), None)
+    project = next((name for name, rules in tables.items() if given.spelling in rules), None)
     if project is None or mode not in TRAINING or (project != "ms-swift" and known.is_replaced(given.spelling)):
         return None
     draft = Draft(mode)

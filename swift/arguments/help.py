@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from swift.arguments import known
 from swift.arguments.common import GROUPS
 from swift.arguments.derived import load_plugins, rule_texts
-from swift.arguments.layers import normalise, read_command_line
+from swift.arguments.layers import read_command_line
 from swift.arguments.modes import command_of
 from swift.arguments.plugins import plugin_paths, settings_class
 from swift.errors import ConfigError, suggest
@@ -41,7 +41,7 @@ def render(mode: str, everyday: bool = True) -> str:
 def render_flag(mode: str, flag: str) -> str:
     """All about one flag of a mode; `flag` is its name or an alias, with or without dashes."""
     cls = settings_class(mode)
-    spellings, name = spellings_of(cls), normalise(flag.lstrip("-"))
+    spellings, name = spellings_of(cls), flag.lstrip("-").replace("-", "_")
     if name not in spellings:
         if known.is_known(name):
             return f"--{name}: {known.refusal(name)}\n"
@@ -71,10 +71,10 @@ def load_named_plugins(mode: str, words: Sequence[str]) -> None:
 def metavar(flag: Flag) -> str:
     """What follows the flag on the command line."""
     if flag.choices and len(flag.choices) <= 4:
-        one = "|".join(map(str, flag.choices))
+        value = "|".join(map(str, flag.choices))
     else:
-        one = {"bool": "true|false", "int": "INT", "float": "FLOAT", "dict": "JSON"}.get(flag.kind, "TEXT")
-    return f"{one} ..." if flag.is_list else one
+        value = {"bool": "true|false", "int": "INT", "float": "FLOAT", "dict": "JSON"}.get(flag.kind, "TEXT")
+    return f"{value} ..." if flag.is_list else value
 
 
 def type_text(flag: Flag) -> str:

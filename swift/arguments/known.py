@@ -1,7 +1,7 @@
-"""Flags, values and modes of ms-swift, TRL and Axolotl that swift knows and does not have.
+"""Flags, values and modes of ms-swift, TRL and Axolotl that swift does not support.
 
-A known flag is accepted, with a note, at a value that asks for nothing: one that switches it off, the one that swift
-always has, or any value of a flag that changes speed alone. Every other value is refused.
+A known flag is accepted, with a note, at a value without effect: one that switches it off, the one that swift always
+has, or any value of a flag that changes speed alone. Every other value is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REFUSED = _names(
     "device_map enable_thinking add_non_thinking_prefix "
     "context_manager reward_model_plugin hub_strategy log_level group_size"
 )
-"""Flags without a value that asks for nothing."""
+"""Flags without a value that has no effect."""
 
 _KNOWN = _names(
     """
@@ -112,12 +112,12 @@ def is_known(name: str) -> bool:
 
 
 def is_replaced(name: str) -> bool:
-    """Whether an error line about a known flag says what to do instead."""
+    """Whether the error line about a known flag names an alternative."""
     return name in _REPLACED
 
 
 def changes_nothing(name: str, text: str) -> bool:
-    """Whether the value `text` of a known flag asks for nothing that swift does not do."""
+    """Whether the value `text` of a known flag has no effect, or the effect that swift always has."""
     if name in _SPEED:
         return True
     if same := _SAME.get(name):
@@ -126,7 +126,7 @@ def changes_nothing(name: str, text: str) -> bool:
 
 
 def refusal(name: str) -> str:
-    """What an error line says about a known flag."""
+    """The text of an error line about a known flag."""
     return f"known in ms-swift, not supported here; {_REPLACED.get(name, 'leave it out')}"
 
 
@@ -136,7 +136,7 @@ def is_known_value(name: str, text: str) -> bool:
 
 
 def nearest_mode(name: str) -> str | None:
-    """What does here what another command line has a mode of this name for."""
+    """The command of swift that replaces a mode of another command line."""
     from swift.arguments.modes import METHODS, command_of
 
     return f"swift {command_of(name)}" if name in METHODS else _MODES.get(name)

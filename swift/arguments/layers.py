@@ -44,7 +44,7 @@ MOST_VALUES = 100_000
 class Given:
     """One value as it was written.
 
-    spelling: the name, with underscores. subject: how an error line calls it. given_as: for the provenance.
+    spelling: the name, with underscores. given_as: for the provenance. subject: the start of an error line.
     """
 
     spelling: str
@@ -53,17 +53,12 @@ class Given:
     given_as: str
     subject: str
 
-    @property
-    def shown(self) -> str:
-        """The value as it appears in an error line."""
-        return show(self.raw)
-
 
 @dataclass(slots=True)
 class Layer:
-    """What a command line or a config file says.
+    """The content of a command line or of a config file.
 
-    config: path of the file. environment: its `ENV` block. provenance: in an args.json, where its values came from.
+    config: path of the file. environment: its `ENV` block. provenance: of the values of an args.json.
     """
 
     config: str | None = None
@@ -71,11 +66,6 @@ class Layer:
     environment: dict[str, str] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-
-
-def normalise(name: str) -> str:
-    """A name with underscores instead of dashes."""
-    return name.replace("-", "_")
 
 
 def read_command_line(argv: Sequence[str]) -> Layer:
@@ -93,7 +83,7 @@ def read_command_line(argv: Sequence[str]) -> Layer:
         if match := _FLAG.fullmatch(word):
             name, value = match.groups()
             values = [] if value is None else [value]
-            line.given.append(Given(normalise(name), values, "command line", f"--{name}", f"--{name}"))
+            line.given.append(Given(name.replace("-", "_"), values, "command line", f"--{name}", f"--{name}"))
         elif _ONE_DASH.fullmatch(word):
             line.problems.append(f"{mask_text(word)}: one dash: flags begin with two; write -{mask_text(word)}")
             values = []
@@ -103,15 +93,16 @@ def read_command_line(argv: Sequence[str]) -> Layer:
             values.append(word)
     configs = [item for item in line.given if item.spelling == "config"]
     line.given = [item for item in line.given if item.spelling != "config"]
-    _take_config(line, configs)
+    if configs:
+        _take_config(line, configs)
     return line
 
 
 def read_environment(environ: Mapping[str, str], flags: Collection[str]) -> list[Given]:
-    """The settings among `flags` that environment variables stand for; an empty variable says nothing."""
+    """The settings among `flags` that environment variables set; an empty variable sets nothing."""
     found = []
     for variable, names in VARIABLES.items():
-        name = next((one for one in names if one in flags), None)
+        name = next((name for name in names if name in flags), None)
         if name is not None and environ.get(variable):
             found.append(Given(name, environ[variable], "env", variable, variable))
     return found
@@ -143,7 +134,7 @@ def read_config(path: str) -> Layer:
             origins = _raw(node)
             file.provenance = origins if isinstance(origins, dict) else {}
         elif not file.provenance or key.value != "world_size":  # which the args.json of a checkpoint has besides
-            spelling, subject = normalise(key.value), f"{path}:{line}: {key.value}"
+            spelling, subject = key.value.replace("-", "_"), f"{path}:{line}: {key.value}"
             try:
                 file.given.append(Given(spelling, _raw(node), "file", f"{key.value} ({path}:{line})", subject))
             except (ValueError, RecursionError, yaml.YAMLError) as error:
@@ -181,9 +172,9 @@ def _take_config(line: Layer, configs: Sequence[Given]) -> None:
     for item in configs:
         values = item.raw if isinstance(item.raw, list) else []
         if len(values) != 1 or not str(values[0]).endswith(CONFIG_SUFFIXES):
-            line.problems.append(f"--config: {item.shown}: not a config file; valid endings: .yaml, .yml, .json")
+            line.problems.append(f"--config: {show(item.raw)}: not a config file; valid endings: .yaml, .yml, .json")
         elif line.config is not None:
-            line.problems.append(f"--config: {item.shown}: a second config file beside {line.config}; give one")
+            line.problems.append(f"--config: {show(item.raw)}: a second config file beside {line.config}; give one")
         else:
             line.config = str(values[0])
 
@@ -225,7 +216,7 @@ def _size(node: Any, sizes: dict[int, float]) -> float:
     if id(node) not in sizes:
         sizes[id(node)] = math.inf  # while it is counted
         inside = node if isinstance(node, tuple) else node.value if isinstance(node.value, list) else ()
-        sizes[id(node)] = 1 + sum(_size(one, sizes) for one in inside)
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in inside)
     return sizes[id(node)]
 
 

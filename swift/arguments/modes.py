@@ -12,6 +12,7 @@ from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import PTArguments, SFTArguments
+from swift.arguments.values import show
 from swift.data.arguments import DataArguments
 from swift.flags import REQUIRED, flag
 from swift.models.arguments import CheckpointArguments, QuantArguments
@@ -248,7 +249,7 @@ def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
     """The mode of a command: `rlhf` is that of its `--rlhf_type`, and strided EBFT one of its own."""
     if command != "rlhf":
         return command
-    given = {one.spelling: one.shown for layer in layers for one in layer}  # the highest layer is the last
+    given = {item.spelling: show(item.raw) for layer in layers for item in layer}  # the highest layer is the last
     mode = given.get("rlhf_type", command)
     if (mode, given.get("ebft_mode")) == ("ebft", "strided"):
         mode = "ebft_strided"

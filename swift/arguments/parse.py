@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from swift.arguments import known
 from swift.arguments.derived import Machine, complete, load_plugins
 from swift.arguments.foreign import translation
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES, command_of, mode_of
-from swift.arguments.plugins import plugin_paths, settings_class, unread
+from swift.arguments.plugins import CHOICES, plugin_paths, settings_class
 from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.rlhf import OF_PRESETS
-from swift.arguments.values import convert
+from swift.arguments.values import convert, show
 from swift.data.system import names_file, resolve_system
 from swift.errors import ConfigError, join_problems, nearest
-from swift.flags import Flag, flags_of, spellings_of
+from swift.flags import Flag, flags_of, registered, spellings_of
 from swift.observability.secrets import MASK, is_masked, mask
 from swift.plugin.registry import presets
 
@@ -64,15 +64,15 @@ class Resolved:
 
     @property
     def preset_lines(self) -> list[str]:
-        """What the plan says about `--preset`: its values, where the paper has them, and which are overridden."""
+        """Lines of the plan about `--preset`: its values, their places in the paper, and which are overridden."""
         chosen = getattr(self.args, "preset", "none") != "none"
         return plan_lines(self.args, self.provenance) if chosen else []
 
     def to_json(self) -> dict[str, Any]:
         """The content of args.json: flat canonical values and `_provenance`; secrets are `***`.
 
-        A system prompt stands there itself, not the file that it came from: it belongs to what is trained. A value that
-        a rule or a preset gave stands there once more: whoever starts the run again from this file may have edited it.
+        A system prompt is written itself, not the file that it came from. The provenance repeats a value that a rule or
+        a preset gave: a run that starts from this file compares the two to detect an edited value.
         """
         values = {name: mask(name, getattr(self.args, name)) for name in flags_of(self.args.__class__)}
         if values.get("system") and not names_file(text := resolve_system(values["system"])[0] or ""):
@@ -95,7 +95,8 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     variables = {**environ, **environment}
 
     mode = mode_of(mode, [file.given, line.given])
-    reader = Reader(mode, settings_class(mode))
+    cls = settings_class(mode)
+    reader = Reader(mode, cls, flags_of(cls))
     reader.problems += line.problems + file.problems
     reader.problems += [
         f"{file.config}: ENV: {name}: {MASK}: stands for a secret; set the variable"
@@ -104,25 +105,34 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     ]
     layers = [file.given, read_environment(variables, reader.flags), line.given]
     reader.load_plugins(layers)
-    layers[0] = [given for given in file.given if not reader.follows(given, file.provenance)]
+    layers[0] = [given for given in file.given if not reader.was_derived(given, file.provenance)]
     for layer in layers:
         reader.take(layer)
     if reader.of_trainer:
         reader.notes.append(f"{file.config}: of the trainer, not used by swift rollout: {', '.join(reader.of_trainer)}")
-    reader.miss_secrets()
-    reader.lay_preset()
+    if reader.masked:
+        reader.require_secrets()
+    reader.apply_preset()
 
     args = reader.args = reader.cls(**reader.values)
-    complete(reader, Machine.look(variables))
-    unread = tuple(f"--{name}:" for name in reader.broken)  # reported already
-    reader.problems += [reader.with_origin(one) for one in _ask(args, "problems") if not one.startswith(unread)]
-    reader.problems += _out_of_place(reader)
+    complete(reader, Machine.detect(variables))
+    reported = tuple(f"--{name}:" for name in reader.broken)
+    problems = [problem for problem in _collect(args, "problems") if not problem.startswith(reported)]
+    reader.problems += [*map(reader.with_origin, problems), *_refused(reader)]
     join_problems(reader.problems)
+    origins = {name: reader.origins.get(name) for name in reader.flags}
     return Resolved(
         mode=mode,
         args=args,
-        provenance=_provenance(reader),
-        notes=[*reader.notes, *_ask(args, "notes"), *_without_effect(reader)],
+        provenance={
+            name: {
+                "source": given.source if given else "default",
+                "given_as": given.given_as if given else None,
+                "rule": reader.rules.get(name),
+            }
+            for name, given in origins.items()
+        },
+        notes=[*reader.notes, *_collect(args, "notes"), *_without_effect(reader)],
         environment=environment,
         config=line.config,
     )
@@ -130,14 +140,15 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
 
 @dataclass
 class Reader:
-    """Takes the layers from the lowest to the highest; what it keeps is the values of the highest.
+    """Reads the layers from the lowest to the highest; the value of the highest layer wins.
 
-    args: the settings that these values make. rules: name -> why a value is what it is. of_trainer: keys of a server's
-    file that only trainers have.
+    flags: the settings of `cls`. args: the settings made of the values. rules: name -> reason of a value. of_trainer:
+    keys of a server's file that only trainers have.
     """
 
     mode: str
     cls: type
+    flags: dict[str, Flag]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Given] = field(default_factory=dict)
     masked: dict[str, Given] = field(default_factory=dict)
@@ -153,58 +164,41 @@ class Reader:
         setattr(self.args, name, value)
         self.rules[name] = rule
 
-    @property
-    def flags(self) -> dict[str, Flag]:
-        """The settings of the mode."""
-        return flags_of(self.cls)
-
     def load_plugins(self, layers: Sequence[Sequence[Given]]) -> None:
-        """Loads `--external_plugins` where a flag, or the choice of a registered entry, is not built in."""
+        """Loads `--external_plugins` if a flag, or the choice of a registered entry, is not built in."""
         spellings = spellings_of(self.cls)
-        if not any(self._may_be_of_a_plugin(given, spellings) for layer in layers for given in layer):
+        flags = [(self.flags.get(spellings.get(given.spelling, "")), given) for layer in layers for given in layer]
+        if all(flag and (flag.details.registry is None or show(given.raw) in flag.choices) for flag, given in flags):
             return
         try:
             load_plugins(plugin_paths(layers, spellings))
             self.cls = settings_class(self.mode)
+            self.flags = flags_of(self.cls)
         except ConfigError as error:
             self.problems += error.problems
 
-    def _may_be_of_a_plugin(self, given: Given, spellings: Mapping[str, str]) -> bool:
-        flag = self.flags.get(spellings.get(given.spelling, ""))
-        return flag is None or (flag.details.registry is not None and given.shown not in flag.choices)
-
     def take(self, layer: Iterable[Given]) -> None:
-        """One layer, in the order in which it was written."""
+        """Reads one layer, in the order in which it was written; other projects' names are translated."""
+        spellings = spellings_of(self.cls)
         by_name: dict[str, dict[str, Given]] = {}
         repeated: set[str] = set()
-        for name, given in self._named(layer):
-            if is_masked(name, given.raw):
-                self.masked[name] = given
-                continue
-            said = by_name.setdefault(name, {})
-            if given.spelling in said:
-                repeated.add(given.spelling)
-            said[given.spelling] = given
-        for name, said in by_name.items():
-            for given in (said[spelling] for spelling in said if spelling in repeated):
+        for item in layer:
+            own = spellings.get(item.spelling)
+            for name, given in ({own: item} if own else self._translate(item)).items():
+                if is_masked(name, given.raw):
+                    self.masked[name] = given
+                    continue
+                by_spelling = by_name.setdefault(name, {})
+                if given.spelling in by_spelling:
+                    repeated.add(given.spelling)
+                by_spelling[given.spelling] = given
+        for name, by_spelling in by_name.items():
+            for given in (given for spelling, given in by_spelling.items() if spelling in repeated):
                 self.notes.append(f"{given.subject}: given more than once; the last value counts: {self.shown(given)}")
-            self._settle(self.flags[name], list(said.values()))
+            self._merge(self.flags[name], list(by_spelling.values()))
 
-    def _named(self, layer: Iterable[Given]) -> Iterator[tuple[str, Given]]:
-        """The values of a layer with the settings that they are for; other projects' names are translated."""
-        spellings = spellings_of(self.cls)
-        for given in layer:
-            if given.spelling in spellings:
-                yield spellings[given.spelling], given
-            elif found := translation(given, self.mode, f"{given.subject}: {self.shown(given)}"):
-                self.notes += found.notes
-                self.problems += found.problems
-                yield from found.settings.items()
-            else:
-                self._foreign(given)
-
-    def follows(self, given: Given, provenance: Mapping[str, Any]) -> bool:
-        """Whether nobody gave this value of an args.json, then or since: it follows again from those that are given."""
+    def was_derived(self, given: Given, provenance: Mapping[str, Any]) -> bool:
+        """Whether a value of an args.json was derived and not edited since, so that it is derived again."""
         origin, flag = provenance.get(given.spelling), self.flags.get(given.spelling)
         if flag is None or not isinstance(origin, dict):
             return False
@@ -215,15 +209,16 @@ class Reader:
         except ValueError:  # edited
             return False
 
-    def miss_secrets(self) -> None:
-        """What a run recorded as `***`, and a printed command has, must be given by another layer."""
+    def require_secrets(self) -> None:
+        """Secrets that a run recorded as `***` must be given by another layer."""
         for name, given in self.masked.items():
             if name not in self.values:
-                fix = ", or set ".join(["write it", *(one for one, names in VARIABLES.items() if name in names)])
+                variables = [variable for variable, names in VARIABLES.items() if name in names]
+                fix = ", or set ".join(["write it", *variables])
                 self.problems.append(f"{given.subject}: {self.shown(given)}: {MASK} stands for a secret; {fix}")
 
-    def lay_preset(self) -> None:
-        """Puts the values of the preset under those taken so far; their rule is the paper."""
+    def apply_preset(self) -> None:
+        """Takes the values of the preset for settings that no layer gave; their rule is the paper."""
         method = self.values.get("rlhf_type")
         if method in OF_PRESETS and "preset" in self.flags and "preset" not in self.values:
             self.values["preset"], self.rules["preset"] = method, f"that of rlhf_type {method}"
@@ -237,14 +232,14 @@ class Reader:
             self.rules[setting] = presets[name].source(setting)
 
     def with_origin(self, problem: str) -> str:
-        """A problem, with a remark where its value is one that the user did not write but chose with a preset."""
+        """A problem, with a remark if its value comes from a preset."""
         given = self.origins.get(problem.partition(":")[0].removeprefix("--"))
         return f"{problem} (the value is that of {given.given_as})" if given and given.source == "preset" else problem
 
-    def _settle(self, flag: Flag, said: list[Given]) -> None:
+    def _merge(self, flag: Flag, by_spelling: list[Given]) -> None:
         """The value of one setting in one layer, from all its spellings there."""
         values = []
-        for given in said:
+        for given in by_spelling:
             try:
                 values.append(convert(flag, _for_flag(flag, given)))
             except ValueError as error:
@@ -253,23 +248,30 @@ class Reader:
         if flag.details.joins:
             self.values[flag.name] = [item for value in values for item in value]
         elif any(value != values[0] for value in values):
-            shown = ", ".join(f"{given.subject} {self.shown(given)}" for given in said)
+            shown = ", ".join(f"{given.subject} {self.shown(given)}" for given in by_spelling)
             self.problems.append(f"--{flag.name}: {shown}: the same setting with different values; give one of them")
             self.broken.add(flag.name)
         else:
             self.values[flag.name] = values[-1]
-        self.origins[flag.name] = said[-1]
+        self.origins[flag.name] = by_spelling[-1]
 
     def _refuse(self, flag: Flag, given: Given, reason: str) -> None:
         self.broken.add(flag.name)
-        if known.is_known_value(flag.name, given.shown):
+        if known.is_known_value(flag.name, show(given.raw)):
             reason = f"known in ms-swift, not supported here; valid: {', '.join(map(str, flag.choices))}"
         self.problems.append(f"{given.subject}: {self.shown(given)}: {reason}")
 
-    def _foreign(self, given: Given) -> None:
-        """A name that is no setting of this mode: of another mode, of ms-swift alone, or unknown."""
+    def _translate(self, given: Given) -> Mapping[str, Given]:
+        """The settings that a name of another project stands for.
+
+        Otherwise {}, and a note or a problem: a name of another mode, one of ms-swift alone, or an unknown one.
+        """
         name, shown = given.spelling, self.shown(given)
         where = f"{given.subject}: {shown}"
+        if found := translation(given, self.mode, where):
+            self.notes += found.notes
+            self.problems += found.problems
+            return found.settings
         elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
         if known.is_known(name) and known.changes_nothing(name, shown):
             self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
@@ -286,18 +288,19 @@ class Reader:
             self.problems.append(f"{where}: unknown flag; {fix}")
         else:
             self.problems.append(f"{where}: {known.refusal(name)}")
+        return {}
 
     def shown(self, given: Given) -> str:
         """A value as notes and error lines show it: a flag without a value is true, secrets are masked."""
         flag = self.flags.get(spellings_of(self.cls).get(given.spelling, ""))
         if given.raw == [] and given.source == "command line" and (flag is None or flag.kind == "bool"):
             return "true"
-        text = str(mask(flag.name if flag else given.spelling, given.shown))
+        text = str(mask(flag.name if flag else given.spelling, show(given.raw)))
         return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 def _for_flag(flag: Flag, given: Given) -> Any:
-    """The raw value as the flag's type wants it: words of a command line are a list only for list flags."""
+    """The raw value in the form of the flag's type: words of a command line are a list only for list flags."""
     if given.source != "command line":
         return given.raw
     words = given.raw
@@ -319,41 +322,39 @@ def _is_default(cls: type, given: Given) -> bool:
         return False
 
 
-def _ask(args: Any, question: str) -> Iterator[str]:
-    """The answers of every class that the mode is made of, general classes first."""
+def _collect(args: Any, method: Literal["problems", "notes"]) -> Iterator[str]:
+    """The lines of this method of every class that the mode is made of, general classes first."""
     for cls in reversed(type(args).__mro__):
-        if question in cls.__dict__:
-            yield from getattr(cls, question)(args)
+        if method in cls.__dict__:
+            yield from getattr(cls, method)(args)
 
 
 def _without_effect(reader: Reader) -> Iterator[str]:
-    """Settings that the user wrote for this run and that change nothing; values of a preset fit each other."""
-    ignored = unread(reader.args)
+    """Settings that the user gave for this run and that change nothing. Values of a preset are not checked."""
+    ignored: dict[str, str] = {}  # settings that a chosen entry does not read -> the choice
+    for choice, registry in CHOICES.items():
+        chosen = getattr(reader.args, choice, None)
+        entry = registered(registry).get(chosen) if isinstance(chosen, str) else None
+        ignored |= dict.fromkeys(getattr(entry, "unread", ()), f"--{choice} {chosen}")
     for name, given in reader.origins.items():
         flag = reader.flags[name]
         if given.source in ("preset", "env") or getattr(reader.args, name) == flag.default:
             continue
-        if not flag.has_effect(reader.args):
+        if flag.needs and not flag.has_effect(reader.args):
             yield f"{given.subject}: {reader.shown(given)}: no effect without {flag.needs_text}"
         elif name in ignored:
             yield f"{given.subject}: {reader.shown(given)}: no effect with {ignored[name]}, which does not read it"
 
 
-def _out_of_place(reader: Reader) -> Iterator[str]:
-    """Settings that the user wrote and that the mode refuses, because another one decides what they would."""
+def _refused(reader: Reader) -> Iterator[str]:
+    """Settings that the user gave and that the mode refuses, because another setting replaces them."""
     replaced: Mapping[str, str] = getattr(reader.args, "REPLACED", {})
     for name, given in reader.origins.items():
-        flag, where = reader.flags[name], f"{given.subject}: {reader.shown(given)}"
+        flag = reader.flags[name]
         if flag.details.strict and not flag.has_effect(reader.args):
-            yield f"{where}: no effect without {flag.needs_text}; leave it out"
+            reason = f"no effect without {flag.needs_text}; leave it out"
         elif name in replaced and reader.values.get(name) != flag.default:
-            yield f"{where}: not an option of swift {command_of(reader.mode)}; {replaced[name]}"
-
-
-def _provenance(reader: Reader) -> dict[str, dict[str, str | None]]:
-    found = {}
-    for name in reader.flags:
-        given = reader.origins.get(name)
-        source, given_as = (given.source, given.given_as) if given else ("default", None)
-        found[name] = {"source": source, "given_as": given_as, "rule": reader.rules.get(name)}
-    return found
+            reason = f"not an option of swift {command_of(reader.mode)}; {replaced[name]}"
+        else:
+            continue
+        yield f"{given.subject}: {reader.shown(given)}: {reason}"

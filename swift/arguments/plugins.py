@@ -73,16 +73,6 @@ def entry_of(args: Any, choice: str) -> Any:
     return registered(CHOICES[choice])[getattr(args, choice)]
 
 
-def unread(args: Any) -> dict[str, str]:
-    """Settings that a chosen entry does not read, though others of its kind do -> the choice, as typed."""
-    found: dict[str, str] = {}
-    for choice, registry in CHOICES.items():
-        chosen = getattr(args, choice, None)
-        entry = registered(registry).get(chosen) if isinstance(chosen, str) else None
-        found |= dict.fromkeys(getattr(entry, "unread", ()), f"--{choice} {chosen}")
-    return found
-
-
 @functools.cache
 def _extended(cls: type, owners: tuple[tuple[type, tuple[str, ...]], ...]) -> type:
     if not owners:

@@ -1,11 +1,11 @@
-"""The values of papers, `--preset <name>`: one table, each value with the place it was read from.
+"""The values of papers, `--preset <name>`: one table, each value with its place in the paper.
 
-A preset is a layer between the defaults and everything the user writes: default < preset < file < environment <
+A preset is a layer between the defaults and all values that the user gives: default < preset < file < environment <
 command line. It sets the objective (loss, clip, advantage, KL, which groups are trained), not the scale of a run:
-batch sizes, lengths, learning rate, reward functions and completions per prompt stay as given. What a paper does not
-say keeps swift's default; `beside` names what belongs to the method and is no setting of the objective. What follows
-from other settings anyway (a ratio per token) is left to them, so that it follows an overridden loss too. A plugin may
-register presets of its own.
+batch sizes, lengths, learning rate, reward functions and completions per prompt stay as given. Settings that a paper
+does not give keep swift's default; `beside` names parts of the method that are not settings of the objective. Settings
+that are derived from others anyway (a ratio per token) are left out, so that they also follow an overridden loss. A
+plugin may register presets of its own.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ presets["gdpo"] = Preset(
 )
 
 _ONE_CHOICE = frozenset({"scale_rewards", "multi_objective_aggregation"})
-"""Two names of one choice: whoever gives one of them has decided the other."""
+"""Two names of one choice: if one of them is given, it decides the other."""
 
 
 def values_under(name: str, given: Mapping[str, Any]) -> dict[str, PaperValue]:

@@ -1,4 +1,4 @@
-"""The settings of `swift rlhf`, and what only several of its components together can tell."""
+"""The settings of `swift rlhf`, and the checks that combine settings of several components."""
 
 from __future__ import annotations
 
@@ -81,14 +81,18 @@ class RLHFArguments(
         yield from model_missing(self)
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)
-        yield from backend_problems(self)
-        yield from bridge_problems(self)
+        if self.use_vllm or self.use_lmdeploy:
+            yield from backend_problems(self)
+        if self.weight_bridge is not None or self.force_restart:
+            yield from bridge_problems(self)
         yield from self.tuner_problems()
         yield from self._engine_problems()
         yield from self._objective_problems()
         yield from self._rollout_problems()
-        yield from self._correction_problems()
-        yield from self._streaming_problems()
+        if changes := self.changed_logprobs():
+            yield from self._correction_problems(changes)
+        if self.streaming_partial_batch:
+            yield from self._streaming_problems()
 
     def _engine_problems(self) -> Iterator[str]:
         own_engine = has_own_engine(self)
@@ -166,7 +170,7 @@ class RLHFArguments(
             )
 
     def _rollout_problems(self) -> Iterator[str]:
-        """What code of the user that makes completions does not go with."""
+        """Settings that contradict the user's code that makes completions."""
         makers = in_use(self, MAKERS)
         if len(makers) > 1:
             yield f"{makers[0]}: together with {' and '.join(makers[1:])}: each of them makes the completions; give one"
@@ -191,14 +195,14 @@ class RLHFArguments(
         for name in idle:
             yield (
                 f"--reward_funcs: {name}: nothing rewards completions while they are made; give "
-                f"{' or '.join(f'--{one}' for one in REWARDERS)}, or another reward function"
+                f"{' or '.join(f'--{rewarder}' for rewarder in REWARDERS)}, or another reward function"
             )
 
-    def _correction_problems(self) -> Iterator[str]:
-        """Engines report log-probs before truncation and penalties, and a sequence's ratio multiplies that bias."""
-        changes = self.changed_logprobs()
-        if not changes:
-            return
+    def _correction_problems(self, changes: list[str]) -> Iterator[str]:
+        """Settings that need unbiased `sampler_logprobs`, which truncation and penalties (`changes`) bias.
+
+        Engines report log-probs before both, and the ratio of a sequence multiplies that bias.
+        """
         change = f"--{changes[0]} {getattr(self, changes[0])}"
         bias = f"the sampler's log-probs are not those of the whole vocabulary with {change}"
         mode = self.rollout_importance_sampling_mode or "none"
@@ -220,9 +224,7 @@ class RLHFArguments(
                 yield f"{setting}: {bias}; {fix}, or leave --{changes[0]} out"
 
     def _streaming_problems(self) -> Iterator[str]:
-        """What cannot be known before the last group of a global batch is there, or is not made for parts of one."""
-        if not self.streaming_partial_batch:
-            return
+        """Settings that need the whole global batch, or that do not support parts of one."""
         batch_scaled = self.advantage_estimator == "reinforce_plus_plus" or self.scale_rewards in ("batch", "gdpo")
         several = (self.steps_per_generation or 0) > (self.gradient_accumulation_steps or 1)
         obstacles = {
@@ -252,10 +254,8 @@ class RLHFArguments(
 
         Where the trainer's model samples, the mass that truncation keeps is known (`Completion.log_mass`).
         """
-        return [*(() if self._knows_mass() else self._truncations()), *self._penalties()]
-
-    def _knows_mass(self) -> bool:
-        return not has_own_engine(self) and self.rollout_func is None
+        is_mass_unknown = has_own_engine(self) or self.rollout_func is not None
+        return [*(self._truncations() if is_mass_unknown else ()), *self._penalties()]
 
     def _truncations(self) -> list[str]:
         given = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
@@ -291,7 +291,8 @@ class RLHFArguments(
                 f"--prefetch_depth: {self.prefetch_depth}: with --dynamic_sample one batch is made ahead, because "
                 "where the next one begins in the stream of prompts is known at its end only"
             )
-        compared = "compares" if self._knows_mass() else "cannot compare"
+        is_mass_unknown = has_own_engine(self) or self.rollout_func is not None
+        compared = "cannot compare" if is_mass_unknown else "compares"
         for name in self._truncations():
             yield (
                 f"--{name}: {getattr(self, name)}: truncated sampling biases the gradient, because the trainer uses "

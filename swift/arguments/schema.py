@@ -1,8 +1,8 @@
 """The settings as a JSON schema, for editors and programs that write config files.
 
-A value is checked as its text, whatever YAML makes of it: `1e-5` is a text in YAML 1.1 and `no` a boolean, a list of
-one may be written without brackets. So the schema takes each such form; of a number written as text it does not know
-the range.
+A value is checked as its text, whatever type YAML gives it: `1e-5` is a text in YAML 1.1 and `no` a boolean, and a
+list of one value may be written without brackets. The schema accepts each such form; it does not check the range of a
+number written as text.
 """
 
 from __future__ import annotations

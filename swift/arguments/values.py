@@ -1,7 +1,7 @@
 """From text to typed values: pydantic checks types, choices and ranges, wherever the text comes from.
 
-A raw value is what a layer holds: a text, a list of texts, a map, or None for YAML's null. What is wrong
-travels as `ValueError("<what is wrong>; <fix>")`; the caller knows who gave it and where.
+A raw value is a text, a list of texts, a map, or None for YAML's null. An invalid value raises
+`ValueError("<what is wrong>; <fix>")`; the caller adds the setting and its place.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _PROBLEMS = {
     "finite_number": "not a finite number; give one such as 0.5 or 1e-6",
     "dict_type": f"JSON, but not a map; {_JSON}",
 }
-"""What pydantic's types of errors mean here."""
+"""Pydantic's types of errors -> the problem and the fix."""
 
 
 def convert(flag: Flag, raw: Raw) -> Any:
-    """The value of `flag` that `raw` stands for; a ValueError says what is wrong and what to give."""
+    """The value of `flag` that `raw` stands for; raises a ValueError with the problem and the fix."""
     from pydantic import ValidationError
 
     value = _prepared(flag, raw)
@@ -115,8 +115,8 @@ def _word(flag: Flag, raw: Any) -> Any:
     """A scalar with the canonical word for a choice, and a number where the choices are numbers."""
     if not isinstance(raw, str):
         return raw
-    words, said = flag.details.values, raw.lower()
-    word = words.get(said) or words.get(BOOLEAN_WORDS.get(said, ""), raw)
+    words, text = flag.details.values, raw.lower()
+    word = words.get(text) or words.get(BOOLEAN_WORDS.get(text, ""), raw)
     if flag.kind == "int" and _EXPONENT.fullmatch(word) and float(word).is_integer():
         return int(float(word))
     return next((choice for choice in flag.choices if str(choice) == word), word)

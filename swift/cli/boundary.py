@@ -1,4 +1,4 @@
-"""The one place where errors end: what is printed, and which exit code the process returns.
+"""The top-level error handler: which lines are printed, and which exit code the process returns.
 
     SwiftError              one line per problem, the type's own code; traceback only with --debug true
     out of memory           3, with the phase, the peak and three settings to lower
@@ -6,13 +6,13 @@
     KeyboardInterrupt       130, one line
     SystemExit              1, one line with the place: a plugin's or library's, for nothing of ours raises it
     stdout closed by reader 141, silently (`swift config-schema | head`)
-    anything else           1, with its traceback: a defect of ours, or of user code that nobody expected
+    anything else           1, with its traceback: a defect of swift, or an unexpected error of user code
 
-Where a run is left unfinished, a line says where it is and how it goes on; its log gets all of these lines, too.
+If a run is unfinished, a further line has its folder and the command to resume it; all lines are also in its log.
 
-Of several processes one speaks. Under our launcher a worker leaves its lines in the folder named by
+Of several processes one prints. Under swift's launcher a worker writes its lines to the folder named by
 SWIFT_EXIT_DIR and the launcher prints those of the worker that failed first. Under another launcher rank 0 prints,
-and other ranks only print what cannot have happened on rank 0 as well.
+and other ranks print only errors that cannot have happened on rank 0 as well.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from swift.errors import (
     SwiftError,
     is_out_of_memory,
     note_unfinished,
-    on_sudden_end,
     printable,
+    set_error_reporter,
     unfinished,
 )
 from swift.observability.files import free_bytes
@@ -57,7 +57,7 @@ PHASES = {
     "swift.models.reference": "model",
     "swift.data": "data",
 }
-"""Which phase of a run a package or module stands for, where memory ran out. A forward pass belongs to its caller."""
+"""Package or module -> the phase of a run in which memory ran out. A forward pass counts to its caller."""
 
 LOWER = {
     "generate": "--max_completion_length, --num_generations, --vllm_gpu_memory_utilization",
@@ -76,33 +76,33 @@ LIMITS = {
     errno.EMFILE: ("files", "raise the limit of open files (ulimit -n)"),
     errno.ENFILE: ("files", "raise the system's limit of open files (sysctl fs.file-max)"),
 }
-"""Failures of the system that no setting of ours causes -> what they are about, and the fix."""
+"""Errors of the system that no setting of swift causes -> their subject, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a command ended: its exit code, the text for stderr ("" for none), and how an unfinished run goes on."""
+    """The end of a command: its exit code, the text for stderr ("" for none), and the line about an unfinished run."""
 
     exit_code: int
     text: str = ""
     advice: str = ""
 
 
-def guarded(
+def run_command(
     action: Callable[[], int | None], *, debug: Callable[[], bool], as_json: Callable[[], bool] = lambda: False
 ) -> int:
     """Runs `action`; returns its exit code (None counts as 0) or that of its failure, which is printed.
 
     Args:
         action: the command.
-        debug: whether anticipated errors keep their traceback; asked only after a failure.
-        as_json: whether a failure is told on stdout, too, as JSON.
+        debug: whether anticipated errors keep their traceback; called only after a failure.
+        as_json: whether a failure is printed as JSON on stdout, too.
     """
 
-    def tell(error: BaseException) -> int:
+    def report(error: BaseException) -> int:
         ending = ending_of(error, debug=debug())
-        _keep_in_log(ending)
-        _tell(ending, error, os.environ)
+        _append_to_log(ending)
+        _print_ending(ending, error, os.environ)
         if as_json() and EXIT_DIR not in os.environ and os.environ.get("RANK", "0") == "0":
             lines = [line.removeprefix("swift: ") for line in ending.text.splitlines() if line.startswith("swift: ")]
             errors = [line.removeprefix("error: ") for line in lines]
@@ -110,7 +110,7 @@ def guarded(
         return ending.exit_code
 
     note_unfinished(None)
-    on_sudden_end(tell)
+    set_error_reporter(report)
     try:
         code = action() or 0
         sys.stdout.flush()  # a closed pipe shows here, not after the last handler is gone
@@ -119,11 +119,11 @@ def guarded(
         if isinstance(error, BrokenPipeError) and _reader_is_gone():
             discard(sys.stdout.fileno())  # so that the interpreter's own flush at exit succeeds
             return READER_GONE
-        return tell(error)
+        return report(error)
 
 
 class _Console(logging.Handler):
-    """Shows warnings of ours on the console; those of libraries stand in the run's log files."""
+    """Shows swift's warnings on the console; those of libraries are in the run's log files."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = mask_text(record.getMessage())
@@ -132,9 +132,9 @@ class _Console(logging.Handler):
 
 
 def show_warnings() -> None:
-    """From now on rank 0 shows warnings of ours on the console."""
+    """From now on rank 0 shows swift's warnings on the console."""
     logger = logging.getLogger("swift")
-    if os.environ.get("RANK", "0") == "0" and not any(isinstance(one, _Console) for one in logger.handlers):
+    if os.environ.get("RANK", "0") == "0" and not any(isinstance(handler, _Console) for handler in logger.handlers):
         logger.addHandler(_Console(logging.WARNING))
 
 
@@ -156,8 +156,8 @@ def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
     return Ending(known.exit_code, shown + "".join(f"{prefix}{printable(mask_text(line))}\n" for line in lines), advice)
 
 
-def _keep_in_log(ending: Ending) -> None:
-    """Appends what is said last to the log of the run that this ends."""
+def _append_to_log(ending: Ending) -> None:
+    """Appends the ending to the log of the unfinished run."""
     if (run := unfinished()) is not None:
         with contextlib.suppress(OSError), run.log.open("a", encoding="utf-8") as log:  # its disk may be what failed
             log.write(ending.text + ending.advice)
@@ -167,8 +167,8 @@ def _traceback(error: BaseException) -> str:
     return mask_text("".join(traceback.format_exception(error)))
 
 
-def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> None:
-    """Prints the ending, or leaves it to the launcher."""
+def _print_ending(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> None:
+    """Prints the ending, or records it for the launcher."""
     rank = environ.get("RANK", "0")
     if folder := environ.get(EXIT_DIR):
         record = Path(folder) / f"rank-{rank}.json"
@@ -178,7 +178,7 @@ def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> N
             partial.replace(record)
             return
         except OSError:
-            pass  # the launcher or the disk is gone: say it here
+            pass  # the launcher or the disk is gone: print it here
     if rank == "0":
         sys.stderr.write(ending.text + ending.advice)
     elif not isinstance(error, ConfigError | Interrupted | KeyboardInterrupt):
@@ -187,7 +187,7 @@ def _tell(ending: Ending, error: BaseException, environ: Mapping[str, str]) -> N
 
 
 def _exit_error(error: BaseException) -> SwiftError | None:
-    """The error that code amounts to which ended the process: nothing of ours does, a plugin or library may."""
+    """The error for code of a plugin or library that called `sys.exit`; swift itself does not."""
     if not isinstance(error, SystemExit):
         return None
     place = traceback.extract_tb(error.__traceback__)[-1]
@@ -196,7 +196,7 @@ def _exit_error(error: BaseException) -> SwiftError | None:
 
 
 def _long_name(error: BaseException) -> SwiftError | None:
-    """The error of a setting that is no path, or one that no file system takes."""
+    """The error for a setting that is used as a path and is longer than file systems allow."""
     if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
         return None
     name = str(error.filename)
@@ -204,7 +204,7 @@ def _long_name(error: BaseException) -> SwiftError | None:
 
 
 def _resource_error(error: BaseException) -> SwiftError | None:
-    """The ResourceError that a foreign exception amounts to."""
+    """The ResourceError for an exception of the system or of a library."""
     if is_out_of_memory(error):
         phase = _phase(error)
         hint = LOWER.get(phase, LOWER["train"])
@@ -221,7 +221,7 @@ def _resource_error(error: BaseException) -> SwiftError | None:
 
 
 def _phase(error: BaseException) -> str:
-    """The phase of the innermost frame of ours that belongs to one."""
+    """The phase of the innermost frame of swift whose module has a phase."""
     phase = "start"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
@@ -231,7 +231,7 @@ def _phase(error: BaseException) -> str:
 
 
 def _peak() -> str:
-    """The most memory this process held, on the accelerator when there is one."""
+    """The peak memory of this process, on the accelerator if there is one."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return f"peak {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB on {torch.cuda.get_device_name()}"
@@ -244,7 +244,7 @@ def _peak() -> str:
 
 
 def _reader_is_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more."""
+    """Whether stdout is a pipe without a reader."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""stdout and stderr of a run, which outlives its console: a terminal that closes, a full disk, `| head`."""
+"""stdout and stderr of a run that continues after its console is gone: a closed terminal, a full disk, `| head`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class _Descriptor(io.FileIO):
-    """One that may fail: the first write that it refuses is the last that it is asked for, by libraries, too."""
+    """A descriptor that is redirected to /dev/null after its first failed write, for writes of libraries too."""
 
     def write(self, data: Any, /) -> int:
-        """Never fails."""
+        """Writes, without raising."""
         try:
             return super().write(data)
         except OSError:
@@ -21,7 +21,7 @@ class _Descriptor(io.FileIO):
 
 
 def discard(descriptor: int) -> None:
-    """What is written there leads nowhere from now on."""
+    """Redirects a descriptor to /dev/null."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     if nowhere != descriptor:  # else it was closed
         os.dup2(nowhere, descriptor)
@@ -30,9 +30,9 @@ def discard(descriptor: int) -> None:
 
 
 def survive_console(*names: str) -> None:
-    """From now on no write to these of stdout and stderr fails; streams that the caller of `main` has set stay.
+    """From now on writes to these of stdout and stderr do not fail; streams that the caller of `main` has set stay.
 
-    A standard stream that is closed (`>&-`) leads nowhere: else the next file to be opened would take its place.
+    A closed standard stream (`>&-`) is redirected to /dev/null: else the next opened file would get its descriptor.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)

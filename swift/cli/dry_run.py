@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CALLED_ROWS = 4
 
 
-def rehearse_rlhf(resolved: Resolved) -> int:
+def dry_run_rlhf(resolved: Resolved) -> int:
     """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_policy
     from swift.models.tuners import expert_lines
@@ -57,7 +57,7 @@ def rehearse_rlhf(resolved: Resolved) -> int:
     return 0
 
 
-def rehearse_trl(resolved: Resolved) -> int:
+def dry_run_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
     from swift.models.policy import check_policy
@@ -85,7 +85,7 @@ def rehearse_trl(resolved: Resolved) -> int:
     return 0
 
 
-def rehearse_rollout(resolved: Resolved) -> int:
+def dry_run_rollout(resolved: Resolved) -> int:
     """The dry run of `swift rollout`; returns 0."""
     from swift.rollout.server.run import bind, check
 
@@ -96,7 +96,7 @@ def rehearse_rollout(resolved: Resolved) -> int:
 
 
 def _place(resolved: Resolved) -> placement.Placement:
-    """Where engines and trainers would be."""
+    """The placement of engines and trainers."""
     from swift.trainers.engines import find_placement
 
     return find_placement(

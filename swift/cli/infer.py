@@ -61,7 +61,7 @@ def score(args: Any, source: ModelSource) -> int:
     def scored(numbers: range) -> Iterator[dict[str, Any]]:
         chats = [chat_of(rows.examples[number]) for number in numbers]
         steps = model.step_scores(chats) if isinstance(model, ProcessRewardModel) else None
-        scores = model.score(chats) if steps is None else [min(one, default=None) for one in steps]
+        scores = model.score(chats) if steps is None else [min(row, default=None) for row in steps]
         for index, number in enumerate(numbers):
             *prompt, answer = chats[index]
             line = {

@@ -3,7 +3,7 @@
 The launcher starts one worker per local rank with the variables that torch's `env://` rendezvous reads, so the same
 program runs under it, under `torchrun` and under a scheduler. It promises:
 
-    signals that ask to stop reach every worker, so that each can save; the third SIGTERM or SIGINT kills
+    stop signals are forwarded to every worker, so that each can save; the third SIGTERM or SIGINT kills
     when a worker fails, the others get SIGTERM, and SIGKILL after `GRACE_S`
     the code and the error lines are those of the worker that failed first
     no worker outlives the launcher, however that ends, and no child of a worker outlives the run
@@ -39,7 +39,7 @@ POLL_S = 0.05
 MULTI_NODE_PORT = 29500
 PR_SET_PDEATHSIG = 1
 KILL_AT_SIGNAL = 3
-"""The third SIGTERM or SIGINT no longer asks."""
+"""The third SIGTERM or SIGINT kills the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class LaunchPlan:
 
 
 def plan_launch(environ: Mapping[str, str]) -> LaunchPlan | None:
-    """What the variables ask for; None when this process shall train itself.
+    """The launch that the variables describe; None if this process trains itself.
 
-    That is so for a single process, and under an outer launcher; see `is_worker`.
+    It does so as a single process, and under an outer launcher; see `is_worker`.
     """
     if is_worker(environ):
         return None
@@ -114,7 +114,7 @@ def _worker_count(name: str, environ: Mapping[str, str]) -> int:
 
 
 def check_accelerators(ranks: int, accelerators: int) -> None:
-    """Refuses more processes than accelerators; without any, the CPU takes as many as asked for."""
+    """Refuses more processes than accelerators; on a CPU any number is allowed."""
     if 0 < accelerators < ranks:
         raise ConfigError(
             f"NPROC_PER_NODE: {ranks}: more than the {accelerators} visible accelerators; "
@@ -183,7 +183,7 @@ def _master_port(plan: LaunchPlan) -> int:
 def _worker_environment(
     plan: LaunchPlan, local_rank: int, port: int, environ: Mapping[str, str], records: str
 ) -> dict[str, str]:
-    """What torch, accelerate and our own worker read."""
+    """The variables that torch, accelerate and swift's workers read."""
     return {
         "OMP_NUM_THREADS": str(max(1, len(allowed_cores()) // plan.local_ranks)),
         **launch_variables(environ),
@@ -266,17 +266,17 @@ class _Signals:
     pending: list[int] = field(default_factory=list)
 
     def take(self, signum: int, _: FrameType | None) -> None:
-        """Handles one."""
+        """The signal handler."""
         self.received.append(signum)
         self.pending.append(signum)
 
     def forward(self, workers: Sequence[_Worker]) -> None:
-        """Passes on what has arrived."""
+        """Forwards the pending signals."""
         while self.pending:
             signum = self.pending.pop(0)
-            insisted = sum(one in INSISTING for one in self.received)
+            num_insisting = sum(received in INSISTING for received in self.received)
             for worker in workers:
-                worker.send(signal.SIGKILL if insisted >= KILL_AT_SIGNAL else signum)
+                worker.send(signal.SIGKILL if num_insisting >= KILL_AT_SIGNAL else signum)
 
 
 def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, save_grace_s: float) -> _Worker | None:
@@ -290,12 +290,12 @@ def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, sav
         running = [worker for worker in running if worker not in ended]
         losers = [worker for worker in ended if worker.process.returncode != 0]
         if losers and failed is None:
-            failed = min(losers, key=_says_little)
+            failed = min(losers, key=_exit_rank)
             saving = bool(signals.received) or failed.process.returncode == Interrupted.exit_code
             deadline = time.monotonic() + (save_grace_s if saving else grace_s)
             for worker in [] if signals.received else running:
                 worker.send(signal.SIGTERM)
-                if worker.is_stopped():  # it would hear of it when somebody continues it
+                if worker.is_stopped():  # a stopped process gets SIGTERM only when it continues
                     worker.kill_group()
         if time.monotonic() > deadline:
             for worker in running:
@@ -305,8 +305,8 @@ def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, sav
     return failed
 
 
-def _says_little(worker: _Worker) -> int:
-    """Among workers that ended at the same time a documented code tells more than 1, and 1 more than a signal."""
+def _exit_rank(worker: _Worker) -> int:
+    """Sort key of workers that ended together: documented exit codes, then 1, then signals."""
     code = worker.process.returncode
     return 0 if code > 1 else 1 if code == 1 else 2
 
@@ -327,5 +327,5 @@ def _report(failed: _Worker, signals: _Signals, records: Path) -> int:
     name = signal.Signals(-code).name
     cause = "; the kernel does this when memory runs out" if -code == signal.SIGKILL else ""
     sys.stderr.write(f"swift: error: worker: rank {failed.rank}: killed by {name}{cause}\n")
-    sys.stderr.write(next((one["advice"] for one in endings.values() if one.get("advice")), ""))
+    sys.stderr.write(next((other["advice"] for other in endings.values() if other.get("advice")), ""))
     return EngineError.exit_code

@@ -1,6 +1,6 @@
-"""The end of the process after that of its command: threads and exit handlers of plugins and libraries have a limit.
+"""A time limit for the exit of the process: threads and exit handlers of plugins and libraries may hang.
 
-Python waits for every thread that is no daemon, then for the handlers of `atexit`, each as long as it takes.
+Python waits without limit for every thread that is not a daemon, then for the handlers of `atexit`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 
 from swift.errors import printable
 
-TELL_S = 5.0
+WARN_S = 5.0
 LIMIT_S = 60.0
-"""Enough for a tracker that sends what it has left."""
+"""Seconds after the end of the main thread: a warning, and the end. A tracker has time to send its last values."""
 
 
 def leave_in_time(code: int) -> None:
@@ -26,17 +26,18 @@ def leave_in_time(code: int) -> None:
 
 def _end(code: int) -> None:
     threading.main_thread().join()
-    time.sleep(TELL_S)
-    _tell(f"note: exit: {_waited_for()} still runs {TELL_S:g} s after the end; stopped after {LIMIT_S:g} s")
-    time.sleep(LIMIT_S - TELL_S)
-    _tell(f"warning: exit: {_waited_for()} still runs {LIMIT_S:g} s after the end; stopped")
+    time.sleep(WARN_S)
+    _print(f"note: exit: {_waited_for()} still runs {WARN_S:g} s after the end; stopped after {LIMIT_S:g} s")
+    time.sleep(LIMIT_S - WARN_S)
+    _print(f"warning: exit: {_waited_for()} still runs {LIMIT_S:g} s after the end; stopped")
     os._exit(code)
 
 
 def _waited_for() -> str:
-    names = ", ".join(repr(one.name) for one in threading.enumerate() if not one.daemon and one.is_alive())
+    threads = [thread for thread in threading.enumerate() if not thread.daemon and thread.is_alive()]
+    names = ", ".join(repr(thread.name) for thread in threads)
     return f"thread {names}" if names else "an exit handler of a plugin or library"
 
 
-def _tell(line: str) -> None:
+def _print(line: str) -> None:
     print(printable(f"swift: {line}"), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The console script: `swift <mode> [config] [--flag value ...]`. Routes, and loads only the mode that is asked for."""
+"""The console script: `swift <mode> [config] [--flag value ...]`. Loads only the mode that runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import swift
-from swift.cli.boundary import guarded
+from swift.cli.boundary import run_command
 from swift.cli.console import survive_console
 from swift.cli.leaving import leave_in_time
 from swift.cli.mode import MODES, start
@@ -18,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command, `argv` or that of the process; returns its exit code. Errors are printed, not raised."""
     survive_console("stderr")
     words = sys.argv[1:] if argv is None else list(argv)
-    code = guarded(lambda: route(words), debug=lambda: wanted(words, "debug"), as_json=lambda: wanted(words, "json"))
+    code = run_command(
+        lambda: route(words), debug=lambda: wanted(words, "debug"), as_json=lambda: wanted(words, "json")
+    )
     if argv is None:
         leave_in_time(code)
     return code

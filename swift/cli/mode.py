@@ -1,7 +1,8 @@
-"""The table of modes, and how each starts: help, parse, the `ENV:` block, checks, worker processes, its function."""
+"""The table of modes and their start: help, settings, the `ENV:` block, worker processes, the mode's function."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -25,8 +26,8 @@ class Mode:
 
     summary: one line for `swift --help`. action: `module:function` that takes the resolved settings and returns the
     exit code, None for 0. dry_run: the same for `--dry_run true`. workers: whether NPROC_PER_NODE and NNODES start
-    processes of this mode. runs: it goes on when its console is gone. first: the setting that a first word without
-    dashes gives.
+    processes of this mode. runs: whether it continues after its console is closed. first: the setting that a first word
+    without dashes gives.
     """
 
     summary: str
@@ -37,14 +38,14 @@ class Mode:
     first: str | None = None
 
 
-TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:rehearse_trl"
+TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:dry_run_trl"
 """What starts the methods of `swift.trainers.trl.method`, and their dry run."""
 
 MODES = {
     "rlhf": Mode(
         "RL training and preference methods (--rlhf_type grpo, dpo, ...)",
         "swift.trainers.grpo.run:run",
-        "swift.cli.dry_run:rehearse_rlhf",
+        "swift.cli.dry_run:dry_run_rlhf",
         workers=True,
         runs=True,
     ),
@@ -53,7 +54,7 @@ MODES = {
     "rollout": Mode(
         "generation server for trainers on other machines",
         "swift.rollout.server.run:run",
-        "swift.cli.dry_run:rehearse_rollout",
+        "swift.cli.dry_run:dry_run_rollout",
         runs=True,
     ),
     "reward-test": Mode("try reward functions on a dataset, without a model", "swift.rewards.reward_test:run"),
@@ -73,15 +74,16 @@ MODES = {
 def start(name: str, words: Sequence[str]) -> int | None:
     """Runs the mode `name` with the words after it; returns the exit code, None for 0.
 
-    A ConfigError has all that is wrong with the settings, before anything heavy is loaded.
+    Raises a ConfigError with all problems of the settings before heavy libraries are loaded.
     """
     if name != "rollout":  # whose log has times
         show_warnings()
-    words = with_first(name, words)
+    if MODES[name].first is not None:
+        words = with_first(name, words)
     resolved = resolve(name, words)
     if resolved is None:
         return 0
-    mode = MODES[name] if resolved.mode in ("ebft", *MODES) else MODES["sft"]  # as what TRL's trainers do starts
+    mode = MODES[name] if resolved.mode in ("ebft", *MODES) else MODES["sft"]  # all methods of TRL's trainers
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")
@@ -96,10 +98,12 @@ def start(name: str, words: Sequence[str]) -> int | None:
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
             print(printable(f"swift: {note}"), file=sys.stderr)
-    if not dry:
-        return _call(mode.action, resolved)
+    module, _, function = (str(mode.dry_run) if dry else mode.action).partition(":")
     with collector_resting():
-        return _call(str(mode.dry_run), resolved)
+        action = getattr(importlib.import_module(module), function)
+    with collector_resting() if dry else contextlib.nullcontext():
+        code: int | None = action(resolved)
+    return code
 
 
 def with_first(name: str, words: Sequence[str]) -> Sequence[str]:
@@ -110,8 +114,9 @@ def with_first(name: str, words: Sequence[str]) -> Sequence[str]:
 
 def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
     """The mode's settings, with the variables of a config's `ENV:` block set; None when help was printed."""
-    if (text := help_wanted(mode, words)) is not None:
-        print(text.rstrip("\n"))
+    asked = [index for index, word in enumerate(words) if word.partition("=")[0] in ("-h", "--help")]
+    if asked or {"--help-all", "--help_all"} & set(words):
+        print(help_text(mode, words, asked).rstrip("\n"))
         return None
     from swift.arguments import parse
 
@@ -122,11 +127,8 @@ def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
     return resolved
 
 
-def help_wanted(mode: str, words: Sequence[str]) -> str | None:
-    """The text that `--help`, `--help-all` or `--help <flag>` asks for; None without such a word."""
-    asked = [index for index, word in enumerate(words) if word.partition("=")[0] in ("-h", "--help")]
-    if not asked and not {"--help-all", "--help_all"} & set(words):
-        return None
+def help_text(mode: str, words: Sequence[str], asked: Sequence[int]) -> str:
+    """The text of `--help` and `--help <flag>`, which are at the places `asked`; without them that of `--help-all`."""
     from swift.arguments.help import load_named_plugins, render, render_flag
     from swift.arguments.layers import read_command_line
     from swift.arguments.modes import mode_of
@@ -147,11 +149,3 @@ def print_schema(resolved: Resolved) -> None:
     from swift.arguments.schema import json_schema
 
     print(json.dumps(json_schema(resolved.args.mode, resolved.args.external_plugins), indent=2))
-
-
-def _call(function: str, resolved: Resolved) -> int | None:
-    module, _, name = function.partition(":")
-    with collector_resting():
-        run = getattr(importlib.import_module(module), name)
-    code: int | None = run(resolved)
-    return code

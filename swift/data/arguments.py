@@ -1,4 +1,4 @@
-"""Settings of datasets: which rows, what their columns mean, in which order they are used."""
+"""Settings of datasets: selection of rows, meaning of columns, order of use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swift.flags import flag
 
 @dataclass(kw_only=True)
 class HubArguments:
-    """Where ids that are not local paths come from."""
+    """The hub of ids that are not local paths."""
 
     GROUP: ClassVar[str] = "Data"
 
@@ -124,7 +124,7 @@ class StreamArguments(DataArguments):
 
 @dataclass(kw_only=True)
 class PromptArguments(StreamArguments):
-    """Rows that completions are sampled for, and the order in which they are used."""
+    """Prompts, and the order in which they are used."""
 
     curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
     """Numeric column that orders the rows of each epoch, such as a difficulty."""

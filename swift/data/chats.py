@@ -1,12 +1,12 @@
-"""Rows to be learnt from: a chat that ends with the assistant's answer."""
+"""Rows of supervised training: a chat that ends with the assistant's answer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from swift.data.columns import CHATS, ColumnPlan, text_of
-from swift.data.messages import Message, chat_in, chat_of, read_messages
+from swift.data.columns import CHATS, ColumnPlan
+from swift.data.messages import Message, chat_in, chat_of, read_messages, text_of, with_system
 from swift.data.records import RowError
 
 PARTNERS = {
@@ -16,13 +16,13 @@ PARTNERS = {
     "problem": "solution",
     "instruction": "output",
 }
-"""Prompt columns, and the answer column that usually stands beside each."""
+"""Prompt columns, and the answer column that usually belongs to each."""
 
 ANSWERS = ("response", "output", "completion", "answer", "solution")
 
 
 class ChatPlan(ColumnPlan):
-    """Prompt and answer. The answer is a column too unless the chat holds it, by preference the prompt's partner."""
+    """Prompt and answer. Unless the chat holds the answer, it is a column too, by preference the prompt's partner."""
 
     others_are = "other columns"
     answer: str | None = None
@@ -35,6 +35,7 @@ class ChatPlan(ColumnPlan):
         partner = PARTNERS.get(self.prompt)  # a request of NeMo Gym has none
         self.answer = partner if partner in self.names and len(renamed) != 1 else self._only_answer()
         self.used.append(self.answer)
+        self.more_mappings = [f"response <- {self.answer}"]
 
     def _only_answer(self) -> str:
         if answer := self.only_one(ANSWERS, "each could be the response", "response"):
@@ -42,12 +43,12 @@ class ChatPlan(ColumnPlan):
         what = f"none is a response ({', '.join(ANSWERS)}), and there are no messages"
         raise self.lacking(what, ANSWERS, "response", beside=[self.prompt, *self.used])
 
-    def more_parts(self) -> list[str]:
-        """Where the answer comes from."""
-        return [f"response <- {self.answer}"] if self.answer else []
-
-    def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The chat with its answer."""
+        return self.with_answer(with_system(self._prompt_messages(row), row.get("system"), system), row), {}
+
+    def with_answer(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+        """The messages of the prompt column and the answer."""
         if self.answer:
             value = chat_in(row.get(self.answer))
             if value is None:

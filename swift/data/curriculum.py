@@ -1,7 +1,7 @@
 """Easy rows before hard ones: stages of a curriculum from a column of numbers.
 
 A stage is a set of rows that are visited before those of the next one; inside a stage the order is that of the epoch.
-Each epoch goes through all stages anew. Rows of equal difficulty are always in one stage.
+Each epoch visits all stages. Rows of equal difficulty are always in one stage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 FLAG = "--curriculum_column"
 
 
-def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.ndarray | None:
-    """The stage of every row; None without a curriculum."""
+def curriculum_stages(args: PromptArguments, examples: Sequence[Example]) -> np.ndarray:
+    """The stage of every row by `--curriculum_column`, which is not None."""
     column = args.curriculum_column
-    if column is None:
-        return None
+    assert column is not None
     seen = list(dict.fromkeys(name for example in examples for name in example.columns))
     if column not in seen:
         fix = suggest(column, seen) if seen else "the dataset has no columns beside the prompt"

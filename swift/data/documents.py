@@ -10,7 +10,7 @@ from swift.data.messages import Message, with_system
 
 
 class DocumentPlan(ColumnPlan):
-    """What a transform made is taken as it is; a chat gets the system turn of `--system`."""
+    """The columns that a transform made, unchanged; a chat gets the system turn of `--system`."""
 
     others_are = "document"
     optional = ()

@@ -1,10 +1,10 @@
 """Local files as records: jsonl, json, csv (also as .gz), parquet, and folders of them.
 
 `datasets` would read them, too, but into columns of one type each: a number among texts is an error there, keys of
-tool calls are filled up with nulls, and lines are lost. Every reader is a generator, so a file may be larger than
-memory when it is streamed (json arrays excepted). Text is UTF-8, or UTF-16 as programs of Windows write it. A row that
-parses but is no row is a `BadRow`. Where the file itself does not parse the record is `damaged`: jsonl goes on at the
-next line, the other formats end there.
+tool calls are padded with nulls, and line numbers are lost. Every reader is a generator, so a file may be larger than
+memory when it is streamed (json arrays excepted). Text is UTF-8, or UTF-16 as programs of Windows write it. A value
+that parses but is not a row is a `BadRow`. Where the file itself does not parse the record is `damaged`: reading of
+jsonl continues at the next line, that of other formats ends there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swift.errors import ConfigError, counted, first_line, parse_json
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "configuration.json"}
 _OTHER_PACKING = {".zst", ".xz", ".bz2", ".zip", ".lz4", ".br", ".z", ".7z"}
 MAX_ROW_CHARS, MAX_ARRAY_CHARS, MAX_BLANK_LINES = 2**28, 2**30, 2**20
-"""Limits of what is held in memory before it is known to be a row; an array of rows is read as a whole."""
+"""Limits of the text in memory before it is parsed as a row; an array of rows is read as a whole."""
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
 
@@ -63,25 +63,21 @@ def read_file(file: Path) -> Iterator[Record]:
     try:
         if is_lfs_pointer(file):
             raise ConfigError(f"--dataset: {file}: a Git LFS pointer, not the file; run `git lfs pull` in its folder")
-        yield from readers.get(_format(file), _read_csv)(file)
+        suffix = Path(file.name.lower().removesuffix(".gz")).suffix
+        yield from readers.get(suffix, _read_csv)(file)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--dataset: {file}: cannot be read: {reason}; check the file") from error
 
 
-def _format(file: Path) -> str:
-    """The suffix without `.gz`."""
-    return Path(file.name.lower().removesuffix(".gz")).suffix
-
-
 def is_lfs_pointer(file: Path) -> bool:
-    """Whether the file stands for one that Git LFS has not fetched yet."""
+    """Whether the file is a pointer to one that Git LFS has not fetched yet."""
     with file.open("rb") as content:
         return content.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def _below(folder: Path) -> list[Path]:
-    """What is called like a data file, also behind links; each folder once, whatever leads to it."""
+    """Files with the name of a data file, also behind links; each folder once, even if several links lead to it."""
 
     def unreadable(error: OSError) -> None:
         raise ConfigError(f"--dataset: {error.filename}: cannot be read: {error.strerror}; check the folder") from error
@@ -101,30 +97,28 @@ def _below(folder: Path) -> list[Path]:
 
 
 class _RowDecoder(json.JSONDecoder):
-    """JSON whose objects name each key once."""
+    """Decodes JSON and finds objects with a repeated key."""
 
     def __init__(self) -> None:
-        self._twice: list[str] = []
+        self._repeated: list[str] = []
         super().__init__(object_pairs_hook=self._object)
 
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
             names = [name for name, _ in pairs]
-            self._twice += [name for name in found if names.count(name) > 1]
+            self._repeated += [name for name in found if names.count(name) > 1]
         return found
 
     def row(self, value: Any, origin: str) -> Record:
-        """A row that was decoded just now."""
-        twice, self._twice = self._twice, []
-        return BadRow(origin, f"the key {twice[0]!r} is there twice; keep one") if twice else _row(value, origin)
-
-
-def _row(value: Any, origin: str) -> Record:
-    if isinstance(value, dict):
-        return RawRow(value, origin)
-    names: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "true or false"}
-    return BadRow(origin, f"a row must be a JSON object, not {names.get(type(value), 'a number')}")
+        """The record of a value; after `decode`, also checks the value's keys."""
+        repeated, self._repeated = self._repeated, []
+        if repeated:
+            return BadRow(origin, f"the key {repeated[0]!r} is there twice; keep one")
+        if isinstance(value, dict):
+            return RawRow(value, origin)
+        names: dict[type, str] = {type(None): "null", list: "a list", str: "a string", bool: "true or false"}
+        return BadRow(origin, f"a row must be a JSON object, not {names.get(type(value), 'a number')}")
 
 
 def _damaged(file: Path, line: int, what: str) -> BadRow:
@@ -132,7 +126,7 @@ def _damaged(file: Path, line: int, what: str) -> BadRow:
 
 
 def _open(file: Path, *, newline: str = "\n", errors: str = "surrogateescape") -> TextIO:
-    """The text of a file; by default a byte that is no text becomes half of a surrogate pair, see `_no_text`."""
+    """The text of a file; by default a byte that is not text becomes half of a surrogate pair: `_undecoded_place`."""
     opener: Any = gzip.open if file.suffix.lower() == ".gz" else open
     with opener(file, "rb") as content:
         first = content.read(2)
@@ -143,7 +137,7 @@ def _open(file: Path, *, newline: str = "\n", errors: str = "surrogateescape") -
 
 
 def _lines(content: TextIO, file: Path) -> Iterator[str]:
-    """The lines of a file, which may be a gzip bomb. Raises ConfigError: one is too long, or no row comes."""
+    """The lines of a file, which may be a gzip bomb. Raises ConfigError: a line is too long, or many are blank."""
     number = blank = 0
     while line := content.readline(MAX_ROW_CHARS):
         number, blank = number + 1, blank + 1 if line.isspace() else 0
@@ -153,8 +147,8 @@ def _lines(content: TextIO, file: Path) -> Iterator[str]:
         yield line
 
 
-def _no_text(text: str) -> int | None:
-    """Where `_open` met the first byte that is no text."""
+def _undecoded_place(text: str) -> int | None:
+    """The index of the first byte that `_open` could not decode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -173,17 +167,16 @@ def _json_lines(file: Path) -> Iterator[Record]:
     decoder = _RowDecoder()
     with _open(file) as lines:
         for number, line in enumerate(_lines(lines, file), start=1):
-            if line.strip():
-                yield _json_line(file, number, line, decoder)
-
-
-def _json_line(file: Path, number: int, line: str, decoder: _RowDecoder) -> Record:
-    if (place := _no_text(line)) is not None:
-        return _damaged(file, number, f"not UTF-8 text at column {place + 1}; save the file as UTF-8")
-    try:
-        return decoder.row(parse_json(line, decoder), f"{file}:{number}")
-    except json.JSONDecodeError as error:
-        return _damaged(file, number, f"broken JSON: {error.msg} at column {error.colno}; correct or delete the line")
+            if not line.strip():
+                continue
+            if (place := _undecoded_place(line)) is not None:
+                yield _damaged(file, number, f"not UTF-8 text at column {place + 1}; save the file as UTF-8")
+                continue
+            try:
+                yield decoder.row(parse_json(line, decoder), f"{file}:{number}")
+            except json.JSONDecodeError as error:
+                what = f"broken JSON: {error.msg} at column {error.colno}; correct or delete the line"
+                yield _damaged(file, number, what)
 
 
 def _read_json(file: Path) -> Iterator[Record]:
@@ -194,7 +187,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         raise ConfigError(f"--dataset: {file}: over {MAX_ARRAY_CHARS} characters in one array; save it as .jsonl")
     if not text.strip():
         return
-    if (place := _no_text(text)) is not None:
+    if (place := _undecoded_place(text)) is not None:
         yield _damaged(file, text.count("\n", 0, place) + 1, "not UTF-8 text; save the file as UTF-8")
         return
     try:
@@ -212,7 +205,7 @@ def _read_json(file: Path) -> Iterator[Record]:
         elif isinstance(value, list):
             yield from _array_rows(file, text)
         else:
-            yield _row(value, f"{file}:1")
+            yield _RowDecoder().row(value, f"{file}:1")
 
 
 def _key_around_rows(value: Any) -> str | None:
@@ -225,7 +218,7 @@ def _key_around_rows(value: Any) -> str | None:
 
 
 def _array_rows(file: Path, text: str) -> Iterator[Record]:
-    """The rows of a sound array with their lines, which `json.loads` does not tell."""
+    """The rows of a valid array with their line numbers, which `json.loads` does not return."""
     decoder = _RowDecoder()
     line, passed, end = 1, 0, text.index("[") + 1
     while True:
@@ -238,11 +231,12 @@ def _array_rows(file: Path, text: str) -> Iterator[Record]:
 
 
 def _read_csv(file: Path) -> Iterator[Record]:
-    """Cells stay text, and those who need a number read it; an empty one is null. A row's line is its first."""
+    """Cells stay text, which callers convert to numbers; an empty cell is null. The line of a row is its first."""
     csv.field_size_limit(MAX_ROW_CHARS)
     line = 1
     with _open(file, newline="", errors="strict") as lines:
-        reader = csv.reader(_lines(lines, file), delimiter="\t" if _format(file) == ".tsv" else ",", strict=True)
+        delimiter = "\t" if file.name.lower().endswith((".tsv", ".tsv.gz")) else ","
+        reader = csv.reader(_lines(lines, file), delimiter=delimiter, strict=True)
         header: list[str] = []
         try:
             for cells in reader:
@@ -306,7 +300,7 @@ def _batch_rows(metadata: Any) -> int:
 
 
 def _shared(value: Any, known: dict[str, str], texts: dict[str, str]) -> Any:
-    """The value with each text as it stands in `texts`, or in `known`, the texts of the batch before."""
+    """The value with equal texts replaced by one object: that in `texts`, or in `known`, of the batch before."""
     if isinstance(value, str):
         return texts.setdefault(value, known.get(value, value))
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Datasets of the two hubs: ModelScope, and Hugging Face behind `hf::` or `--use_hf`.
 
-A hub that does not answer within `ANSWER_S` is reported at once; the clients' own retries would take half a
+If a hub does not answer within `ANSWER_S`, the error is raised at once; the clients' own retries would take half a
 minute and more. Hugging Face datasets that are already in the local cache work without a network.
 """
 
@@ -16,14 +16,14 @@ from swift.data.spec import DatasetSpec
 from swift.errors import ConfigError, ResourceError, first_line, suggest
 
 ANSWER_S = 10.0
-"""Seconds a hub has to answer the first question about a dataset."""
+"""Timeout of the first request for a dataset, in seconds."""
 
 _EVAL_SPLITS = ("validation", "valid", "val", "dev", "test", "eval")
 _INSTEAD = "or give a local .jsonl, .json, .csv or .parquet file"
 
 
 class HubRecords(Sequence[Record]):
-    """A mapped hub dataset as records that are converted when they are looked at."""
+    """A mapped hub dataset as records that are converted when they are read."""
 
     def __init__(self, data: Any, name: str, first: int = 0) -> None:
         self._data, self._name, self._first = data, name, first
@@ -95,14 +95,14 @@ def _load_hugging_face(spec: DatasetSpec, subset: str | None, streaming: bool) -
     with _offline(unreachable is not None):
         try:
             return datasets.load_dataset(spec.target, subset, streaming=streaming)
-        except ValueError as error:  # a wrong subset, or one that must be named
+        except ValueError as error:  # a wrong subset, or a missing one
             raise _subset_problem(spec, error) from error
         except (OSError, RuntimeError) as error:  # includes the library's ConnectionError and DatasetNotFoundError
             raise _not_loaded(spec, "Hugging Face", unreachable or first_line(error)) from error
 
 
 def _hugging_face_problem(spec: DatasetSpec) -> str | None:
-    """Asks the hub for the dataset: None when it has it, a few words when it does not answer."""
+    """Requests the dataset from the hub: None if the hub has it, a short reason if it does not answer."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -132,7 +132,7 @@ def _hugging_face_problem(spec: DatasetSpec) -> str | None:
 
 @contextmanager
 def _offline(active: bool) -> Iterator[None]:
-    """Makes the libraries use their cache only: a hub known to be silent must not be asked six more times."""
+    """Makes the libraries use their cache only, so that they do not retry six times with a hub that is unreachable."""
     import datasets
     import huggingface_hub
 
@@ -192,11 +192,11 @@ def _not_loaded(spec: DatasetSpec, hub: str, reason: str) -> ResourceError:
 
 
 def _subset_problem(spec: DatasetSpec, error: ValueError) -> ConfigError:
-    """The hubs list the subsets that there are in brackets."""
-    asked = "/".join(spec.subsets)
+    """The problem of a subset; the error of a hub lists the existing subsets in brackets."""
+    named = "/".join(spec.subsets)
     inner, closed, _ = str(error).partition("[")[2].partition("]")
     names = [name.strip(" '\"\n") for name in inner.split(",") if closed and name.strip(" '\"\n")]
     if names:
-        hint = suggest(asked, names) if asked else f"add one, as in {spec.target}:{names[0]}; valid: {', '.join(names)}"
-        return spec.wrong(f"subset {asked or 'missing'}: {hint}")
+        hint = suggest(named, names) if named else f"add one, as in {spec.target}:{names[0]}; valid: {', '.join(names)}"
+        return spec.wrong(f"subset {named or 'missing'}: {hint}")
     return spec.wrong(f"{first_line(error)}; check id and subset, {_INSTEAD}")

@@ -1,7 +1,7 @@
 """Several datasets as one, in given shares (`--interleave_prob`), as `datasets.interleave_datasets` mixes them.
 
-Each place of the mixture is given to a dataset by a draw; the dataset's next row goes there. `first_exhausted` ends
-when a dataset has given its last row, `all_exhausted` when each has: those that are through begin again.
+For each place of the mixture a dataset is drawn, and its next row is put there. `first_exhausted` ends when a dataset
+has yielded its last row, `all_exhausted` when each has: datasets that are exhausted begin again.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ def mixed_stream(
     streams = [open_rows(index) for index in range(len(shares))]
     ahead = [next(stream, None) for stream in streams]  # one row ahead: the last row of a dataset may end the epoch
     if any(row is None for row in ahead):
-        return  # whoever reads the stream says that it is empty
-    through: set[int] = set()
+        return  # the reader of the stream raises the error of an empty one
+    exhausted: set[int] = set()
     for source in _draws(shares, seed):
         row = ahead[source]
         assert row is not None
         ahead[source] = next(streams[source], None)
         yield row
         if ahead[source] is None:
-            through.add(source)
-            if strategy == "first_exhausted" or len(through) == len(shares):
+            exhausted.add(source)
+            if strategy == "first_exhausted" or len(exhausted) == len(shares):
                 return
             streams[source] = open_rows(source)
             ahead[source] = next(streams[source], None)
 
 
 def _draws(shares: Sequence[float], seed: tuple[int, ...]) -> Iterator[int]:
-    """Datasets in the order of their turns, without end."""
+    """Indexes of the drawn datasets, without end."""
     random = generator(*seed, _COUNTER)
     total = sum(shares)
     weights = [share / total for share in shares]

@@ -1,8 +1,8 @@
-"""All rows of `--dataset` or `--val_dataset`: read, understood, sampled, split.
+"""All rows of `--dataset` or `--val_dataset`: read, validated, sampled, split.
 
-A bad row never decides anything: it is skipped and counted. Too many of them (`--max_skipped_fraction`), or one with
-`--strict true`, stop the run before a model is loaded. A file that does not parse is never skipped over. What comes out
-depends on the files, the arguments and `data_seed` only, so every process loads the same rows in the same order.
+A bad row is skipped and counted. Too many of them (`--max_skipped_fraction`), or one with `--strict true`, stop the run
+before a model is loaded. A file that does not parse is never skipped. The result depends on the files, the arguments
+and `data_seed` only, so every process loads the same rows in the same order.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from swift.data.columns import ColumnPlan, check_renames
+from swift.data.columns import ColumnPlan
 from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
 from swift.data.interleave import interleave
 from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
-from swift.data.placeholders import filled, idle_names
+from swift.data.placeholders import PLACEHOLDERS, fill_placeholders, notes_on_unused_names
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
 from swift.data.sampler import generator
-from swift.data.spec import DatasetSpec, each, parse_specs
+from swift.data.spec import DatasetSpec, map_collecting_problems, parse_specs
 from swift.data.steps import StepPlan, steps_or_chats
 from swift.data.system import resolve_system
 from swift.data.texts import TextPlan, chats_or_texts
 from swift.data.transforms import transformed
-from swift.errors import ConfigError, counted, join_problems
+from swift.errors import ConfigError, counted, join_problems, suggest
 
 if TYPE_CHECKING:
     from swift.data.arguments import DataArguments
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 Split = Literal["train", "val"]
 
 Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "document"]
-"""`prompt`: what a completion is sampled for; a final assistant turn is dropped, `answer` and the like stay columns.
-`chat`: prompt and answer, to be learnt from. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
-answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `document`: what strided EBFT
-continues."""
+"""`prompt`: prompts of completions; a final assistant turn is dropped, `answer` and the like stay columns. `chat`:
+prompt and answer, for supervised training. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
+answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `document`: documents of strided
+EBFT."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -62,7 +62,7 @@ _SPLIT_COUNTER = 2**32 - 1  # keeps the split's random numbers apart from those 
 
 @dataclass(slots=True, frozen=True)
 class Example:
-    """A row that was understood: the chat, every other column, `file:line`; `is_chat` as of `Prompt`."""
+    """A valid row: the chat, every other column, `file:line`; `is_chat` as of `Prompt`."""
 
     messages: list[Message]
     columns: dict[str, Any]
@@ -83,7 +83,7 @@ class Example:
 
 @dataclass(slots=True)
 class Rows:
-    """Rows as dicts: `messages` and the other columns under their own names. `report` tells what was left out.
+    """Rows as dicts: `messages` and the other columns under their own names. `report` counts the rows left out.
 
     sizes: names of the datasets and their numbers of rows, in the order of the rows unless they are mixed or split.
     """
@@ -115,10 +115,10 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         args: the data settings.
         split: "val" means `--val_dataset`, else the part that `--split_dataset_ratio` splits off; without
             either the result is empty.
-        purpose: "chat" gives messages that end with the assistant's answer (supervised training); "text" one
-            assistant turn that is a document (pre-training); "prompt" gives messages to be answered, with a final
+        purpose: "chat" returns messages that end with the assistant's answer (supervised training); "text" one
+            assistant turn that is a document (pre-training); "prompt" returns messages to be answered, with a final
             assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
-            reward-test, infer); "pair" and "label" give prompts, and their answers in columns (preferences);
+            reward-test, infer); "pair" and "label" return prompts, and their answers in columns (preferences);
             "steps" prompts, and the steps of their answers.
 
     Returns:
@@ -135,7 +135,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
         return _load(args, split, purpose)
     rows = _load(args, "train", purpose)
     train, val = split_examples(rows.examples, args.split_dataset_ratio, args.data_seed)
-    if split == "val":  # the training split tells the notes
+    if split == "val":  # the notes are in the report of the training split
         return Rows(val, DataReport("val", mappings=rows.report.mappings))
     rows.report.notes.append(
         f"split: {counted(len(train), 'row')} to train on, {len(val)} to evaluate (--split_dataset_ratio)"
@@ -146,8 +146,8 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
 def split_examples(examples: Sequence[Example], ratio: float, seed: int) -> tuple[list[Example], list[Example]]:
     """Training and evaluation rows, each in the order of `examples`.
 
-    About `ratio` of the rows (at least one) go to evaluation; rows of equal content stay together, so that
-    nothing is evaluated that was trained on.
+    About `ratio` of the rows (at least one) go to evaluation; rows of equal content stay together, so that no row is
+    both trained on and evaluated.
     """
     digests = [example.digest for example in examples]
     distinct = list(dict.fromkeys(digests))
@@ -170,16 +170,18 @@ def write_examples(examples: Iterable[Example], path: str | Path) -> None:
         for example in examples:
             try:
                 line = json.dumps(example.row, ensure_ascii=False).encode()
-            except UnicodeEncodeError:  # half of a surrogate pair, which only JSON's escapes can carry
+            except UnicodeEncodeError:  # half of a surrogate pair, which only JSON's escapes can represent
                 line = json.dumps(example.row).encode()
             lines.write(line + b"\n")
 
 
-def understood(record: Record, plan: ColumnPlan, system: str | None, args: DataArguments) -> Example | BadRow:
+def read_record(record: Record, plan: ColumnPlan, system: str | None, args: DataArguments) -> Example | BadRow:
     """A record read by its dataset's plan."""
     if isinstance(record, BadRow):
         return record
-    values = filled(record.values, record.origin, args)
+    values, text = record.values, str(record.values)
+    if any(placeholder in text for placeholder in PLACEHOLDERS):
+        values = fill_placeholders(values, record.origin, args)
     try:
         messages, columns = plan.read(values, system)
         check_media(plan.renamed(values), messages)
@@ -189,17 +191,18 @@ def understood(record: Record, plan: ColumnPlan, system: str | None, args: DataA
 
 
 def check_undamaged(records: Iterable[Record]) -> None:
-    """Raises ConfigError where files do not parse, with the first places as `file:line`."""
-    join_problems(bad_rows([record for record in records if isinstance(record, BadRow) and record.damaged]))
+    """Raises ConfigError if files do not parse, with the first places as `file:line`."""
+    if damaged := [record for record in records if isinstance(record, BadRow) and record.damaged]:
+        join_problems(bad_rows(damaged))
 
 
 def bad_rows(bad: Sequence[BadRow]) -> list[str]:
-    """The first bad rows as problems, and how many there are."""
+    """The first bad rows as problems, and their number."""
     return first_few([str(row) for row in bad], f"--dataset: {counted(len(bad), 'bad row')}")
 
 
 def too_many_bad(bad: Sequence[BadRow], num_rows: int, spec: DatasetSpec, args: DataArguments) -> list[str]:
-    """The problems of a dataset with `bad` among `num_rows` rows, if that is more than `args` let pass."""
+    """The problems of a dataset with `bad` among `num_rows` rows, if that is more than `args` allow."""
     most = 0.0 if args.strict else args.max_skipped_fraction
     if len(bad) <= most * num_rows:
         return []
@@ -215,40 +218,48 @@ def plan_datasets(
     purpose: Purpose,
     report: DataReport,
 ) -> list[ColumnPlan]:
-    """How the rows of each dataset are read; the mappings go into `report`. renames: `--columns`."""
-
-    def check(pair: tuple[DatasetSpec, Table]) -> None:
-        spec, table = pair
+    """How the rows of each dataset are read; adds the mappings to `report`. renames: `--columns`."""
+    problems: list[str] = []
+    for spec, table in zip(specs, tables, strict=True):
         if not table.columns:
-            raise _no_rows(spec, table, [record for record in table.records if isinstance(record, BadRow)])
-
-    def plan(pair: tuple[DatasetSpec, Table]) -> ColumnPlan:
-        spec, table = pair
+            bad = [record for record in table.records if isinstance(record, BadRow)]
+            problems += _no_rows(spec, table, bad).problems
+    join_problems(problems)
+    _check_names(tables, renames, report)
+    plans: list[ColumnPlan] = []
+    for spec, table in zip(specs, tables, strict=True):
         first = next((record.values for record in table.records if isinstance(record, RawRow)), {})
         chats = [name for name, value in first.items() if is_chat(chat_in(value))]
-        if media := [name for name, value in first.items() if value and renames.get(name, name) in MEDIA]:
-            raise spec.wrong(f"column {media[0]}: {TEXTS_ONLY}, or rename it with --columns")
-        return PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats)
-
-    pairs = list(zip(specs, tables, strict=True))
-    each(pairs, check)
-    _check_names(tables, renames, report)
-    plans = each(pairs, plan)
+        media = [name for name, value in first.items() if value and renames.get(name, name) in MEDIA]
+        try:
+            if media:
+                raise spec.wrong(f"column {media[0]}: {TEXTS_ONLY}, or rename it with --columns")
+            plans.append(PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats))
+        except ConfigError as error:
+            problems += error.problems
+    join_problems(problems)
     report.notes += dict.fromkeys(f"note: {doubt}" for plan in plans for doubt in plan.doubts)
     report.mappings = {spec.name: plan.line for spec, plan in zip(specs, plans, strict=True)}
     return plans
 
 
 def _check_names(tables: Sequence[Table], renames: Mapping[str, str], report: DataReport) -> None:
-    """`--columns` names columns that are there."""
+    """Raises ConfigError if `--columns` names a column that no dataset has, with the nearest."""
     seen = [name for table in tables for name in [*table.columns, *table.empty_columns]]
     if report.split == "val":  # evaluation data may already use the new names
         seen += [old for old, new in renames.items() if new in seen]
-    check_renames(renames, list(dict.fromkeys(seen)))
+    columns = list(dict.fromkeys(seen))
+    join_problems(
+        [
+            f"--columns: {json.dumps({old: new})}: no dataset has a column {old!r}; {suggest(old, columns)}"
+            for old, new in renames.items()
+            if old not in columns
+        ]
+    )
 
 
 def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
-    """What `--dataset` or `--val_dataset` names."""
+    """The entries of `--dataset` or `--val_dataset`."""
     if split == "val":
         return parse_specs(args.val_dataset, use_hf=args.use_hf, flag="--val_dataset")
     specs = parse_specs(args.dataset, use_hf=args.use_hf)
@@ -260,10 +271,10 @@ def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
 
 
 def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
-    system, notes = resolve_system(args.system)
+    system, notes = resolve_system(args.system) if args.system else (None, [])
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
-    tables = each(specs, lambda spec: _open_table(spec, split, args.data_seed))
+    tables = map_collecting_problems(specs, lambda spec: _open_table(spec, split, args.data_seed))
     renames = args.columns
     if name := getattr(args, "dataset_transform", None):
         _check_names(tables, renames, report)
@@ -275,20 +286,21 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         for spec in specs
         if split == "val" and spec.kind == "procedural" and "seed" not in spec.options
     ]
-    if split == "train":
-        report.notes += idle_names([record for table in tables for record in table.records], args)
+    if split == "train" and (args.model_name or args.model_author):
+        report.notes += notes_on_unused_names([record for table in tables for record in table.records], args)
     parts: list[list[Example]] = []
     sizes: list[tuple[str, int]] = []
     problems: list[str] = []
     for index, (spec, table, plan) in enumerate(zip(specs, tables, plans, strict=True)):
-        records = (table.records[row] for row in _order(spec, len(table.records), args, index))
-        found, refused = _examples(records, plan, system, spec.count, args)
+        found, refused = _examples(spec, table.records, plan, system, args, index)
         if not found:
             raise _no_rows(spec, table, refused)
         problems += too_many_bad(refused, len(found) + len(refused), spec, args)
         for row in refused:
             report.skip(row)
-        parts.append(_oversampled(found, spec, args, index))
+        if spec.count is not None and len(found) < spec.count:
+            found = _oversampled(found, spec.count, args, index)
+        parts.append(found)
         sizes.append((spec.text, len(parts[-1])))
     join_problems(problems)
     if split == "train" and len(parts) > 1 and args.interleave_prob:
@@ -316,35 +328,34 @@ def _no_rows(spec: DatasetSpec, table: Table, bad: Sequence[BadRow]) -> ConfigEr
     return spec.wrong(f"{kinds}; correct the rows listed", *bad_rows(bad))
 
 
-def _order(spec: DatasetSpec, size: int, args: DataArguments, index: int) -> Iterable[int]:
-    """The order in which rows are looked at: random for `#n`, else that of the file."""
-    if spec.count is None or spec.kind == "procedural" or not args.dataset_shuffle:
-        return range(size)
-    return map(int, generator(args.data_seed, index).permutation(size))
-
-
 def _examples(
-    records: Iterable[Record], plan: ColumnPlan, system: str | None, count: int | None, args: DataArguments
+    spec: DatasetSpec,
+    records: Sequence[Record],
+    plan: ColumnPlan,
+    system: str | None,
+    args: DataArguments,
+    index: int,
 ) -> tuple[list[Example], list[BadRow]]:
-    """Rows until `count` good ones are found, and the bad ones met on the way."""
+    """Rows until `#n` good ones are found, and the bad ones before; in random order for `#n`, else in file order."""
+    order: Iterable[int] = range(len(records))
+    if spec.count is not None and spec.kind != "procedural" and args.dataset_shuffle:
+        order = map(int, generator(args.data_seed, index).permutation(len(records)))
     found: list[Example] = []
     bad: list[BadRow] = []
-    for record in records:
-        example = understood(record, plan, system, args)
+    for row in order:
+        example = read_record(records[row], plan, system, args)
         if isinstance(example, BadRow):
             bad.append(example)
             continue
         found.append(example)
-        if len(found) == count:
+        if len(found) == spec.count:
             break
     return found, bad
 
 
-def _oversampled(found: list[Example], spec: DatasetSpec, args: DataArguments, index: int) -> list[Example]:
-    """`#n` beyond the number of rows: whole copies, then a remainder (random, or the first rows)."""
-    if spec.count is None or len(found) >= spec.count:
-        return found
-    copies, rest = divmod(spec.count, len(found))
+def _oversampled(found: list[Example], count: int, args: DataArguments, index: int) -> list[Example]:
+    """`count` rows out of fewer: whole copies, then a remainder (random, or the first rows)."""
+    copies, rest = divmod(count, len(found))
     remainder: Iterable[int] = range(rest)
     if args.dataset_shuffle:
         remainder = generator(args.data_seed, index, 1).permutation(len(found))[:rest]
@@ -354,7 +365,7 @@ def _oversampled(found: list[Example], spec: DatasetSpec, args: DataArguments, i
 def _mixed(
     parts: Sequence[Sequence[Example]], specs: Sequence[DatasetSpec], args: DataArguments, report: DataReport
 ) -> list[Example]:
-    """Rows of several datasets in the shares of `--interleave_prob`; each in random order unless that is off."""
+    """Rows of several datasets in the shares of `--interleave_prob`; each shuffled unless `dataset_shuffle` is off."""
     seed = args.data_seed
     places = interleave([len(part) for part in parts], args.interleave_prob, seed=seed, strategy=args.stopping_strategy)
     orders = [

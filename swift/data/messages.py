@@ -1,11 +1,11 @@
-"""What a chat is: a list of `{"role", "content"}`, a system turn only in front, texts only: images, video and audio
-are refused, as parts and as columns beside the chat.
+"""Chats: a list of `{"role", "content"}`, a system turn only at the start, texts only: images, video and audio are
+refused, as parts and as columns beside the chat.
 
-Turns of a developer are instructions, too; where a chat template knows none they become the system's.
+Turns of the role `developer` are instructions, too; a chat template without that role gets them as system turns.
 
-Accepted too, and turned into that: ShareGPT's `{"from", "value"}`, OpenAI's text parts and tool calls (`content` null,
+Other formats are converted: ShareGPT's `{"from", "value"}`, OpenAI's text parts and tool calls (`content` null,
 arguments as JSON text), and the roles `tool_call` and `tool_response`, whose content is the call or its result. `loss`
-of an assistant turn says whether it is learnt from, and so does OpenAI's `weight`, 0 or 1.
+of an assistant turn is whether it is trained on; OpenAI's `weight`, 0 or 1, has the same effect.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ _KEYS = {"role", "from"}
 def read_messages(value: Any, column: str = "messages") -> list[Message]:
     """A checked copy of a row's chat; a cell of a csv file may hold it as JSON text.
 
-    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped. A RowError, here and
-    below, says what is wrong.
+    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped.
+
+    Raises:
+        RowError: here and below: the value is not a valid chat.
     """
     value = parsed(value, column)
     if not isinstance(value, list):
@@ -56,7 +58,7 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
     turns: list[Message] = []
     for number, given in enumerate(value, start=1):
         turn = _turn(given, number, column)
-        if turn["role"] == "system" and any(one["role"] != "developer" for one in turns):
+        if turn["role"] == "system" and any(earlier["role"] != "developer" for earlier in turns):
             raise RowError(f"{column}, turn {number}: a system turn must be the first")
         if turn["role"] != "tool_call":
             turns.append(turn)
@@ -79,7 +81,7 @@ def is_chat(value: Any) -> bool:
 
 
 def chat_in(value: Any) -> Any:
-    """The chat in a cell that holds one as JSON text, else the value itself: a text may begin like a list."""
+    """The chat in a cell that holds one as JSON text, else the value itself: a plain text may begin with `[{`."""
     if not isinstance(value, str) or not value.lstrip().startswith("[{"):
         return value
     try:
@@ -121,7 +123,7 @@ def parsed(value: Any, column: str, opening: str = "[") -> Any:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """The chat without its final assistant turn: what a completion is sampled for."""
+    """The chat without its final assistant turn: the prompt of a completion."""
     prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if not any(turn["role"] in ("user", "tool") for turn in prompt):
         raise RowError("messages have no user turn to answer")
@@ -131,26 +133,41 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 
 
 def chat_of(messages: list[Message]) -> list[Message]:
-    """The chat as it is learnt from: it ends with an assistant turn, which is not all of it."""
+    """The chat as it is trained on: it ends with an assistant turn, and has a prompt before it."""
     if messages[-1]["role"] != "assistant":
         raise RowError(f"messages end with a {messages[-1]['role']} turn; there is no final assistant turn to learn")
     prompt_of(messages)
     return messages
 
 
-def with_system(messages: list[Message], row_system: str | None, flag_system: str | None) -> list[Message]:
-    """The chat with its system turn: that of the row, else that of `--system`, else none (the template's)."""
+def with_system(messages: list[Message], row_system: Any, flag_system: str | None) -> list[Message]:
+    """The chat with its system turn: that of the row, else that of `--system`, else none (the template's).
+
+    row_system: the cell of the column `system`, if there is one.
+    """
+    system = text_of(row_system, "system") if row_system else None
     own = messages[0]["content"] if messages[0]["role"] in INSTRUCTIONS else None
     if own is not None:
-        if row_system and row_system != own:
+        if system and system != own:
             raise RowError("a system turn in messages and a different system column; keep one of them")
         return messages
-    system = row_system or flag_system
+    system = system or flag_system
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
+def text_of(value: Any, column: str) -> str:
+    """The text in a cell."""
+    if not isinstance(value, str):
+        raise RowError(f"{column} must be text, not {type(value).__name__}")
+    if not value.strip():
+        raise RowError(f"{column} is empty")
+    if not encodable(value):
+        raise RowError(f"{column} is not valid Unicode text")
+    return value
+
+
 def check_media(row: Mapping[str, Any], messages: list[Message]) -> None:
-    """Raises RowError: files beside the texts, or a tag for one where the row has a column for them."""
+    """Raises RowError if the row has files beside its texts, or a tag for one and a column of them."""
     texts = [str(turn["content"]) for turn in messages]
     for column, tag in MEDIA.items():
         if row.get(column):
@@ -160,7 +177,7 @@ def check_media(row: Mapping[str, Any], messages: list[Message]) -> None:
 
 
 def encodable(text: str) -> bool:
-    """Whether a tokenizer can read the text: JSON escapes can smuggle in half of a surrogate pair."""
+    """Whether a tokenizer can read the text: JSON escapes may hold half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -187,21 +204,21 @@ def _turn(turn: Any, number: int, column: str) -> Message:
     if role == "tool_call" and isinstance(content, dict):
         content = json.dumps(content)
     if not isinstance(content, str):
-        raise RowError(f"{where}: {_no_text(content)}")
+        raise RowError(f"{where}: {_content_problem(content)}")
     if not encodable(content):
         raise RowError(f"{where}: content is not valid Unicode text")
     if "tool_calls" in extra:
         extra["tool_calls"] = read_tool_calls(extra["tool_calls"], where)
-    learnt = {_loss(extra.pop(key), key, role, where) for key in ("loss", "weight") if key in extra}
-    if len(learnt) > 1:
+    losses = {_loss(extra.pop(key), key, role, where) for key in ("loss", "weight") if key in extra}
+    if len(losses) > 1:
         raise RowError(f"{where}: loss and weight contradict each other; keep one of them")
-    if learnt:
-        extra["loss"] = learnt.pop()
+    if losses:
+        extra["loss"] = losses.pop()
     return {"role": role, "content": content, **extra}
 
 
 def read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which is what chat templates print."""
+    """Tool calls with their arguments as objects, as chat templates print them."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise RowError(f"{where}: tool_calls must be a list of objects")
     read = []
@@ -240,7 +257,7 @@ def _is_call(turn: Any) -> bool:
 
 
 def _loss(value: Any, key: str, role: str, where: str) -> bool:
-    """Whether a turn is learnt from: `loss` is true or false, `weight` 1 or 0."""
+    """Whether a turn is trained on: `loss` is true or false, `weight` 1 or 0."""
     if value not in (0, 1):
         shown = value if isinstance(value, float | int) else _kind(value)
         raise RowError(f"{where}: {key} must be {'true or false' if key == 'loss' else '0 or 1'}, not {shown}")
@@ -249,8 +266,8 @@ def _loss(value: Any, key: str, role: str, where: str) -> bool:
     return bool(value)
 
 
-def _no_text(content: Any) -> str:
-    """What is wrong with a content that is no text."""
+def _content_problem(content: Any) -> str:
+    """The problem of a content that is not text."""
     parts = content if isinstance(content, list) else []
     kinds = [str(part["type"]) for part in parts if isinstance(part, dict) and part.get("type", "text") != "text"]
     return f"a part of type {kinds[0]}: {TEXTS_ONLY}" if kinds else f"content must be text, not {_kind(content)}"

@@ -1,7 +1,8 @@
-"""Rows of preferences: a prompt with a better and a worse answer (`PairPlan`), or with one answer and a verdict.
+"""Rows of preferences: a prompt with a chosen and a rejected answer (`PairPlan`), or with one answer and a label.
 
 A pair is read as its prompt (`messages`), and the columns `chosen`: turns, and `rejected`: a list of turns for each
-worse answer. What has a verdict is read as its prompt, and the columns `completion`: turns, and `label`: a truth value.
+rejected answer. A row with a label is read as its prompt, and the columns `completion`: turns, and `label`: a truth
+value.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from itertools import takewhile
 from typing import Any
 
 from swift.data.chats import ANSWERS, ChatPlan
-from swift.data.columns import CHATS, PROMPTS, REQUEST, ColumnPlan, as_number, text_of, truth_of
-from swift.data.messages import Message, chat_in, is_chat, prompt_of, read_messages
+from swift.data.columns import CHATS, PROMPTS, REQUEST, ColumnPlan, as_number, truth_of
+from swift.data.messages import Message, chat_in, is_chat, prompt_of, read_messages, text_of, with_system
 from swift.data.records import RowError
 from swift.errors import nearest
 
@@ -24,10 +25,10 @@ Turns = list[Message]
 
 
 class PairPlan(ColumnPlan):
-    """A prompt, the better answer, and one or several worse ones.
+    """A prompt, the chosen answer, and one or several rejected ones.
 
-    The better answer is a column, else the final turn of `messages`. An answer is a text, turns, or a whole chat; the
-    prompt of whole chats, and of texts without a column for it, is what they begin with in common.
+    The chosen answer is a column, else the final turn of `messages`. An answer is a text, turns, or a whole chat; the
+    prompt of whole chats, and of texts without a prompt column, is their common beginning.
     """
 
     others_are = "other columns"
@@ -54,32 +55,30 @@ class PairPlan(ColumnPlan):
             what = f"none is the chosen answer ({', '.join(CHOSEN)})"
             raise self.lacking(what, CHOSEN, "chosen", beside=(self.prompt, self.rejected))
         self.used += [name for name in (self.chosen, self.rejected) if name and name not in self.used]
-
-    def more_parts(self) -> list[str]:
-        """Where the answers come from."""
-        return [f"chosen <- {self.chosen or f'final turn of {self.prompt}'}", f"rejected <- {self.rejected}"]
+        chosen = self.chosen or f"final turn of {self.prompt}"
+        self.more_mappings = [f"chosen <- {chosen}", f"rejected <- {self.rejected}"]
 
     def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The prompt, and the columns `chosen` and `rejected`."""
         prompt, chosen, rejected = self._turns(row)
-        prompt = _checked(self.with_system_of(row, prompt, system) if prompt else [])
+        prompt = _checked(with_system(prompt, row.get("system"), system) if prompt else [])
         margin = {} if row.get(MARGIN) is None else {MARGIN: _number(row[MARGIN])}
         return prompt, {"chosen": chosen, "rejected": rejected, **margin}
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[Turns, Turns, list[Turns]]:
-        """The prompt, the better answer and the worse ones."""
-        better = _answer(row.get(self.chosen), self.chosen) if self.chosen else None
-        worse = [_answer(one, self.rejected) for one in _several(row.get(self.rejected))]
-        if not worse:
+        """The prompt, the chosen answer and the rejected ones."""
+        chosen_answer = _answer(row.get(self.chosen), self.chosen) if self.chosen else None
+        rejected_answers = [_answer(answer, self.rejected) for answer in _answers_in(row.get(self.rejected))]
+        if not rejected_answers:
             raise RowError(f"no {self.rejected}")
-        if self.prompt == self.chosen and isinstance(better, str):
-            return _common_text(better, worse, self.rejected)
+        if self.prompt == self.chosen and isinstance(chosen_answer, str):
+            return _split_texts(chosen_answer, rejected_answers, self.rejected)
         prompt = [] if self.prompt == self.chosen else self._prompt_messages(row)
-        if better is None:
-            prompt, better = prompt[:-1], prompt[-1:]
-        chats = [_whole(prompt, one) for one in (better, *worse)]
-        if any(map(_is_whole, (better, *worse))):
-            prompt = _shared(chats)
+        if chosen_answer is None:
+            prompt, chosen_answer = prompt[:-1], prompt[-1:]
+        chats = [_whole_chat(prompt, answer) for answer in (chosen_answer, *rejected_answers)]
+        if any(map(_is_whole_chat, (chosen_answer, *rejected_answers))):
+            prompt = _common_turns(chats)
         chosen, *rejected = (chat[len(prompt) :] for chat in chats)
         _check_answer(chosen, self.chosen or self.prompt)
         for number, turns in enumerate(rejected, start=1):
@@ -90,7 +89,7 @@ class PairPlan(ColumnPlan):
 
 
 class LabelPlan(ChatPlan):
-    """A prompt, an answer, and whether it is a good one."""
+    """A prompt, an answer, and a label: whether the answer is desirable."""
 
     def choose(self) -> None:
         """Chooses the answer column."""
@@ -98,29 +97,26 @@ class LabelPlan(ChatPlan):
             raise self.lacking(f"no {LABEL}", [LABEL], LABEL, beside=[self.prompt])
         self.used.append(LABEL)
         super().choose()
-
-    def more_parts(self) -> list[str]:
-        """Where answer and verdict come from."""
-        answer = f"completion <- {self.answer or f'final turn of {self.prompt}'}"
-        return [answer, f"{LABEL} <- {LABEL}"]
+        answer = self.answer or f"final turn of {self.prompt}"
+        self.more_mappings = [f"completion <- {answer}", f"{LABEL} <- {LABEL}"]
 
     def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The prompt, and the columns `completion` and `label`."""
         label = truth_of(row.get(LABEL), LABEL)
-        messages = self.with_system_of(row, self._prompt_messages(row), system)
-        whole = self.finish(messages, row)
-        prompt = messages if self.answer else whole[:-1]
-        return _checked(prompt), {"completion": whole[len(prompt) :], LABEL: label}
+        messages = with_system(self._prompt_messages(row), row.get("system"), system)
+        chat = self.with_answer(messages, row)
+        prompt = messages if self.answer else chat[:-1]
+        return _checked(prompt), {"completion": chat[len(prompt) :], LABEL: label}
 
 
 def pairs_or_labels(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
-    """The plan of a dataset for KTO: a verdict per row, or pairs, of which each answer has one."""
+    """The plan of a dataset for KTO: a label per row, or pairs, whose answers imply their labels."""
     names = {renames.get(name, name) for name in columns}
     labelled = LABEL in names or (not names & {*REJECTED} and bool(nearest(LABEL, names, likeness=0.75)))
     return (LabelPlan if labelled else PairPlan)(columns, renames, **named)
 
 
-def _several(value: Any) -> list[Any]:
+def _answers_in(value: Any) -> list[Any]:
     """Each answer of a cell that holds one, or a list of them."""
     value = chat_in(value)
     if value is None:
@@ -137,7 +133,7 @@ def _answer(value: Any, column: str) -> str | Turns:
 
 
 def _checked(prompt: Turns) -> Turns:
-    """The prompt, which ends where the assistant is to speak."""
+    """The prompt, which must end before an assistant turn."""
     if not prompt:
         raise RowError("no prompt before the answers")
     if prompt[-1]["role"] == "assistant":
@@ -156,29 +152,31 @@ def _in_common(sequences: Sequence[Sequence[Any]]) -> list[Any]:
     return [items[0] for items in same]
 
 
-def _shared(chats: Sequence[Turns]) -> Turns:
-    """The turns that chats begin with in common, up to where the assistant speaks."""
-    shared = _in_common(chats)
-    while shared and shared[-1]["role"] == "assistant":
-        shared.pop()
-    return shared
+def _common_turns(chats: Sequence[Turns]) -> Turns:
+    """The turns that chats begin with in common, without assistant turns at their end."""
+    common = _in_common(chats)
+    while common and common[-1]["role"] == "assistant":
+        common.pop()
+    return common
 
 
-def _is_whole(answer: str | Turns | None) -> bool:
+def _is_whole_chat(answer: str | Turns | None) -> bool:
     return isinstance(answer, list) and answer[0]["role"] != "assistant"
 
 
-def _whole(prompt: Turns, answer: str | Turns) -> Turns:
+def _whole_chat(prompt: Turns, answer: str | Turns) -> Turns:
     if isinstance(answer, str):
         return [*prompt, {"role": "assistant", "content": answer}]
-    return answer if _is_whole(answer) else [*prompt, *answer]
+    return answer if _is_whole_chat(answer) else [*prompt, *answer]
 
 
-def _common_text(better: str, worse: Sequence[str | Turns], column: str) -> tuple[Turns, Turns, list[Turns]]:
-    """A pair of texts whose prompt is what they begin with in common, up to a space as TRL has it."""
-    if not all(isinstance(one, str) for one in worse):
+def _split_texts(
+    chosen_text: str, rejected_texts: Sequence[str | Turns], column: str
+) -> tuple[Turns, Turns, list[Turns]]:
+    """The prompt and the answers of texts whose prompt is their common beginning, up to a space as in TRL."""
+    if not all(isinstance(text, str) for text in rejected_texts):
         raise RowError(f"chosen is text and {column} is a chat; make them the same")
-    texts = [better, *map(str, worse)]
+    texts = [chosen_text, *map(str, rejected_texts)]
     prompt = "".join(_in_common(texts))
     prompt = prompt[: prompt.rfind(" ") + 1]
     if not prompt.strip():

@@ -13,11 +13,11 @@ PLACEHOLDERS = {"{{NAME}}": "model_name", "{{AUTHOR}}": "model_author"}
 """Text -> the setting that replaces it."""
 
 
-def filled(values: Mapping[str, Any], origin: str, args: DataArguments) -> dict[str, Any]:
+def fill_placeholders(values: Mapping[str, Any], origin: str, args: DataArguments) -> dict[str, Any]:
     """A row with the names of `--model_name` and `--model_author`, the first ones where its `tag` is zh.
 
     Raises:
-        ConfigError: the row has a placeholder whose setting is not given; it would be trained on as it stands.
+        ConfigError: the row has a placeholder whose setting is not given; the placeholder itself would be trained on.
     """
     place = 0 if values.get("tag") == "zh" else -1
 
@@ -44,8 +44,8 @@ def filled(values: Mapping[str, Any], origin: str, args: DataArguments) -> dict[
     return {key: replaced(value) for key, value in values.items()}
 
 
-def idle_names(records: Iterable[Record], args: DataArguments) -> Iterator[str]:
-    """A note for each name that no row has a place for."""
+def notes_on_unused_names(records: Iterable[Record], args: DataArguments) -> Iterator[str]:
+    """A note for each name whose placeholder is in no row."""
     for placeholder, flag in PLACEHOLDERS.items():
         rows = (record for record in records if isinstance(record, RawRow))
         if getattr(args, flag) and not any(placeholder in str(row.values) for row in rows):

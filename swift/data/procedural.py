@@ -2,7 +2,7 @@
 
 Row i depends on (task, settings, seed, i) only, so every process makes the same rows. Columns: `question`,
 `answer`, `metadata`; `metadata["source_dataset"]` is the task's name, by which a reward finds its scorer. All
-of it is plain JSON.
+values are plain JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEFAULT_COUNT = 500
 
 
 def read_procedural(spec: DatasetSpec, *, seed: int) -> Iterator[Record]:
-    """The `count` (default 500) rows of a task, made one by one; a `seed` among its options wins over `seed`."""
+    """The `count` (default 500) rows of a task, generated one by one; its option `seed` has precedence over `seed`."""
     task = _create(spec, seed)
     for index in range(spec.count or DEFAULT_COUNT):
         entry = task[index]

@@ -1,7 +1,7 @@
 """Rows as prompts with token ids, ready to be sampled.
 
-Ids are made when a prompt is first used and kept in four bytes a token; only `truncation_strategy delete`
-has to know all lengths at the start. A prompt's id depends on its content alone, never on lengths or order.
+A prompt is tokenised when it is first used, and its ids are kept in four bytes a token; only `truncation_strategy
+delete` needs all lengths at the start. A prompt's id depends on its content alone, never on lengths or order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import multiprocessing
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.data.loading import Example, Rows, Split, load_rows
 from swift.errors import ConfigError, counted
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from swift.data.arguments import DataArguments
 
 Tokenize = Callable[..., list[int]]
-"""A chat to the token ids of its prompt, generation prompt included; a row's `tools` come second."""
+"""Maps a chat, and a row's `tools` if it has any, to the token ids of the prompt, generation prompt included."""
 
 _PARALLEL_FROM = 1000  # rows; below this, starting processes costs more than it saves
 
@@ -33,6 +33,9 @@ class Tokenizer:
     tokenize: see `Tokenize`. limit: in tokens; None means none. strategy: "left" drops the first tokens of a longer
     prompt, "right" the last, "delete" the row.
     """
+
+    deleted_for: ClassVar[str] = "the length of the prompt"
+    """The reason why rows are left out, for the report."""
 
     tokenize: Tokenize
     limit: int | None = None
@@ -47,20 +50,15 @@ class Tokenizer:
 
     @property
     def deletes(self) -> bool:
-        """Whether there are rows that are left out for their length."""
+        """Whether rows over the limit are left out."""
         return self.strategy == "delete" and self.limit is not None
 
     def too_long(self, example: Example, ids: Sequence[int]) -> bool:
-        """Whether a row is over the limit with a prompt of these ids."""
+        """Whether a row whose prompt has these ids is over the limit."""
         return self.limit is not None and len(ids) > self.limit
 
-    @property
-    def deleted_for(self) -> str:
-        """Why rows are left out, for the report."""
-        return "the length of the prompt"
-
     def none_left(self, examples: Sequence[Example], all_ids: Sequence[Sequence[int]]) -> str:
-        """The problem of a dataset whose rows are all left out, with their uncut ids."""
+        """The error message for a dataset whose rows are all left out. all_ids: of their prompts, uncut."""
         return (
             f"--max_length: {self.limit}: all of {counted(len(all_ids), 'prompt')} longer, the shortest has "
             f"{counted(min(map(len, all_ids)), 'token')}; raise --max_length or use --truncation_strategy left"
@@ -78,8 +76,8 @@ class PromptDataset(Sequence[Prompt]):
 
     Args:
         rows: with purpose "prompt".
-        tokenizer: makes the ids and knows the limit.
-        num_proc: processes that tokenise when all lengths are needed at once.
+        tokenizer: makes the ids and has the limit.
+        num_proc: number of processes that tokenise if all lengths are needed at the start.
 
     Raises:
         ConfigError: `delete` leaves no row of a dataset that had some.
@@ -101,14 +99,16 @@ class PromptDataset(Sequence[Prompt]):
     def __getitem__(self, index: Any) -> Any:
         example, ids = self.examples[index], self._ids[index]
         if ids is None:
-            uncut = self._tokenizer.ids(example)
-            self.report.num_truncated += self._tokenizer.too_long(example, uncut)
-            ids = self._ids[index] = array("i", self._tokenizer.cut(uncut))
+            found = self._tokenizer.ids(example)
+            if self._tokenizer.too_long(example, found):
+                self.report.num_truncated += 1
+                found = self._tokenizer.cut(found)
+            ids = self._ids[index] = array("i", found)
         return Prompt(self._digests[index], example.messages, ids.tolist(), example.columns, example.is_chat)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all rows in their order: two datasets that share it give the same run."""
+        """Digest of all rows in their order: two datasets with the same one result in the same run."""
         return hashlib.blake2b("".join(self._digests).encode(), digest_size=8).hexdigest()
 
     def _delete_long(self, num_proc: int) -> None:

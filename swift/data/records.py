@@ -1,6 +1,6 @@
-"""One row as it was found: its values, or why it is no row, and always where it stands.
+"""One row as it was read: its values, or the reason why it is bad, and its place.
 
-`origin` is `file:line` (lines from 1; for tables without lines the row number), the form editors jump to.
+`origin` is `file:line` (lines from 1; for tables without lines the row number), a form that editors can open.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class RowError(ValueError):
-    """Why one row cannot be used, in a few words; never leaves `swift.data`."""
+    """The reason why a row cannot be used, in a few words; never raised out of `swift.data`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,7 +27,7 @@ class RawRow:
 
 @dataclass(slots=True, frozen=True)
 class BadRow:
-    """A row that is left out. `damaged`: its file does not parse there, so it is not a matter of `--strict`."""
+    """A row that is left out. `damaged`: its file does not parse there, which is an error whatever `--strict` is."""
 
     origin: str
     reason: str
@@ -51,7 +51,7 @@ def filled_columns(records: Iterable[Record]) -> tuple[list[str], list[str]]:
 
 
 def plain_row(values: dict[str, Any], origin: str) -> Record:
-    """A record whose values are as JSON would give them back; a `BadRow` if JSON cannot carry one."""
+    """A record whose values are converted to those of JSON; a `BadRow` if JSON cannot represent one."""
     try:
         return RawRow({str(name): _plain(value, str(name)) for name, value in values.items()}, origin)
     except RowError as error:

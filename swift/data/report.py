@@ -1,4 +1,4 @@
-"""What there is to tell about a dataset once it is read: mapping, skipped rows, lengths, notes."""
+"""The report on a dataset after reading: mapping, skipped rows, lengths, notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DataReport:
 
     `mappings` maps a dataset's name to its column line, such as `prompt <- messages; to rewards: solution`.
     `first_bad` are the first bad rows as `file:line: reason`. `num_truncated` counts prompts cut so far (they
-    are cut when they are first used); `num_deleted` those left out, and `deleted_for` says why.
+    are cut when they are first used); `num_deleted` those left out, and `deleted_for` is the reason.
     """
 
     split: str = "train"
@@ -32,7 +32,7 @@ class DataReport:
     _seen: set[str] = field(default_factory=set, repr=False)
 
     def skip(self, bad: BadRow) -> None:
-        """Counts a bad row, once however often a stream comes by it."""
+        """Counts a bad row, once even if a stream reads it in several epochs."""
         if bad.origin in self._seen:
             return
         self._seen.add(bad.origin)
@@ -41,7 +41,7 @@ class DataReport:
             self.first_bad.append(str(bad))
 
     def lines(self) -> list[str]:
-        """All of it as lines to print, the mapping first; one mapping shared by all datasets is one line."""
+        """The report as lines to print, the mapping first; one mapping shared by all datasets is one line."""
         lines = [f"{name}: {line}" for name, line in self.mappings.items()]
         if len(set(self.mappings.values())) == 1:
             lines = [*self.mappings.values()][:1]
@@ -59,5 +59,5 @@ class DataReport:
 
 
 def first_few(problems: Sequence[str], total: str) -> list[str]:
-    """The first problems of many; `total` tells how many there are."""
+    """The first of many problems; `total` is the text with their number."""
     return [*problems[:SHOWN], *([f"{total}: the first {SHOWN} are listed"] if len(problems) > SHOWN else [])]

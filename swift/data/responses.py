@@ -11,13 +11,13 @@ from swift.data.records import RowError
 COLUMN = "responses_create_params"
 """Column of a row that holds the request: `input`, `tools`, sampling parameters."""
 JOINTS = {"assistant": "", "system": "\n\n"}
-"""Roles whose neighbouring items are one turn, and what stands between their texts."""
+"""Roles whose consecutive items are joined to one turn, and the separator of their texts."""
 
 
 def prompt_from(params: Any) -> list[Message]:
-    """The chat of a row's `input`, which every message enters, and which ends where the policy is to speak."""
-    given = params.get("input") if isinstance(params, Mapping) else None
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    """The chat of a row's `input`, with every message; it must end before an assistant turn."""
+    content = params.get("input") if isinstance(params, Mapping) else None
+    items = [{"role": "user", "content": content}] if isinstance(content, str) else content
     if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
         raise RowError(f"{COLUMN} needs `input`: a text or a list of messages")
     messages = read_messages(chat_of_items(items), "input")
@@ -38,12 +38,12 @@ def tools_from(params: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chat_of_items(items: Iterable[Mapping[str, Any]]) -> list[Message]:
-    """Messages, calls and their results as a chat; what an assistant says and calls at once is one turn."""
+    """Messages, calls and their results as a chat; consecutive texts and calls of an assistant are one turn."""
     chat: list[Message] = []
     for message in (message for item in items for message in _message(item)):
         last, joint = chat[-1] if chat else {}, JOINTS.get(str(message["role"]))
         texts = last.get("content"), message["content"]
-        if joint is not None and last.get("role") == message["role"] and all(isinstance(one, str) for one in texts):
+        if joint is not None and last.get("role") == message["role"] and all(isinstance(text, str) for text in texts):
             chat[-1] = {**last, "content": joint.join(filter(None, texts))}
             if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
                 chat[-1]["tool_calls"] = calls

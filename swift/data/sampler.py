@@ -1,7 +1,7 @@
 """The order in which rows are used: an infinite, deterministic stream of row indexes.
 
-Each epoch is a permutation that depends on (seed, epoch) only, so the state is two numbers and a resumed
-stream goes on with exactly the rows that the uninterrupted one would have given.
+Each epoch is a permutation that depends on (seed, epoch) only, so the state is two numbers and a resumed stream yields
+exactly the rows that the uninterrupted one would have yielded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class RowOrder:
     Args:
         size: number of rows, at least 1.
         seed: any integer.
-        shuffle: False gives 0 .. size-1 in every epoch.
-        stages: of a curriculum, one number per row: rows of smaller ones come first in every epoch, and shuffling
+        shuffle: if False, every epoch is 0 .. size-1.
+        stages: of a curriculum, one number per row: rows with smaller numbers come first in every epoch, and shuffling
             stays inside of a stage.
 
     Raises:
@@ -38,14 +38,14 @@ class RowOrder:
         self._order = self._permutation(0)
 
     def draw(self) -> int:
-        """The next row's index; the first of a new epoch when the current one is used up."""
+        """The next row's index; the first of a new epoch if the current one is exhausted."""
         if self.cursor == self.size:
             self._enter(self.epoch + 1, 0)
         self.cursor += 1
         return int(self._order[self.cursor - 1])
 
     def skip_to_epoch_end(self) -> None:
-        """Gives up the rest of an epoch that has begun; between epochs it does nothing."""
+        """Skips the rest of an epoch that has begun; between epochs it has no effect."""
         if self.cursor:
             self.cursor = self.size
 

@@ -1,7 +1,7 @@
-"""Where the scheduler takes its next prompt from: a dataset in memory, or a stream of rows.
+"""Sources of prompts for the scheduler: a dataset in memory, or a stream of rows.
 
-Both give prompts without end and save a position of a few numbers. `IndexedPrompts` jumps to a position, and
-`StreamingPrompts` reads up to it without tokenising what it passes.
+Both are endless and save a position of a few numbers. `IndexedPrompts` jumps to a position; `StreamingPrompts` reads up
+to it without tokenising the rows before it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class IndexedPrompts(RowOrder):
         seed: of the epochs' permutations.
         shuffle: False keeps the order of the dataset.
         stages: of a curriculum; see `RowOrder`.
-        strict: a row that the chat template refuses is an error; else it is passed over and counted.
+        strict: whether a row that the chat template refuses is an error; otherwise it is skipped and counted.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class IndexedPrompts(RowOrder):
             except RefusedChat as error:
                 if self._strict or not left:
                     raise
-                _pass_over(self.report, self.dataset.examples[index], error)
+                _skip_refused(self.report, self.dataset.examples[index], error)
             else:
                 return prompt
         raise AssertionError("there are rows")
@@ -69,9 +69,9 @@ class IndexedPrompts(RowOrder):
 
 
 class StreamingPrompts(ExampleStream[Prompt]):
-    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` passed over.
+    """Prompts of rows that are read as they are needed; those over the limit are cut, or with `delete` skipped.
 
-    Each epoch comes by the same rows, so the report has the largest number of any epoch.
+    Each epoch reads the same rows, so the report has the largest number of any epoch.
     """
 
     size: int | None = None
@@ -103,7 +103,7 @@ class StreamingPrompts(ExampleStream[Prompt]):
         except RefusedChat as error:
             if self._args.strict:
                 raise
-            _pass_over(self.report, example, error)
+            _skip_refused(self.report, example, error)
             return None
         if self._tokenizer.too_long(example, ids):
             self._in_epoch["deleted" if self._tokenizer.deletes else "truncated"] += 1
@@ -111,11 +111,12 @@ class StreamingPrompts(ExampleStream[Prompt]):
             self.report.num_truncated = max(self.report.num_truncated, self._in_epoch["truncated"])
             if self._tokenizer.deletes:
                 return None
-        return Prompt(example.digest, example.messages, self._tokenizer.cut(ids), example.columns, example.is_chat)
+            ids = self._tokenizer.cut(ids)
+        return Prompt(example.digest, example.messages, ids, example.columns, example.is_chat)
 
 
-def _pass_over(report: DataReport, example: Example, error: RefusedChat) -> None:
-    """A row that was not looked at before the run began."""
+def _skip_refused(report: DataReport, example: Example, error: RefusedChat) -> None:
+    """Counts a row that the chat template refuses during the run, and warns of the first few."""
     before = report.num_skipped
     report.skip(BadRow(example.origin, error.problems[0].removeprefix(f"{example.origin}: ")))
     if before < report.num_skipped <= SHOWN:
@@ -123,9 +124,9 @@ def _pass_over(report: DataReport, example: Example, error: RefusedChat) -> None
 
 
 class PlaceholderPrompts:
-    """One prompt again and again, where others choose what is asked, and keep their own place.
+    """Always the same prompt, for runs whose environment chooses the prompts and saves its own position.
 
-    The scheduler launches it, and checks sample from it.
+    The scheduler launches it, and start-up checks sample from it.
     """
 
     size: int | None = None
@@ -155,9 +156,9 @@ PromptSource = IndexedPrompts | StreamingPrompts | PlaceholderPrompts
 
 
 def open_prompts(args: PromptArguments, tokenizer: Tokenizer) -> PromptSource:
-    """The source that `--streaming` asks for, in the order of `--data_seed` and `--dataset_shuffle`."""
+    """The source that `--streaming` selects, in the order of `--data_seed` and `--dataset_shuffle`."""
     if args.streaming:
         return StreamingPrompts(args, tokenizer)
     dataset = load_prompts(args, tokenizer)
-    stages = curriculum_stages(args, dataset.examples)
+    stages = None if args.curriculum_column is None else curriculum_stages(args, dataset.examples)
     return IndexedPrompts(dataset, args.data_seed, args.dataset_shuffle, stages, strict=args.strict)

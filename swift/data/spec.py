@@ -1,10 +1,10 @@
-"""What `--dataset` may say: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task.
+"""Entries of `--dataset`: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task.
 
 Instead of a number of random rows, `#first:last` takes the rows from `first` to before `last`, as Python counts, in the
 order of the dataset; `10%` is a share of its rows.
 
-A path that exists wins over `#` and `:`, so a file called `a#5` is a file. What does not exist and looks like
-a path is an error here and never a question to a hub.
+A path that exists has precedence over `#` and `:`, so a file called `a#5` is a file. An entry that looks like a path
+and does not exist is an error, and is never looked up on a hub.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, frozen=True)
 class DatasetSpec:
-    """One entry of `--dataset`, understood.
+    """One entry of `--dataset`, parsed.
 
     `target` is a path, a hub id or a task name. `count` is n of `#n`, None for all rows; `bounds` are the two texts of
     `#first:last`. `hub` is "hf" or "ms" when `kind` is "hub"; `split` is that of `--split`. `options` are the task
@@ -52,7 +52,7 @@ class DatasetSpec:
 
     @property
     def subject(self) -> str:
-        """How errors begin that are about this dataset."""
+        """The beginning of error messages about this dataset."""
         return f"{self.flag}: {self.text}"
 
     def wrong(self, problem: str, *others: str) -> ConfigError:
@@ -61,7 +61,7 @@ class DatasetSpec:
 
     @property
     def name(self) -> str:
-        """How messages call this dataset: the text without its `#n`."""
+        """The name of the dataset in messages: the text without its `#n`."""
         return self.text if self.count is None else self.text.replace(f"#{self.count}", "", 1)
 
     def part(self, size: int) -> slice:
@@ -81,12 +81,12 @@ class DatasetSpec:
 
 
 def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> DatasetSpec:
-    """Understands one entry; looks at the file system, never at the network.
+    """Parses one entry; reads the file system, never the network.
 
     Args:
         text: the entry as typed.
         use_hf: ids without prefix are looked up on Hugging Face instead of ModelScope.
-        flag: how errors call the setting.
+        flag: name of the setting in error messages.
 
     Raises:
         ConfigError: bad count or option, missing file (with the nearest names), not an id at all.
@@ -103,9 +103,10 @@ def parse_spec(text: str, *, use_hf: bool = False, flag: str = "--dataset") -> D
 
 
 def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
-    """See `parse_spec`; here and below a ValueError says what is wrong."""
-    if os.path.lexists(_path(text)):  # a link that leads nowhere too, which reading tells
-        return DatasetSpec(text, "local", str(_path(text)))
+    """See `parse_spec`; here and below, the problem is raised as a ValueError."""
+    path = Path(text).expanduser()
+    if os.path.lexists(path):  # also a broken link, which is an error when it is read
+        return DatasetSpec(text, "local", str(path))
     if text.startswith(PROCEDURAL):
         return _procedural(text)
     prefix, mark, rest = text.partition("::")
@@ -119,21 +120,21 @@ def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
         return replace(local, bounds=part)
     name, _, subset = base.partition(":")
     if hub is None and (_looks_like_path(name) or not _HUB_ID.fullmatch(name)):
-        raise ValueError(f"no such file or folder; {beside(_path(name))}")
+        raise ValueError(f"no such file or folder; {beside(Path(name).expanduser())}")
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"{name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
     return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or usual_hub, part)
 
 
 def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:
-    """All entries; a ConfigError lists the problems of all of them, or says that there is none."""
+    """All entries; a ConfigError lists the problems of all of them, or is raised if there are no entries."""
     if not texts:
         raise ConfigError(f"{flag}: none: no dataset is named; give files, folders, hub ids or {PROCEDURAL}<task>")
-    return each(texts, lambda text: parse_spec(text, use_hf=use_hf, flag=flag))
+    return map_collecting_problems(texts, lambda text: parse_spec(text, use_hf=use_hf, flag=flag))
 
 
-def each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
-    """`function` of every item; a ConfigError lists the problems of all."""
+def map_collecting_problems(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Result]:
+    """`function` of every item; one ConfigError lists the problems of all items."""
     results, problems = [], []
     for item in items:
         try:
@@ -145,7 +146,7 @@ def each(items: Iterable[Item], function: Callable[[Item], Result]) -> list[Resu
 
 
 def beside(path: Path) -> str:
-    """The end of an error about a missing path: what is near it, or how far the path does exist."""
+    """The end of an error about a missing path: the nearest names, or the part of the path that exists."""
     folder = path.parent
     if not folder.is_dir():
         while not folder.is_dir() and folder != folder.parent:
@@ -164,10 +165,6 @@ def beside(path: Path) -> str:
 def is_data(file: Path) -> bool:
     """Whether the name ends like that of a data file."""
     return file.name.lower().endswith(DATA_SUFFIXES)
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 def _looks_like_path(name: str) -> bool:
@@ -195,10 +192,11 @@ def _place(bound: str, size: int) -> int:
 
 def _local(text: str, base: str, count: int | None) -> DatasetSpec | None:
     """The spec when `base`, or `base` up to its last colon, exists; the subsets of a folder are its folders."""
-    if _path(base).exists():
-        return DatasetSpec(text, "local", str(_path(base)), count=count)
+    path = Path(base).expanduser()
+    if path.exists():
+        return DatasetSpec(text, "local", str(path), count=count)
     head, colon, subset = base.rpartition(":")
-    folder = _path(head)
+    folder = Path(head).expanduser()
     if not colon or not folder.exists():
         return None
     if not folder.is_dir():

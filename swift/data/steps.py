@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.data.chats import ANSWERS, ChatPlan
-from swift.data.columns import CHATS, ColumnPlan, text_of, truth_of
-from swift.data.messages import Message, parsed
+from swift.data.columns import CHATS, ColumnPlan, truth_of
+from swift.data.messages import Message, parsed, text_of
 from swift.data.records import RowError
 
 STEPS, LABELS = "completions", "labels"
@@ -19,14 +19,11 @@ class StepPlan(ColumnPlan):
     others_are = "other columns"
 
     def choose(self) -> None:
-        """The columns of the steps, which have no other names."""
+        """Chooses the columns of the steps, which have no other names."""
         if missing := [name for name in (STEPS, LABELS) if name not in self.names]:
             raise self.lacking(f"no {' and no '.join(missing)}", missing, missing[0], likely="...")
         self.used += [STEPS, LABELS]
-
-    def more_parts(self) -> list[str]:
-        """Where the steps come from."""
-        return [f"steps <- {STEPS}", f"{LABELS} <- {LABELS}"]
+        self.more_mappings = [f"steps <- {STEPS}", f"{LABELS} <- {LABELS}"]
 
     def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
         """The prompt, and the columns of the steps and their labels."""
@@ -41,7 +38,7 @@ class StepPlan(ColumnPlan):
 
 
 def steps_or_chats(columns: Sequence[str], renames: Mapping[str, str], **named: Any) -> ColumnPlan:
-    """How rows with these columns are read to be judged: as chats, unless they have steps and labels."""
+    """The plan of rows that a reward model scores: chats, unless they have steps and labels."""
     names = {renames.get(column, column) for column in columns}
     steps = STEPS in names and not (names & {*CHATS, *ANSWERS} and LABELS not in names)
     return (StepPlan if steps else ChatPlan)(columns, renames, **named)

@@ -1,8 +1,8 @@
-"""Rows as they are read, without end: only the shuffle buffer is in memory.
+"""An endless stream of rows that are read as they are needed: only the shuffle buffer is in memory.
 
-The position is a few numbers. To go to one, the files are read again up to that row, without preparing what is passed:
-the shuffle buffer is a function of (seed, epoch, rows read so far), so it is rebuilt rather than saved (`datasets`
-refills its own with other rows).
+The position is a few numbers. To resume at one, the files are read again up to that row, without preparing the rows
+before it: the shuffle buffer is a function of (seed, epoch, rows read so far), so it is rebuilt rather than saved
+(`datasets` refills its own with other rows).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from swift.data.loading import (
     check_undamaged,
     dataset_specs,
     plan_datasets,
+    read_record,
     too_many_bad,
-    understood,
 )
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, Record, filled_columns
@@ -35,23 +35,23 @@ from swift.data.transforms import transformed
 from swift.errors import ConfigError, join_problems
 
 PEEKED_ROWS = 64
-"""Rows of a streamed dataset that are looked at to learn its columns."""
+"""Rows of a streamed dataset that are read to find its columns."""
 
 Item = TypeVar("Item")
 
 
 class ExampleStream(Generic[Item]):
-    """What is made of rows that are read as they are needed.
+    """Items made of rows that are read as they are needed.
 
     `#n` takes the first n rows of a dataset. Files must not change between a run and its continuation.
 
     Args:
         args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
-        prepare: what is made of a row; None passes over it.
+        prepare: makes an item of a row; None skips the row.
         purpose: see `load_rows`.
 
     Raises:
-        ConfigError, ResourceError: as `load_rows`, for what the first rows show; later rows raise from `next`.
+        ConfigError, ResourceError: as `load_rows`, for problems of the first rows; later rows raise from `next`.
     """
 
     def __init__(self, args: StreamArguments, prepare: Callable[[Example], Item | None], *, purpose: Purpose) -> None:
@@ -75,12 +75,12 @@ class ExampleStream(Generic[Item]):
         renames = {} if self._transform else args.columns
         self._plans = plan_datasets(self._specs, tables, renames, purpose, self.report)
         for index, rows in enumerate(peeked):
-            bad = [one for row in rows if isinstance(one := self._understood(row, index), BadRow)]
+            bad = [found for row in rows if isinstance(found := self._read(row, index), BadRow)]
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))
         self._enter(0, 0)
 
     def next(self) -> Item:
-        """What is made of the next row; a new epoch begins where the rows end."""
+        """The item of the next row; a new epoch begins where the rows end."""
         while True:
             example = next(self._rows, None)
             if example is None:
@@ -89,7 +89,7 @@ class ExampleStream(Generic[Item]):
             self._drawn += 1
             item = self._prepare(example)
             if item is not None:
-                self._given += 1
+                self._num_items += 1
                 return item
 
     def skip_to_epoch_end(self) -> None:
@@ -98,14 +98,14 @@ class ExampleStream(Generic[Item]):
             self._enter(self._epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and the settings that decide the order."""
-        return {"epoch": self._epoch, "cursor": self._drawn, "given": self._given, **self._settings()}
+        """Position and the settings that determine the order."""
+        return {"epoch": self._epoch, "cursor": self._drawn, "given": self._num_items, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Reads up to a saved position."""
         check_same(state, self._settings())
         self._enter(int(state["epoch"]), int(state["cursor"]))
-        self._given = int(state["given"])
+        self._num_items = int(state["given"])
 
     def _settings(self) -> dict[str, Any]:
         args = self._args
@@ -118,7 +118,7 @@ class ExampleStream(Generic[Item]):
         }
 
     def _next_epoch(self) -> None:
-        if not self._given:
+        if not self._num_items:
             first = f"; the first: {self.report.first_bad[0]}" if self.report.first_bad else ""
             raise ConfigError(
                 f"{self._specs[0].flag}: {', '.join(spec.text for spec in self._specs)}: no usable row in the stream "
@@ -127,7 +127,7 @@ class ExampleStream(Generic[Item]):
         self._enter(self._epoch + 1, 0)
 
     def _enter(self, epoch: int, drawn: int) -> None:
-        self._epoch, self._drawn, self._given = epoch, drawn, 0
+        self._epoch, self._drawn, self._num_items = epoch, drawn, 0
         rows = self._examples(epoch)
         self._rows = shuffled(rows, self._buffer, self._seed, epoch) if self._buffer > 1 else rows
         if drawn and sum(1 for _ in itertools.islice(self._rows, drawn)) < drawn:
@@ -149,7 +149,7 @@ class ExampleStream(Generic[Item]):
     def _good_rows(self, index: int) -> Iterator[Example]:
         spec, bad, number = self._specs[index], list[BadRow](), 0
         for number, record in enumerate(self._records(spec), start=1):
-            example = self._understood(record, index)
+            example = self._read(record, index)
             if isinstance(example, Example):
                 yield example
                 continue
@@ -159,8 +159,8 @@ class ExampleStream(Generic[Item]):
             join_problems(too_many_bad(bad, max(number, PEEKED_ROWS), spec, self._args))
         join_problems(too_many_bad(bad, number, spec, self._args))
 
-    def _understood(self, record: Record, index: int) -> Example | BadRow:
-        return understood(record, self._plans[index], self._system, self._args)
+    def _read(self, record: Record, index: int) -> Example | BadRow:
+        return read_record(record, self._plans[index], self._system, self._args)
 
     def _records(self, spec: DatasetSpec) -> Iterator[Record]:
         if spec.kind == "local":

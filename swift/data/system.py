@@ -16,7 +16,7 @@ _EXAMPLES = Path(__file__).resolve().parent / "shipped" / "examples"  # in the r
 
 
 def resolve_system(value: str | None) -> tuple[str | None, list[str]]:
-    """The system prompt that `--system` stands for (None: there is none), and a note when a shipped file was read."""
+    """The system prompt of `--system` (None: there is none), and a note if a shipped file was read."""
     if not value or not value.strip():
         return None, []
     name = value.strip()

@@ -1,7 +1,7 @@
-"""Rows to be learnt from as plain text, without a chat template: documents.
+"""Rows that are trained on as plain text, without a chat template: documents.
 
-`text` if there is such a column, else `messages` (or `conversations`) of assistant turns alone, a line break between
-them. A document is one assistant turn that answers nothing, so encoders know it by its missing prompt.
+`text` if there is such a column, else `messages` (or `conversations`) of assistant turns alone, joined by line breaks.
+A document is one assistant turn without a prompt, by which encoders identify it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift.data.chats import ChatPlan
-from swift.data.columns import CHATS, PROMPTS, TEXT, ColumnPlan, text_of
-from swift.data.messages import Message, read_messages
+from swift.data.columns import CHATS, PROMPTS, TEXT, ColumnPlan
+from swift.data.messages import Message, read_messages, text_of, with_system
 from swift.data.records import RowError
 
 
@@ -22,7 +22,7 @@ class TextPlan(ColumnPlan):
     optional = ()
 
     def choose(self) -> None:
-        """Nothing but the text is used; names of rewards' keywords mean nothing here."""
+        """Only the text is used; names of rewards' keywords are not reserved."""
         self.used = [self.prompt]
 
     @property
@@ -34,19 +34,15 @@ class TextPlan(ColumnPlan):
         """The document."""
         if system:
             raise RowError("plain text has no system prompt; leave --system out")
-        messages, _ = super().parts(row, None)
+        messages = with_system(self._prompt_messages(row), row.get("system"), None)
         if others := [turn["role"] for turn in messages if turn["role"] != "assistant" or turn.get("tool_calls")]:
             raise RowError(f"{self.prompt} has a {others[0]} turn; plain text has assistant turns only: use swift sft")
         text = text_of("\n".join(turn["content"] for turn in messages), self.prompt)
         return [{"role": "assistant", "content": text}], {}
 
     def holds_chat(self, values: Mapping[str, Any]) -> bool:
-        """A document is none."""
+        """A document is not a chat."""
         return False
-
-    def finish(self, messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
-        """The turns as they are."""
-        return messages
 
     def _choose_prompt(self) -> str:
         if found := [name for name in (TEXT, *CHATS) if name in self.names]:

@@ -1,6 +1,6 @@
 """Transforms of datasets for EBFT: rows of common formats become prompts with a reference, or documents.
 
-A transform takes a row and gives rows; nothing else of the row is kept. Rows that it refuses are skipped and counted
+A transform takes a row and returns rows; nothing else of the row is kept. Rows that it refuses are skipped and counted
 like any bad row.
 
     prompts     messages, ground_truth (text of the reference), remaining_turns (later turns of the chat)
@@ -15,18 +15,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from swift.data.columns import CHATS, text_of
-from swift.data.messages import Message, check_media, read_messages
+from swift.data.columns import CHATS
+from swift.data.messages import Message, check_media, read_messages, text_of
 from swift.data.records import BadRow, RawRow, Record, RowError
 
 Row = dict[str, Any]
 Transform = Callable[[Mapping[str, Any]], list[Row]]
 
 QUESTIONS, ANSWERS = ("input", "prompt", "question"), ("output", "completion", "answer")
-"""Columns of a pair, the first that has a value counts."""
+"""Columns of a pair; the first that has a value is used."""
 
 THOUGHTS = (("<think>", "</think>"), ("<reasoning>", "</reasoning>"), ("<|begin_of_thought|>", "<|end_of_thought|>"))
-"""What stands around the thoughts of an assistant turn."""
+"""Tags around the thoughts of an assistant turn."""
 
 
 # --- prompts with a reference ----------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ def opencode(row: Mapping[str, Any]) -> list[Row]:
 
 
 def chat_multiturn(row: Mapping[str, Any]) -> list[Row]:
-    """The first assistant turn is the reference; what follows, up to the last one, goes into `remaining_turns`."""
+    """The first assistant turn is the reference; the turns after it, up to the last one, are `remaining_turns`."""
     messages = _chat(row)
     turns = _turns(messages)
     first, last = turns[0], turns[-1]
@@ -98,7 +98,7 @@ def strided_chat(row: Mapping[str, Any]) -> list[Row]:
 
 
 def strided_reasoning(row: Mapping[str, Any]) -> list[Row]:
-    """A chat of which only the last assistant turn, with its thoughts, is learnt from."""
+    """A chat of which only the last assistant turn, with its thoughts, is trained on."""
     messages = _chat(row)
     last = _turns(messages)[-1]
     before = [turn | {"loss": False} if turn["role"] == "assistant" else turn for turn in messages[:last]]
@@ -106,7 +106,7 @@ def strided_reasoning(row: Mapping[str, Any]) -> list[Row]:
 
 
 def strided(row: Mapping[str, Any]) -> list[Row]:
-    """The one of `strided_text`, `strided_chat` and `strided_structured` that the columns of the row call for."""
+    """`strided_text`, `strided_chat` or `strided_structured`, by the columns of the row."""
     if row.get("text") is not None:
         return strided_text(row)
     return strided_chat(row) if any(row.get(name) is not None for name in CHATS) else strided_structured(row)
@@ -133,7 +133,7 @@ TRANSFORMS = PROMPTS | DOCUMENTS
 
 
 def transformed(records: Iterable[Record], name: str, renames: Mapping[str, str]) -> Iterator[Record]:
-    """The rows that a transform makes of others, under the names that `--columns` gives."""
+    """The rows that a transform makes of others, whose columns `--columns` renames first."""
     for record in records:
         if isinstance(record, BadRow):
             yield record
@@ -148,7 +148,7 @@ def transformed(records: Iterable[Record], name: str, renames: Mapping[str, str]
         except RowError as error:
             yield BadRow(record.origin, str(error))
             continue
-        yield from (RawRow(one, record.origin) for one in made)
+        yield from (RawRow(row, record.origin) for row in made)
 
 
 def _chat(row: Mapping[str, Any]) -> list[Message]:
@@ -159,7 +159,7 @@ def _chat(row: Mapping[str, Any]) -> list[Message]:
 
 
 def _turns(messages: list[Message]) -> list[int]:
-    """Where the assistant speaks."""
+    """Indexes of the assistant turns."""
     found = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
     if not found:
         raise RowError("no assistant turn")

@@ -1,8 +1,8 @@
-"""The policy and what surrounds it: tokenizer, chat template, adapters, reference model.
+"""The policy and its parts: tokenizer, chat template, adapters, reference model.
 
 A model is a local folder or a hub id. Weights come from safetensors files only, code from a repository
-runs only with `--trust_remote_code true`. What this package hands out is a plain `torch.nn.Module`;
-nothing in it knows about training loops or engines.
+runs only with `--trust_remote_code true`. The models are plain `torch.nn.Module`s; the package has no training loops
+and no engines.
 """
 
 from swift.models.export import merge_adapter

@@ -1,4 +1,4 @@
-"""What one token costs in a training pass: bytes of activations, and arithmetic of attention and head. Pure estimates.
+"""Estimates of what one token costs in a training pass: bytes of activations, and floating point operations.
 
 Counted for a decoder layer of transformers (Llama, Qwen, Mistral and the like), per token, is what autograd keeps until
 the backward pass. With element size e, hidden size h, query width q (heads times head size), key width k and
@@ -52,21 +52,14 @@ class ModelShape:
             vocabulary=int(config.vocab_size),
         )
 
-    @property
-    def linear_flops(self) -> int:
-        """Of one token in the linear parts of all layers, forward."""
-        attention = self.hidden * (2 * self.query + 2 * self.key_value)
-        return 2 * self.layers * (attention + 3 * self.hidden * self.intermediate)
+    def forward_flops(self) -> tuple[int, int, int]:
+        """FLOPs of one token in a forward pass: linear layers of the decoder, attention, output layer.
 
-    @property
-    def attention_flops(self) -> int:
-        """Of one token that attends to one other, in all layers, forward."""
-        return 4 * self.layers * self.query
-
-    @property
-    def head_flops(self) -> int:
-        """Of one token in the output layer, forward."""
-        return 2 * self.hidden * self.vocabulary
+        Those of attention are for each token that it attends to.
+        """
+        projections = self.hidden * (2 * self.query + 2 * self.key_value)
+        linear = 2 * self.layers * (projections + 3 * self.hidden * self.intermediate)
+        return linear, 4 * self.layers * self.query, 2 * self.hidden * self.vocabulary
 
 
 def activation_bytes(shape: ModelShape, *, element: int, checkpointing: bool, whole_logits: bool) -> int:

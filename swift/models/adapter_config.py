@@ -1,7 +1,7 @@
-"""What the files of an adapter may ask for, checked before PEFT does it: adapters come from strangers.
+"""Limits on the config and tensors of an adapter, which is untrusted; checked before PEFT loads it.
 
-A rank makes matrices, a start computes decompositions, and an expression that names modules can take longer than any
-run. What no adapter needs is refused by its name in adapter_config.json.
+A rank allocates matrices, an initialisation computes decompositions, and matching a regular expression can take
+unbounded time. Values that no adapter needs are refused, with their name in adapter_config.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MATCHING_S = 10
 UNSUPPORTED = ("layer_replication", "megatron_config")
 """Settings that make another model, or import modules by name."""
 BOUNDED = ("r", "lora_alpha", "init_lora_weights")
-"""Settings whose values are checked one by one; what PEFT says of their types is narrower than what it takes."""
+"""Settings whose values have checks of their own; PEFT's type annotations are narrower than what it accepts."""
 
 _MATCH = """
 import json, re, sys
@@ -108,15 +108,17 @@ def _named(field: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _patterns(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Every expression of a config as PEFT matches it, and what is said of it; plain names are left out."""
+    """Every regular expression of a config as PEFT matches it, with its label in errors; plain names are omitted."""
     layers = config.get("layers_pattern") or []
     found = [(field, config.get(field), "{}") for field in ("target_modules", "exclude_modules")]
-    found += [("layers_pattern", one, r".*\.{}\.(\d+)\.") for one in ([layers] if isinstance(layers, str) else layers)]
+    found += [
+        ("layers_pattern", pattern, r".*\.{}\.(\d+)\.") for pattern in ([layers] if isinstance(layers, str) else layers)
+    ]
     for field in ("rank_pattern", "alpha_pattern"):
-        found += [(field, one, r"(.*\.)?({})$") for one in config.get(field) or {}]
-    for field, one, shape in found:
-        if isinstance(one, str) and re.search(r"[^\w.\-]", one):
-            yield shape.replace("{}", one), f"{field}: {one[:60]}"
+        found += [(field, pattern, r"(.*\.)?({})$") for pattern in config.get(field) or {}]
+    for field, pattern, shape in found:
+        if isinstance(pattern, str) and re.search(r"[^\w.\-]", pattern):
+            yield shape.replace("{}", pattern), f"{field}: {pattern[:60]}"
 
 
 @functools.cache

@@ -40,8 +40,8 @@ def merged_tensors(
     check_start(config)
     own = dict(model.named_parameters(remove_duplicate=False))
     trains_biases = config.get("bias", "none") != "none"  # PEFT loads them into the base
-    shared = [one for name, one in own.items() if not (trains_biases and name.endswith(".bias"))]
-    twin = copy.deepcopy(model, {id(one): one for one in [*shared, *model.buffers()]})
+    shared = [tensor for name, tensor in own.items() if not (trains_biases and name.endswith(".bias"))]
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in [*shared, *model.buffers()]})
     options = {**config, "init_lora_weights": True, "inference_mode": True, "peft_type": "LORA"}
     with torch.random.fork_rng():
         try:
@@ -49,8 +49,12 @@ def merged_tensors(
         except (TypeError, ValueError, KeyError) as error:
             raise ConfigError(f"adapter_config.json: {first_line(error)}") from error
     load_adapter(policy, tensors)
-    found = [one for unit in checkpoint_units(policy) for one in unit.tensors]
-    return [one for one in found if (one.name in own and one.sources[0] is not own[one.name]) or len(one.sources) > 1]
+    found = [tensor for unit in checkpoint_units(policy) for tensor in unit.tensors]
+    return [
+        tensor
+        for tensor in found
+        if (tensor.name in own and tensor.sources[0] is not own[tensor.name]) or len(tensor.sources) > 1
+    ]
 
 
 def load_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -67,14 +71,16 @@ def load_adapter(policy: Any, tensors: Mapping[str, Tensor]) -> None:
     problems = [f"{name} is missing" for name in needed.keys() - tensors.keys()]
     problems += [f"{name} is no tensor of such an adapter on this model" for name in tensors.keys() - wanted.keys()]
     problems += [
-        f"{name} has shape {list(one.shape)} instead of {list(wanted[name].shape)}"
-        for name, one in tensors.items()
-        if name in wanted and one.shape != wanted[name].shape
+        f"{name} has shape {list(tensor.shape)} instead of {list(wanted[name].shape)}"
+        for name, tensor in tensors.items()
+        if name in wanted and tensor.shape != wanted[name].shape
     ]
     if problems:
         raise ValueError("; ".join(sorted(problems)[:3]))
-    names = {id(one): name for name, one in own.items()}
-    loaded = {names[id(one)]: tensors[key] if one.is_meta else tensors[key].to(one) for key, one in needed.items()}
+    names = {id(tensor): name for name, tensor in own.items()}
+    loaded = {
+        names[id(tensor)]: tensors[key] if tensor.is_meta else tensors[key].to(tensor) for key, tensor in needed.items()
+    }
     policy.load_state_dict(loaded, strict=False, assign=True)
 
 

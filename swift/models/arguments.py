@@ -13,7 +13,7 @@ from swift.flags import flag
 
 @dataclass(kw_only=True)
 class CheckpointArguments(HubArguments):
-    """A model as it lies in a folder or on a hub, with the adapters that belong to it."""
+    """A model in a folder or on a hub, with its adapters."""
 
     GROUP: ClassVar[str] = "Model"
 
@@ -80,7 +80,7 @@ class QuantArguments(CheckpointArguments):
     """Type in which 4-bit weights are packed."""
 
     def quant_problems(self) -> Iterator[str]:
-        """What is wrong with the settings of quantisation, one line each."""
+        """Problems of the settings of quantisation, one line each."""
         if self.quant_method and self.quant_bits is None:
             yield "--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"
         elif self.quant_bits not in (None, 4, 8):
@@ -94,7 +94,7 @@ _ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 
 @dataclass(kw_only=True)
 class TunerArguments(QuantArguments):
-    """What of the model is trained."""
+    """Trained parameters of the model."""
 
     USUAL_DROPOUT: ClassVar[float] = 0.0
     """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
@@ -198,13 +198,14 @@ class TunerArguments(QuantArguments):
     @property
     def sent_rank(self) -> int:
         """The largest rank of the LoRA adapter that engines get."""
-        ranks = [one for one in self.rank_pattern.values() if isinstance(one, int)]
+        ranks = [rank for rank in self.rank_pattern.values() if isinstance(rank, int)]
         largest = max([self.lora_rank, *ranks])
         return 2 * largest if self.changes_base else largest
 
     def tuner_problems(self) -> Iterator[str]:
-        """What is wrong with the settings of tuner and quantisation, one line each."""
-        yield from self.quant_problems()
+        """Problems of the settings of tuner and quantisation, one line each."""
+        if self.quant_method or self.quant_bits is not None:
+            yield from self.quant_problems()
         if not re.fullmatch("true|false|gaussian|orthogonal|olora|pissa(_niter_[1-9][0-9]*)?", self.init_weights):
             yield (
                 f"--init_weights: {self.init_weights}: not a choice; valid: true, false, gaussian, orthogonal, pissa, "
@@ -220,7 +221,7 @@ class TunerArguments(QuantArguments):
             )
         if self.quant_method:
             yield from self.quantised_problems(f"--quant_method: {self.quant_method}")
-        elif self.sharded_by and (self.changes_base or self.tuner_type in ("vera", "boft")):
+        elif (self.tuner_type in ("vera", "boft") or self.changes_base) and self.sharded_by:
             subject = "init_weights" if self.changes_base else "tuner_type"
             yield (
                 f"--{subject}: {getattr(self, subject)}: is computed from whole weights; leave --{self.sharded_by} "
@@ -239,7 +240,7 @@ class TunerArguments(QuantArguments):
         if self.target_regex and self.target_modules != ["all-linear"]:
             yield f"--target_regex: {self.target_regex}: excludes --target_modules; leave one of them out"
         if len(self.target_modules) > 1 and "all-linear" in self.target_modules:
-            others = " ".join(one for one in self.target_modules if one != "all-linear")
+            others = " ".join(name for name in self.target_modules if name != "all-linear")
             yield f"--target_modules: all-linear: excludes {others}; leave it out and name every module"
         for name, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
             for module, value in getattr(self, name).items():
@@ -253,7 +254,7 @@ class TunerArguments(QuantArguments):
         return next((name for name in ("deepspeed", "fsdp") if getattr(self, name, None)), "")
 
     def quantised_problems(self, subject: str) -> Iterator[str]:
-        """What is wrong beside quantised weights, one line each; `subject`: the setting that they come from."""
+        """Problems of settings with quantised weights, one line each; `subject`: the setting that they come from."""
         if self.tuner_type != "lora":
             yield (
                 f"{subject}: quantised weights do not learn, and {self.tuner_type} is not made for them; "

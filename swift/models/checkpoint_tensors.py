@@ -63,7 +63,7 @@ class CheckpointUnit:
     @property
     def nbytes(self) -> int:
         """Size of its tensors in the checkpoint's types."""
-        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.tensors)
+        return sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in self.tensors)
 
 
 def checkpoint_units(model: nn.Module) -> list[CheckpointUnit]:
@@ -95,18 +95,18 @@ def checkpoint_tensors(model: nn.Module) -> list[CheckpointTensor]:
 
 def own_parameters(model: nn.Module) -> dict[int, str]:
     """Names of the parameters of the model below an adapter, by identity."""
-    return {id(one): _clean(name) for name, one in base_model(model).named_parameters()}
+    return {id(parameter): _clean(name) for name, parameter in base_model(model).named_parameters()}
 
 
 def read_unit(model: nn.Module, unit: CheckpointUnit, whole: Whole) -> dict[str, Tensor]:
     """A unit's tensors under the names of the checkpoint's files, while its sources are gathered."""
-    tensors = {one.name: one.read(whole) for one in unit.tensors}
+    tensors = {tensor.name: tensor.read(whole) for tensor in unit.tensors}
     return as_saved(base_model(model), tensors)
 
 
 def describe_unit(model: nn.Module, unit: CheckpointUnit) -> dict[str, Tensor]:
     """The same as `read_unit`, without data: tensors on the meta device; no collective."""
-    tensors = {one.name: torch.empty(one.shape, dtype=one.dtype, device="meta") for one in unit.tensors}
+    tensors = {tensor.name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in unit.tensors}
     return as_saved(base_model(model), tensors)
 
 
@@ -213,10 +213,10 @@ def _tied_partners(tensors: Sequence[CheckpointTensor]) -> dict[str, str]:
 
 def _check_ties(model: nn.Module, tensors: Sequence[CheckpointTensor]) -> None:
     by_name = {tensor.name: tensor for tensor in tensors}
-    for one, other in _tied_names(model).items():
-        if one in by_name and other in by_name and by_name[one].identity != by_name[other].identity:
+    for tied, other in _tied_names(model).items():
+        if tied in by_name and other in by_name and by_name[tied].identity != by_name[other].identity:
             raise ConfigError(
-                f"policy: {one}: the model ties it to {other}, but the adapter changes only one of them, which no "
+                f"policy: {tied}: the model ties it to {other}, but the adapter changes only one of them, which no "
                 "engine can load; leave both out of --target_modules and --modules_to_save, or use --tuner_type full"
             )
 
@@ -268,7 +268,7 @@ def _trained_instead(module: Any, prefix: str) -> Iterator[CheckpointTensor]:
     if not active or module.disable_adapters:
         yield from _walk(module.original_module, prefix)
         return
-    types = {one.name: one.dtype for one in _walk(module.original_module, prefix)}
+    types = {tensor.name: tensor.dtype for tensor in _walk(module.original_module, prefix)}
     for tensor in _walk(module.modules_to_save[active[0]], prefix):
         yield _as_is(tensor.name, tensor.sources[0], types.get(tensor.name))
 
@@ -328,9 +328,9 @@ def _read_merged(
             else:
                 merged = merged + layer.get_delta_weight(name)
         return merged.to(dtype)
-    copies = {id(one): nn.Parameter(torch.empty(0)) for one in layer.parameters()}  # of what has no part in it
-    for one in sources:
-        copies[id(one)] = nn.Parameter(whole(one).to(torch.float32, copy=True), requires_grad=False)
+    copies = {id(source): nn.Parameter(torch.empty(0)) for source in layer.parameters()}  # of what has no part in it
+    for source in sources:
+        copies[id(source)] = nn.Parameter(whole(source).to(torch.float32, copy=True), requires_grad=False)
     twin = copy.deepcopy(layer, copies).float()
     twin.merge()
     return twin.get_base_layer().get_parameter(part).detach().to(dtype)  # type: ignore[no-any-return]

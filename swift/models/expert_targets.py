@@ -1,7 +1,7 @@
-"""What the names of `--target_modules` mean in a mixture of experts.
+"""Resolution of the names of `--target_modules` in a mixture of experts.
 
 transformers fuses experts into parameters of three dimensions. PEFT takes the names of the projections before that
-(gate_proj, w1) for the fused parameters alone: it forgets linear layers of the same name (dense layers, shared
+(gate_proj, w1) for the fused parameters alone: it ignores linear layers of the same name (dense layers, shared
 experts) and the rest of a regular expression. So names are resolved here, to modules and to parameters.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swift.errors import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 HEADS = {"score", "classifier"}
-"""Heads of reward models, which PEFT trains in full without being told."""
+"""Heads of reward models, which PEFT trains in full by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def resolve(model: nn.Module, targets: str | list[str]) -> Targets | None:
     fused = fused_projections(model)
     if not fused:
         return None
-    heads = {getattr(model, "get_output_embeddings", lambda: None)(), *(getattr(model, one, None) for one in HEADS)}
-    linear = {name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one not in heads}
+    heads = {getattr(model, "get_output_embeddings", lambda: None)(), *(getattr(model, name, None) for name in HEADS)}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in heads}
     if targets == "all-linear":
         named: Iterable[str] = {_last(name) for name in linear | fused.keys()}
     elif isinstance(targets, str):
@@ -71,17 +71,17 @@ def resolve(model: nn.Module, targets: str | list[str]) -> Targets | None:
         named = targets
     found, present = Targets([]), set()
     old_names = {_last(name) for name in fused}
-    for one in sorted(named):
-        if _last(one) not in old_names:
-            found.modules.append(one)
+    for target in sorted(named):
+        if _last(target) not in old_names:
+            found.modules.append(target)
             continue
-        if any(_fits(one, name) for name in linear - fused.keys()):
-            found.parameters.add(f"{one}.weight")
-        for new in {new for name, new in fused.items() if _fits(one, name)}:
-            found.parameters.add(one.removesuffix(_last(one)) + new)
-            present.add(one)
-    for one in present:
-        _check_whole(one, present, fused, found.widths)
+        if any(_fits(target, name) for name in linear - fused.keys()):
+            found.parameters.add(f"{target}.weight")
+        for new in {new for name, new in fused.items() if _fits(target, name)}:
+            found.parameters.add(target.removesuffix(_last(target)) + new)
+            present.add(target)
+    for target in present:
+        _check_whole(target, present, fused, found.widths)
     return found
 
 
@@ -93,27 +93,14 @@ def _fits(suffix: str, name: str) -> bool:
     return f".{name}".endswith(f".{suffix}")
 
 
-def _check_whole(one: str, present: set[str], fused: dict[str, str], widths: dict[str, int]) -> None:
+def _check_whole(target: str, present: set[str], fused: dict[str, str], widths: dict[str, int]) -> None:
     """Refuses a part of a fused parameter."""
-    prefix, new = one.removesuffix(_last(one)), next(new for name, new in fused.items() if _fits(one, name))
+    prefix, new = target.removesuffix(_last(target)), next(new for name, new in fused.items() if _fits(target, name))
     parts = sorted({_last(name) for name, other in fused.items() if other == new})
     if missing := [part for part in parts if prefix + part not in present]:
         raise ConfigError(
-            f"--target_modules: {one}: the model holds {' and '.join(parts)} of its experts as one parameter, which "
+            f"--target_modules: {target}: the model holds {' and '.join(parts)} of its experts as one parameter, which "
             f"has one adapter; name {' '.join(prefix + part for part in missing)}, too"
         )
     if len(parts) > 1:
         widths[new] = len(parts)
-
-
-def count_experts(policy: nn.Module) -> int:
-    """Trained numbers of the adapters on fused experts."""
-    layers: Iterable[Any] = policy.modules()
-    return sum(
-        one.numel()
-        for layer in layers
-        if getattr(layer, "num_experts", 0) > 1 and hasattr(layer, "parameter_name")
-        for matrices in (layer.lora_A, layer.lora_B)
-        for one in matrices.parameters()
-        if one.requires_grad
-    )

@@ -27,7 +27,11 @@ def adapted_parameter(args: TunerArguments) -> str:
         model = AutoModelForCausalLM.from_config(
             load_config(source.base, args), trust_remote_code=args.trust_remote_code
         )
-    if all(one.ndim < 3 for one in model.parameters()) and not args.target_parameters and not source.adapters:
+    if (
+        all(parameter.ndim < 3 for parameter in model.parameters())
+        and not args.target_parameters
+        and not source.adapters
+    ):
         return ""
     with adapter_errors(source.adapters[0] if source.adapters else source.base):
         config: Any = adapter_config(model, args, "CAUSAL_LM")

@@ -46,9 +46,9 @@ def token_features(hidden_states: Sequence[Tensor], layers: Sequence[int], norm:
     norm: one L2 norm over all layers (`concat`), or one for each layer (`per_layer`).
     """
     chosen = [hidden_states[layer] for layer in layers]
-    chosen = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in chosen]
+    chosen = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in chosen]
     if norm == "per_layer":
-        return torch.cat([normalize(one, dim=-1) for one in chosen], dim=-1)
+        return torch.cat([normalize(states, dim=-1) for states in chosen], dim=-1)
     return normalize(torch.cat(chosen, dim=-1), dim=-1)
 
 
@@ -103,16 +103,16 @@ class FeatureNetwork:
         A completion without tokens has the features of the last token of its prompt. One forward pass.
         """
         # one more token, because the last one of a completion is no input
-        longer = [TokenSequence(one.prompt_ids, [*one.completion_ids, 0]) for one in sequences]
+        longer = [TokenSequence(sequence.prompt_ids, [*sequence.completion_ids, 0]) for sequence in sequences]
         with self.model.active() as module:
             tokens = arrange(module, longer, device=device)
             hidden = module(**tokens.inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False).hidden_states
-        features = self.of_tokens([one.flatten(0, 1) for one in hidden])
+        features = self.of_tokens([states.flatten(0, 1) for states in hidden])
         if self.method == "mean_pooling":
-            pairs = [[features[one.start : one.stop] for one in pair] for pair in tokens.spans]
+            pairs = [[features[span.start : span.stop] for span in pair] for pair in tokens.spans]
             return torch.stack([torch.cat(pair).mean(dim=0) for pair in pairs])
         spans = [own if own.length else Span(prompt.stop - 1, 1) for prompt, own in tokens.spans]
-        starts, ends = torch.tensor([(one.start, one.stop) for one in spans], device=device).unbind(1)
+        starts, ends = torch.tensor([(span.start, span.stop) for span in spans], device=device).unbind(1)
         return pool(features, starts, ends, self.method)
 
 
@@ -132,7 +132,7 @@ def load_features(args: Any, policy: nn.Module, reference: ReferenceModel | None
     depths = args.ebft_feature_layers
     network = FeatureNetwork(model, fractions=depths, norm=args.ebft_feature_norm, method=args.ebft_embed_method)
     if len(network.layers) < len(depths):
-        given, found = (" ".join(f"{one:g}" for one in some) for some in (depths, network.layers))
+        given, found = (" ".join(f"{number:g}" for number in some) for some in (depths, network.layers))
         logger.warning(
             "--ebft_feature_layers: %s: are the layers %s of this model, each of which counts once", given, found
         )

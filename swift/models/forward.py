@@ -10,7 +10,7 @@ predicts nothing. With P = 3 prompt tokens and completions (a b c) and (d e)::
 
 Each completion segment attends to [its prompt ; itself] (`swift.models.attention`). A group of one is plain packing.
 
-Models that cannot be packed take right-padded rows instead (`pad`), which is also the oracle.
+Models that cannot be packed take right-padded rows instead (`pad`), which tests compare with.
 """
 
 from __future__ import annotations
@@ -42,18 +42,15 @@ class TokenBatch:
 
     inputs: ids, positions and layout of a packed stream [1, T]; or ids and mask of padded rows [S, L]. spans: where
     each sequence has its prompt and the inputs of its completion, rows joined. predict_index: [N] the place, likewise,
-    whose hidden state predicts target n. target_ids: [N] the completion tokens, sequence after sequence.
+    whose hidden state predicts target n. target_ids: [N] the completion tokens, sequence after sequence. packed:
+    whether they are one stream.
     """
 
     inputs: dict[str, Any]
     spans: list[tuple[Span, Span]]
     predict_index: Tensor
     target_ids: Tensor
-
-    @property
-    def packed(self) -> bool:
-        """Whether it is a stream."""
-        return "attention_layout" in self.inputs
+    packed: bool
 
 
 def arrange(model: nn.Module, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> TokenBatch:
@@ -78,15 +75,15 @@ def pack(
     positions: list[int] = []
     spans: list[tuple[Span, Span]] = []
     groups: list[GroupSpans] = []
-    for _, group in groupby(sequences, lambda one: tuple(one.prompt_ids) if share_prompts else id(one)):
+    for _, group in groupby(sequences, lambda sequence: tuple(sequence.prompt_ids) if share_prompts else id(sequence)):
         completions = list(group)
         prompt_ids = completions[0].prompt_ids
         prompt = Span(len(ids), len(prompt_ids))
         ids += prompt_ids
         positions += range(prompt.length)
-        for one in completions:
-            own = Span(len(ids), len(one.completion_ids) - 1)
-            ids += one.completion_ids[:-1]
+        for sequence in completions:
+            own = Span(len(ids), len(sequence.completion_ids) - 1)
+            ids += sequence.completion_ids[:-1]
             positions += range(prompt.length, prompt.length + own.length)
             spans.append((prompt, own))
         groups.append(GroupSpans(prompt, tuple(own for _, own in spans[-len(completions) :])))
@@ -95,22 +92,22 @@ def pack(
         "position_ids": torch.tensor([positions], device=device),
         "attention_layout": SegmentLayout(groups, device),
     }
-    return _batch(inputs, spans, sequences, device)
+    return _batch(inputs, spans, sequences, device, packed=True)
 
 
 def pad(sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> TokenBatch:
     """The same sequences as right-padded rows, for a model with one of transformers' own attention functions."""
-    rows = [[*one.prompt_ids, *one.completion_ids[:-1]] for one in sequences]
+    rows = [[*sequence.prompt_ids, *sequence.completion_ids[:-1]] for sequence in sequences]
     width = max(map(len, rows))
     inputs = {
         "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device),
         "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device),
     }
     spans = []
-    for i, one in enumerate(sequences):
-        prompt = Span(i * width, len(one.prompt_ids))
-        spans.append((prompt, Span(prompt.stop, len(one.completion_ids) - 1)))
-    return _batch(inputs, spans, sequences, device)
+    for i, sequence in enumerate(sequences):
+        prompt = Span(i * width, len(sequence.prompt_ids))
+        spans.append((prompt, Span(prompt.stop, len(sequence.completion_ids) - 1)))
+    return _batch(inputs, spans, sequences, device, packed=False)
 
 
 def _batch(
@@ -118,11 +115,14 @@ def _batch(
     spans: list[tuple[Span, Span]],
     sequences: Sequence[TokenSequence],
     device: torch.device | str,
+    *,
+    packed: bool,
 ) -> TokenBatch:
     assert all(prompt.length and own.length >= 0 for prompt, own in spans), "a sequence needs prompt and completion"
     predict = [place for prompt, own in spans for place in (prompt.stop - 1, *range(own.start, own.stop))]
-    targets = [token for one in sequences for token in one.completion_ids]
-    return TokenBatch(inputs, spans, torch.tensor(predict, device=device), torch.tensor(targets, device=device))
+    targets = [token for sequence in sequences for token in sequence.completion_ids]
+    predict_index, target_ids = torch.tensor(predict, device=device), torch.tensor(targets, device=device)
+    return TokenBatch(inputs, spans, predict_index, target_ids, packed)
 
 
 def completion_logits(model: nn.Module, tokens: TokenBatch) -> Tensor:

@@ -1,7 +1,6 @@
-"""Multimodal checkpoints: those that some class loads without their towers, and the others, which are refused.
+"""Multimodal checkpoints: some have a class that loads their text part without the towers; others are refused.
 
-A tower is what reads images, video or audio. Without it the text part of a checkpoint answers, but whoever saves that
-part loses the tower.
+A tower encodes images, video or audio. The text part works without it, but saving that part loses the tower.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from swift.errors import ConfigError
 
 TOWERS = ("vision_config", "audio_config", "thinker_config")
-"""What config.json has of a multimodal checkpoint beside its text part."""
+"""Keys of config.json for the towers of a multimodal checkpoint."""
 
 
 def is_part(config_class: type, loader: str = "AutoModelForCausalLM") -> bool:
@@ -45,7 +44,7 @@ def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model") 
     """
     from transformers import CONFIG_MAPPING
 
-    found, model_type = [one for one in TOWERS if written.get(one) is not None], written.get("model_type")
+    found, model_type = [tower for tower in TOWERS if written.get(tower) is not None], written.get("model_type")
     if found and not (model_type in CONFIG_MAPPING and is_part(CONFIG_MAPPING[model_type])):
         raise ConfigError(
             f"{flag}: {name}: a multimodal checkpoint ({model_type} with {found[0]}): images, video and audio are not "

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.multimodal import is_part, refuse_part, refuse_towers
-from swift.models.quantisation import is_quantised, quantisation_config, settle
-from swift.models.source import locate, read_json, tensor_sizes, weight_files
+from swift.models.quantisation import is_quantised, prepare_quantised, quantisation_config
+from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
 
@@ -68,7 +69,7 @@ def load_policy(
     source = locate(args)
     refuse_part(load_config(source.base, args), source.base, HEADS[reward_head][0])
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
-    if is_quantised(model):  # by --quant_method, or in its files
+    if hasattr(model.config, "quantization_config") and is_quantised(model):  # by --quant_method, or in its files
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
     if args.tuner_type == "full":
         for folder in source.adapters:
@@ -115,6 +116,7 @@ def load_base(
         ConfigError, ResourceError: see `load_policy`; also when the files lack weights of the model.
     """
     import transformers
+    from torch import nn
     from transformers.modeling_utils import get_hf_quantizer, load_state_dict
 
     config = load_config(folder, args)
@@ -123,27 +125,27 @@ def load_base(
     if not model_dropout:
         clear_config_dropout(config)
     dtype = pick_dtype(args.torch_dtype, device)
-    quantisation = quantisation_config(args, dtype)
+    quantisation = quantisation_config(args, dtype) if getattr(args, "quant_method", None) else None
     if quantisation is not None and hasattr(config, "quantization_config"):
         raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
-    if quantisation is not None or hasattr(config, "quantization_config"):
-        placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}}
-    else:
-        placed = {}
+    quantised = quantisation is not None or hasattr(config, "quantization_config")
+    placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}} if quantised else {}
     kind = getattr(transformers, HEADS[reward_head][0])
     if type(config) in transformers.CONFIG_MAPPING.values():
         _without_weights(folder, config, kind)
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
-            if str(device) == "meta":  # a class for several architectures wants a folder
-                if placed:  # packed weights have other names and shapes
+            if str(device) == "meta":  # a class for several architectures needs a folder
+                if quantised:  # packed weights have other names and shapes
                     get_hf_quantizer(copy.copy(config), quantisation, placed["device_map"], True, {})
                     return _without_weights(folder, config, kind)
                 kind = kind._model_mapping.get(type(config), kind)
-                shapes = {
-                    name: one for file in weight_files(folder) for name, one in load_state_dict(file, "meta").items()
+                tensors = {
+                    name: tensor
+                    for file in weight_files(folder)
+                    for name, tensor in load_state_dict(file, "meta").items()
                 }
-                placed = {"state_dict": shapes, "device_map": {"": device}}
+                placed = {"state_dict": tensors, "device_map": {"": device}}
             model, info = kind.from_pretrained(
                 folder if str(device) != "meta" else None,
                 config=config,
@@ -156,18 +158,18 @@ def load_base(
                 **placed,
             )
     except ImportError as error:
-        blamed = args.attn_impl == "flash_attn" and "flash" in str(error).lower()
+        of_flash = args.attn_impl == "flash_attn" and "flash" in str(error).lower()
         subject, fix = (
-            (f"--attn_impl: {args.attn_impl}", "; use --attn_impl sdpa") if blamed else (f"--model: {folder}", "")
+            (f"--attn_impl: {args.attn_impl}", "; use --attn_impl sdpa") if of_flash else (f"--model: {folder}", "")
         )
         raise ResourceError(f"{subject}: {first_line(error)}{fix}") from error
-    settle(model, dtype)
-    if reward_head:
-        info["missing_keys"] = [name for name in info["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
-    _check_complete(folder, info)
-    _check_finite(folder, model)
+    if quantised:
+        prepare_quantised(model, dtype)
+    _check_weights(folder, model, info, reward_head)
     if not model_dropout:
-        clear_module_dropout(model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
     return model.to(device) if device is not None and not placed else model
 
 
@@ -188,7 +190,7 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
     """The architecture's config; `--model_type` replaces the one written in config.json.
 
     Raises:
-        ConfigError: an architecture that transformers does not know, that needs repository code, or is multimodal.
+        ConfigError: an architecture that transformers lacks, that needs repository code, or is multimodal.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -238,13 +240,13 @@ def pick_dtype(name: str | None, device: torch.device | str | None = None) -> to
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hides what libraries say while reading and writing weights, and DeepSpeed's look for a device."""
+    """Suppresses messages and progress bars of libraries that read and write weights."""
     from transformers.utils import logging
 
-    from swift.models.sharded import settle_accelerator
+    from swift.models.sharded import quiet_accelerator
 
     hush_libraries()
-    settle_accelerator()
+    quiet_accelerator()
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -260,15 +262,6 @@ def clear_config_dropout(config: Any) -> None:
         is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "dropout_rate"))
         if is_rate and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, 0.0)
-
-
-def clear_module_dropout(model: nn.Module) -> None:
-    """Sets the rate of every dropout module to 0."""
-    from torch import nn
-
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
 
 
 def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
@@ -320,20 +313,26 @@ def _without_weights(folder: Path, config: Any, kind: Any) -> Any:
         ConfigError: config.json does not fit the weights.
     """
     import torch
+    from safetensors import safe_open
 
-    sizes = tensor_sizes(folder)
+    sizes: dict[str, int] = {}
+    with unusable(f"--model: {folder}: its weights cannot be loaded"):
+        for file in weight_files(folder):
+            if file.exists() and not file.is_file():
+                raise ConfigError(f"--model: {file}: no regular file")
+            with safe_open(file, framework="numpy") as tensors:
+                sizes |= {key: math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
     with quiet_loading(), unusable(f"--model: {folder}: no such model can be made"), torch.device("meta"):
         model = kind.from_config(config)
     if not hasattr(config, "quantization_config"):
-        _refuse_shapes(
-            folder, [name for name, one in model.state_dict().items() if sizes.get(name, one.numel()) != one.numel()]
-        )
+        for name, tensor in model.state_dict().items():
+            if sizes.get(name, tensor.numel()) != tensor.numel():
+                raise _shape_error(folder, name)
     return model
 
 
-def _refuse_shapes(folder: Path, names: list[str]) -> None:
-    if names:
-        raise ConfigError(f"--model: {folder}: weights of another shape than config.json says: {names[0]}")
+def _shape_error(folder: Path, name: str) -> ConfigError:
+    return ConfigError(f"--model: {folder}: weights of another shape than config.json says: {name}")
 
 
 def _architecture(name: str, known: Any) -> str:
@@ -346,19 +345,20 @@ def _architecture(name: str, known: Any) -> str:
     return str(families[-1])
 
 
-def _check_complete(folder: Path, info: dict[str, Any]) -> None:
+def _check_weights(folder: Path, model: Any, info: dict[str, Any], reward_head: Head | None) -> None:
+    """Refuses files whose weights are incomplete (but for a new `reward_head`), of another shape, or not finite."""
+    import torch
+
     missing = sorted(info["missing_keys"])
+    if reward_head:
+        missing = [name for name in missing if name.startswith(f"{model.base_model_prefix}.")]
     if missing:
         raise ConfigError(
             f"--model: {folder}: {len(missing)} weights of the architecture are not in its safetensors files "
             f"({', '.join(missing[:3])}); is the download complete?"
         )
-    _refuse_shapes(folder, [str(entry[0]) for entry in info["mismatched_keys"]])
-
-
-def _check_finite(folder: Path, model: nn.Module) -> None:
-    import torch
-
+    for mismatch in info["mismatched_keys"]:
+        raise _shape_error(folder, str(mismatch[0]))
     for name, weight in model.named_parameters():
         readable = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
         readable = readable and not hasattr(weight, "quant_state")

@@ -1,6 +1,6 @@
 """Models whose linear layers hold 4-bit or 8-bit weights of bitsandbytes (QLoRA, arXiv:2305.14314).
 
-The weights stay as they are: an adapter learns on top, and what leaves the process (a weight sync) is dequantised.
+The quantised weights are frozen: an adapter is trained on top of them, and a weight sync sends dequantised copies.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ if TYPE_CHECKING:
 
 
 def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
-    """The `BitsAndBytesConfig` of transformers for the settings; None without `--quant_method`.
+    """The `BitsAndBytesConfig` of transformers for `--quant_method` and its settings.
 
     Args:
-        args: settings of a model, possibly `QuantArguments`.
+        args: settings of a model, `QuantArguments`.
         dtype: of the weights that are not quantised, and of products with those that are.
 
     Raises:
         ResourceError: bitsandbytes is not installed.
     """
-    if not getattr(args, "quant_method", None):
-        return None
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ResourceError(
             "--quant_method: bnb: needs the package bitsandbytes, which is not installed; install it, or leave it out"
@@ -45,15 +43,15 @@ def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def settle(model: Any, dtype: torch.dtype) -> None:
-    """Marks quantised layers with the type that their weights have when they are dequantised for others.
+def prepare_quantised(model: Any, dtype: torch.dtype) -> None:
+    """Prepares quantised layers for training and for weight syncs; other layers stay as they are.
 
-    It also keeps bitsandbytes from repacking weights in forward passes without gradients on CPUs with AVX-512: they
-    would compute in bfloat16, whatever the model's type, and leave weights that cannot be dequantised. 8-bit layers
-    keep their scales when their weight is moved, as DoRA does in each forward pass. Where the files are quantised,
-    what is dequantised has none of the names in them.
+    Each layer records in `unquantised_dtype` the type of its dequantised weight. bitsandbytes' repacking of weights
+    for CPUs with AVX-512 is disabled: repacked layers compute in bfloat16, whatever the model's type, and cannot be
+    dequantised. 8-bit layers keep their scales when their weight is moved, as DoRA does in each forward pass. If the
+    files are quantised, conversions to their names are dropped, because dequantised tensors have other names.
     """
-    layers = [one for one in model.modules() if is_quantised_layer(one)]
+    layers = [layer for layer in model.modules() if is_quantised_layer(layer)]
     for layer in layers:
         layer.unquantised_dtype = dtype
         layer.support_avx512bf16_for_cpu = False
@@ -62,9 +60,9 @@ def settle(model: Any, dtype: torch.dtype) -> None:
     if layers and getattr(model, "_weight_conversions", None):
         packed = "Bnb4bitDeserialize"
         model._weight_conversions = [
-            one
-            for one in model._weight_conversions
-            if packed not in [type(step).__name__ for step in getattr(one, "operations", [])]
+            conversion
+            for conversion in model._weight_conversions
+            if packed not in [type(step).__name__ for step in getattr(conversion, "operations", [])]
         ]
 
 

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, said_of
+from swift.errors import ConfigError, attributed_to
 from swift.models.policy import load_base
 from swift.models.source import find_other, locate
 from swift.models.tuners import merge_in
@@ -221,8 +221,8 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     import torch
 
     # where the policy will be sharded, it comes to the device when most of that has left
-    home = next(policy.parameters()).device
-    device = None if args.sharded_by and home.type != "meta" else home
+    policy_device = next(policy.parameters()).device
+    device = None if args.sharded_by and policy_device.type != "meta" else policy_device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
         module: Any = load_other(args.ref_model, args, device)
@@ -231,7 +231,7 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
         reference = FrozenReference(module, moves=moves)
     elif args.tuner_type == "full":
         # of weights on the host that shards alone will leave, one copy is enough
-        share = home.type == "cpu" and torch.accelerator.is_available()
+        share = policy_device.type == "cpu" and torch.accelerator.is_available()
         reference = FrozenReference(_copied(policy, device or "cpu", share=share), moves=moves)
     elif moves or locate(args).adapters or args.changes_base or args.init_weights == "false":
         reference = StartAdapterReference(policy)
@@ -244,7 +244,7 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
 
 def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_model") -> nn.Module:
     """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
-    with said_of(flag):
+    with attributed_to(flag):
         source = find_other(name, flag=flag, use_hf=args.use_hf)
         model = load_base(source.base, args, device=device)
         return merge_in(model, source.adapters[0]) if source.adapters else model
@@ -257,9 +257,9 @@ def _copied(module: nn.Module, device: torch.device | str, *, share: bool = Fals
     """
     from torch import nn
 
-    tensors: dict[int, Any] = {id(one): one.detach().to(device, copy=True) for one in module.buffers()}
-    for one in module.parameters():
-        tensors[id(one)] = nn.Parameter(one.detach().to(device, copy=not share), requires_grad=False)
+    tensors: dict[int, Any] = {id(tensor): tensor.detach().to(device, copy=True) for tensor in module.buffers()}
+    for tensor in module.parameters():
+        tensors[id(tensor)] = nn.Parameter(tensor.detach().to(device, copy=not share), requires_grad=False)
     return copy.deepcopy(module, tensors)
 
 

@@ -1,8 +1,9 @@
-"""Chat templates are programs of whoever made the model: what one rendering may compute is bounded.
+"""Rendering of chat templates, which are untrusted programs, within limits on time and output.
 
-A rendering has a deadline and a budget of items: characters, list entries and turns of loops that it makes. Templates
-are compiled for that by an environment of our own: loops and `~` are rewritten to count, operators, filters and calls
-are intercepted by jinja2's sandbox, and what makes much at once (`*`, `center`, `join`, ...) is estimated first.
+A rendering has a deadline and a budget of items: characters, list entries and loop iterations that it makes. Templates
+are compiled by an environment that enforces both: loops and `~` are rewritten to count, jinja2's sandbox intercepts
+operators, filters and calls, and results that can be large (`*`, `center`, `join`, ...) are estimated before they are
+made.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Template, nodes
@@ -35,16 +37,13 @@ _WIDTH = re.compile(r"\d{6}")
 
 
 class RenderLimit(Exception):
-    """A template that computes beyond what a chat takes."""
+    """A rendering exceeds its budget of items or its deadline."""
 
 
 class _Budget(threading.local):
-    """What is left of this thread's rendering; also bounds the folding of constants when a template is compiled."""
+    """What this thread's rendering may still make; also bounds constant folding when a template is compiled."""
 
     items, until = 0, 0.0
-
-    def begin(self) -> None:
-        self.items, self.until = RENDER_ITEMS, time.monotonic() + RENDER_S
 
     def spend(self, items: int) -> None:
         self.items -= items
@@ -64,7 +63,7 @@ def render(jinja: str, variables: Mapping[str, Any], *, marks: bool) -> tuple[st
         RenderLimit: beyond the limits.
         Exception: whatever a template raises.
     """
-    _budget.begin()
+    _budget.items, _budget.until = RENDER_ITEMS, time.monotonic() + RENDER_S
     template = compiled(jinja)
     if not marks:
         return template.render(**variables), []
@@ -85,7 +84,7 @@ def compiled(jinja: str) -> Template:
     environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[type(one) for one in theirs.extensions.values()],
+        extensions=[type(extension) for extension in theirs.extensions.values()],
         finalize=_counted,
     )
     bounded = {name: _bounded(name, function) for name, function in theirs.filters.items()}
@@ -126,32 +125,31 @@ class _Counting(NodeTransformer):
     """Rewrites what jinja2 cannot intercept: loops and `~`."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        text = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
-        node.iter = _filtered("counted_turns", node.iter, nodes.Const(text + 1))
+        cost: list[nodes.Expr] = [nodes.Const(text + 1)]
+        node.iter = nodes.Filter(node.iter, "counted_turns", cost, [], None, None, lineno=node.iter.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802
         self.generic_visit(node)
-        return _filtered("counted_text", nodes.List(node.nodes, lineno=node.lineno))
+        parts = nodes.List(node.nodes, lineno=node.lineno)
+        return nodes.Filter(parts, "counted_text", [], [], None, None, lineno=node.lineno)
 
 
-def _filtered(name: str, node: Any, *arguments: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
-
-
+@dataclass(eq=False, repr=False, slots=True)
 class _Turns:
-    """An iterable whose turns cost something; it has a length if that has one."""
+    """An iterable that spends `cost` items of the budget per iteration; it has a length if `items` has one."""
 
-    def __init__(self, items: Iterable[Any], cost: int) -> None:
-        self._items, self._cost = items, cost
+    items: Iterable[Any]
+    cost: int
 
     def __len__(self) -> int:
-        return len(self._items)  # type: ignore[arg-type]
+        return len(self.items)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            _budget.spend(self._cost)
+        for item in self.items:
+            _budget.spend(self.cost)
             yield item
 
 
@@ -164,7 +162,8 @@ def _text(parts: list[Any]) -> str:
 
 
 def _counted(value: Any) -> Any:
-    _budget.spend(_length(value))
+    """`value`, after its characters or entries are spent."""
+    _budget.spend(len(value) if isinstance(value, str | list | tuple | dict) else 1)
     return value
 
 
@@ -188,10 +187,10 @@ def _listed(value: Any) -> Any:
 def _estimate(name: str, values: Iterable[Any]) -> None:
     """Refuses arguments of a method, filter or operator from which it could make more than is left."""
     values = list(values)
-    texts = [one for one in values if isinstance(one, str)]
+    texts = [value for value in values if isinstance(value, str)]
     if name == "replace" and len(texts) == 3:
         values = [texts[0].count(texts[1]), texts[2]]
-    if name.startswith("format") and any(isinstance(one, str) and _WIDTH.search(one) for one in values[:1]):
+    if name.startswith("format") and any(isinstance(value, str) and _WIDTH.search(value) for value in values[:1]):
         raise RenderLimit("it pads a text to over 100000 characters")
     largest = sorted(map(_size, values))[-2:]
     if len(largest) == 2 and largest[0] * largest[1] > _budget.items:
@@ -209,10 +208,5 @@ def _size(value: Any, depth: int = 3) -> int:
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if depth and isinstance(value, list | tuple):
-        return sum(_size(one, depth - 1) for one in value) + 1
+        return sum(_size(entry, depth - 1) for entry in value) + 1
     return 1
-
-
-def _length(value: Any) -> int:
-    """Items of a text or collection."""
-    return len(value) if isinstance(value, str | list | tuple | dict) else 1

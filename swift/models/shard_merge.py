@@ -1,9 +1,9 @@
 """Adapters merged into the files of their base model, which is never loaded.
 
-A module tree without data carries each adapter in turn, and PEFT's layers say which tensors an adapter changes, and to
-what (`swift.models.checkpoint_tensors`). Other tensors are copied as they are. In memory are the adapters, the tensors
-of one output file, and one changed tensor in float32. Tensors go by their names in the tree. Those that make one of the
-tree together (experts that loading fuses) go by their keys in the files, and are fused, merged and taken apart again.
+Each adapter in turn is loaded onto a module tree without data, and PEFT's layers give the tensors that it changes, and
+their new values (`swift.models.checkpoint_tensors`). Other tensors are copied as they are. In memory are the adapters,
+the tensors of one output file, and one changed tensor in float32. Tensors are named as in the tree. Tensors that
+loading fuses into one (experts) are named by their keys in the files, and are fused, merged and split again.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class MergedModel:
         for folder in source.adapters:
             self._adapters.append(self._adapter(folder))
         changed = {
-            name: one for name, one in self._fused.items() if any(name in each.changes for each in self._adapters)
+            name: fused for name, fused in self._fused.items() if any(name in each.changes for each in self._adapters)
         }
-        self._parts = {key: one for one in changed.values() for key in one.parts}
+        self._parts = {key: fused for fused in changed.values() for key in fused.parts}
         self._apart: tuple[str, dict[str, Tensor]] = ("", {})  # the fused tensor that was taken apart last
         own = {
             key for name in tree.state_dict() for key in (self._fused[name].parts if name in self._fused else [name])
@@ -133,10 +133,12 @@ class MergedModel:
             tree = self._tree(head_of(self._base, folder))
             policy = get_peft_model(tree, config, low_cpu_mem_usage=True)
             load_adapter(policy, load_file(folder / "adapter_model.safetensors"))
-        changed = [one for one in checkpoint_tensors(policy) if not all(source.is_meta for source in one.sources)]
-        adapter = _Adapter({one.name: one for one in changed}, own_parameters(policy))
-        known = {*self._files, *self._fused, *self._tied}.union(*(one.changes for one in self._adapters))
-        wanted = {adapter.names[id(source)] for one in changed for source in one.sources if source.is_meta}
+        changed = [
+            tensor for tensor in checkpoint_tensors(policy) if not all(source.is_meta for source in tensor.sources)
+        ]
+        adapter = _Adapter({tensor.name: tensor for tensor in changed}, own_parameters(policy))
+        known = {*self._files, *self._fused, *self._tied}.union(*(other.changes for other in self._adapters))
+        wanted = {adapter.names[id(source)] for tensor in changed for source in tensor.sources if source.is_meta}
         if lacking := sorted(wanted - known):
             raise ConfigError(
                 f"--adapters: {folder}: {lacking[0]}: the model's files store it in another form, into which nothing "
@@ -147,7 +149,7 @@ class MergedModel:
     def _describe(self, names: set[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """The merged model's tensors without data: `names` as far as there are files, and what adapters bring."""
         described = {name: stored.described() for name, stored in self._files.items() if name in names}
-        usual = Counter(one.dtype for one in described.values()).most_common(1)[0][0]
+        usual = Counter(tensor.dtype for tensor in described.values()).most_common(1)[0][0]
         changes = [change for adapter in self._adapters for change in adapter.changes.values()]
         changed = {change.name for change in changes}
         if apart := [pair for pair in self._tied.items() if changed.intersection(pair)]:
@@ -159,7 +161,10 @@ class MergedModel:
             if change.name in self._fused:
                 continue  # described by its parts
             described.setdefault(change.name, torch.empty(change.shape, dtype=usual, device="meta"))
-        return {name: one.to(dtype) if one.is_floating_point() and dtype else one for name, one in described.items()}
+        return {
+            name: tensor.to(dtype) if tensor.is_floating_point() and dtype else tensor
+            for name, tensor in described.items()
+        }
 
     def _merged(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor as it is written."""
@@ -186,7 +191,7 @@ class MergedModel:
             adapter = self._adapters[at]
             if change := adapter.changes.get(name):
                 return change.read(
-                    lambda one: self._read(adapter.names[id(one)], at).float() if one.is_meta else one  # noqa: B023
+                    lambda source: self._read(adapter.names[id(source)], at).float() if source.is_meta else source  # noqa: B023
                 )
         return (self._fused.get(name) or self._files.get(name) or self._files[self._tied[name]]).read()
 
@@ -237,7 +242,7 @@ class _Fused:
 
     def taken_apart(self, tensor: Tensor) -> dict[str, Tensor]:
         """The parts that make `tensor`."""
-        return {key: one.clone() for key, one in as_saved(self.tree, {self.name: tensor}).items()}
+        return {key: tensor.clone() for key, tensor in as_saved(self.tree, {self.name: tensor}).items()}
 
 
 def _stored(tree: Any, folder: Path) -> tuple[dict[str, _Stored], dict[str, _Fused]]:
@@ -246,19 +251,19 @@ def _stored(tree: Any, folder: Path) -> tuple[dict[str, _Stored], dict[str, _Fus
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
     mapping, wanted = get_model_conversion_mapping(tree), tree.state_dict()
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    renamings = [one for one in mapping if not isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in reversed(converters) for pattern in one.source_patterns}
+    converters = [conversion for conversion in mapping if isinstance(conversion, WeightConverter)]
+    renamings = [conversion for conversion in mapping if not isinstance(conversion, WeightConverter)]
+    by_pattern = {pattern: converter for converter in reversed(converters) for pattern in converter.source_patterns}
     stored: dict[str, _Stored] = {}
     fused: dict[str, _Fused] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - not a dict
                 name, pattern = rename_source_key(key, renamings, converters, tree.base_model_prefix, wanted)
-                one = stored[name if pattern is None else key] = _Stored(file, key)
+                part = stored[name if pattern is None else key] = _Stored(file, key)
                 if pattern is not None:
-                    fused.setdefault(name, _Fused(tree, name, by_pattern[pattern])).parts[key] = (pattern, one)
-    return stored, {name: one for name, one in fused.items() if _is_whole(one, wanted)}
+                    fused.setdefault(name, _Fused(tree, name, by_pattern[pattern])).parts[key] = (pattern, part)
+    return stored, {name: tensor for name, tensor in fused.items() if _is_whole(tensor, wanted)}
 
 
 def _is_whole(fused: _Fused, wanted: dict[str, Tensor]) -> bool:

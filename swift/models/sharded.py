@@ -1,9 +1,9 @@
-"""Parameters that are sharded over processes, and how to read them whole.
+"""Parameters that are sharded over processes, and how to gather them.
 
 DeepSpeed's ZeRO-3 leaves an empty tensor in the module and keeps a partition beside it; torch's FSDP2 puts a DTensor
-into the module. A whole parameter exists only while it is gathered, which is a collective: every rank asks for the same
-parameters in the same order. What is not sharded is returned as it is, and neither library is imported before one of
-its parameters is met.
+into the module. A whole parameter exists only while it is gathered, which is a collective: every rank gathers the same
+parameters in the same order. Parameters that are not sharded are returned as they are. Neither library is imported
+before the first of its parameters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 
-def settle_accelerator() -> None:
-    """Spare users a warning: where DeepSpeed is installed, transformers imports it, and it looks for a device."""
+def quiet_accelerator() -> None:
+    """Suppress a warning of DeepSpeed, which searches for a device when transformers imports it."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -44,23 +44,21 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def is_sharding(accelerator: Any) -> bool:
-    """Whether accelerate's configuration cuts the parameters of models: with FSDP2 and ZeRO-3."""
+    """Whether accelerate's configuration shards the parameters of models: with FSDP2 and ZeRO-3."""
     plugin = accelerator.state.deepspeed_plugin
     return accelerator.is_fsdp2 or (plugin is not None and plugin.zero_stage == 3)
 
 
 def shard(module: nn.Module, accelerator: Any) -> None:
-    """Cut a model over the ranks, layer by layer: the device never holds more than its shards and one layer.
+    """Shard a model over the ranks, layer by layer: the device never holds more than its shards and one layer.
 
-    Accelerate, TRL and DeepSpeed would bring the whole model to the device first, and accelerate all of it in float32.
-    They take a model that is sharded already as it is.
+    Accelerate, TRL and DeepSpeed would move the whole model to the device first, and accelerate all of it in float32.
+    They leave a model that is already sharded as it is.
 
     Args:
         module: whole, with the same values on all ranks, best in the memory of the host.
-        accelerator: accelerate's; without FSDP2 or ZeRO-3 nothing happens.
+        accelerator: accelerate's, with FSDP2 or ZeRO-3 (`is_sharding`).
     """
-    if not is_sharding(accelerator):
-        return
     if not accelerator.is_fsdp2:
         _partition(module, accelerator)
         return
@@ -75,12 +73,12 @@ def shard(module: nn.Module, accelerator: Any) -> None:
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trained)
     if accelerator.mixed_precision != "no":
-        for one in module.modules():
-            if any(own.requires_grad for own in one.parameters(recurse=False)):
-                one.to(torch.float32)
+        for submodule in module.modules():
+            if any(parameter.requires_grad for parameter in submodule.parameters(recurse=False)):
+                submodule.to(torch.float32)
     for number, parameter in enumerate(module.parameters(), 1):
         own = parameter._local_tensor  # type: ignore[attr-defined]
-        if own.numel() == 0:  # accelerate tells them apart by their address, which is 0
+        if own.numel() == 0:  # accelerate distinguishes them by their address, which is 0
             own.data_ptr = lambda address=-number: address
 
 
@@ -120,7 +118,7 @@ _copies: dict[int, Tensor] = {}
 
 @contextlib.contextmanager
 def reading_from(copies: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let `gathered` give these tensors in the block, for parameters whose own memory is elsewhere.
+    """Let `gathered` return these tensors in the block, for parameters whose own memory is released.
 
     Args:
         copies: id of a parameter that is not sharded -> its values.
@@ -135,9 +133,9 @@ def reading_from(copies: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """What stands in for a parameter whose memory is elsewhere; others are themselves, whatever had their id before."""
-    away = tensor.numel() > 0 and not is_zero3(tensor) and tensor.untyped_storage().nbytes() == 0
-    return _copies.get(id(tensor), tensor.detach()) if away else tensor.detach()
+    """The copy of a parameter whose memory is released (`reading_from`), else the parameter itself, detached."""
+    released = tensor.numel() > 0 and not is_zero3(tensor) and tensor.untyped_storage().nbytes() == 0
+    return _copies.get(id(tensor), tensor.detach()) if released else tensor.detach()
 
 
 @contextlib.contextmanager
@@ -145,7 +143,7 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Gather parameters for the time of the block; a collective when any of them is sharded.
 
     Yields:
-        what gives the whole, detached tensor of each; void after the block unless cloned.
+        function from a parameter to its whole, detached tensor, which is valid in the block only unless cloned.
     """
     unique = list({id(tensor): tensor for tensor in tensors}.values())
     whole = {id(tensor): tensor.detach().full_tensor() for tensor in unique if is_dtensor(tensor)}  # type: ignore[attr-defined]
@@ -156,54 +154,53 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
 
 @contextlib.contextmanager
 def exchanged(model: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Put other values into parameters of a model for the time of the block; a collective when any of them is sharded.
+    """Replace values of parameters of a model for the time of the block; a collective when any of them is sharded.
 
     Args:
         model: whose parameters.
         values: whole tensors for some of their names, equal on all ranks.
     """
-    _reshard(model)
+    # FSDP2 may keep parameters whole after a forward pass: copies that an exchange of shards would miss
+    resharded: list[Any] = [module for module in model.modules() if callable(getattr(module, "reshard", None))]
+    for module in resharded:
+        module.reshard()
     parameters = dict(model.named_parameters())
     chosen = [(parameters[name], value) for name, value in values.items()]
-    plain = [(one, value) for one, value in chosen if not is_zero3(one) and not is_dtensor(one)]
-    sharded = [(one, value) for one, value in chosen if is_zero3(one) or is_dtensor(one)]
-    former = [one.data for one, _ in plain]
-    with gathered([one for one, _ in sharded]) as whole:
-        held = [whole(one).clone() for one, _ in sharded]
+    sharded = [(parameter, value) for parameter, value in chosen if is_zero3(parameter) or is_dtensor(parameter)]
+    plain = [(parameter, value) for parameter, value in chosen if not (is_zero3(parameter) or is_dtensor(parameter))]
+    former = [parameter.data for parameter, _ in plain]
+    with gathered([parameter for parameter, _ in sharded]) as whole:
+        held = [(parameter, whole(parameter).clone()) for parameter, _ in sharded]
     try:
-        for one, value in plain:
-            one.data = value.to(one.device)
-        _overwrite(sharded)
+        for parameter, value in plain:
+            parameter.data = value.to(parameter.device)
+        if sharded:
+            _overwrite(sharded)
         yield
     finally:
-        for (one, _), data in zip(plain, former, strict=True):
-            one.data = data
-        _overwrite([(one, value) for (one, _), value in zip(sharded, held, strict=True)])
-        _reshard(model)
-
-
-def _reshard(model: nn.Module) -> None:
-    """FSDP2 may keep parameters whole after a forward pass: copies that an exchange of shards would miss."""
-    for module in model.modules():
-        if callable(reshard := getattr(module, "reshard", None)):
-            reshard()
+        for (parameter, _), data in zip(plain, former, strict=True):
+            parameter.data = data
+        if sharded:
+            _overwrite(held)
+        for module in resharded:
+            module.reshard()
 
 
 @torch.no_grad()
 def _overwrite(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
     """Write whole values into sharded parameters."""
-    for one, value in pairs:
-        if is_dtensor(one):
+    for parameter, value in pairs:
+        if is_dtensor(parameter):
             from torch.distributed.tensor import distribute_tensor
 
-            local: Any = one
-            local.copy_(distribute_tensor(value.to(one.device), local.device_mesh, local.placements))
-    zero = [(one, value) for one, value in pairs if is_zero3(one)]
+            local: Any = parameter
+            local.copy_(distribute_tensor(value.to(parameter.device), local.device_mesh, local.placements))
+    zero = [(parameter, value) for parameter, value in pairs if is_zero3(parameter)]
     if not zero:
         return
-    with zero3_gathered([one for one, _ in zero], modifier_rank=0):
-        for one, value in zero:
-            one.data.copy_(value)
+    with zero3_gathered([parameter for parameter, _ in zero], modifier_rank=0):
+        for parameter, value in zero:
+            parameter.data.copy_(value)
 
 
 def zero3_gathered(parameters: Sequence[Tensor], *, modifier_rank: int | None = None) -> Any:

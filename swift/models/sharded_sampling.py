@@ -1,11 +1,11 @@
 """Sampling in this process from a policy whose parameters are sharded over ranks (ZeRO-3, FSDP2).
 
 Every forward pass of such a model gathers parameters, which is a collective, but ranks sample completions of different
-lengths and so make different numbers of passes. There are two ways out:
+lengths and so make different numbers of passes. There are two solutions:
 
     gathered_for_generation    gather everything once: fast, and each rank holds the whole model meanwhile
-    forwards_in_step           before each pass the ranks tell each other that one follows, and a rank that has finished
-                               passes over one token until all have: slow, and as small in memory as training
+    forwards_in_step           before each pass the ranks announce it to each other, and a rank that has finished makes
+                               passes over one token until all have: slow, with the memory of training
 
 Both are collective: every rank enters, also one that has nothing to sample.
 """
@@ -28,13 +28,15 @@ _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."
 
 
 def sampling_from(model: nn.Module, *, gather: bool, any_rank: Callable[[bool], bool]) -> AbstractContextManager[None]:
-    """The way of `--ds3_gather_for_generation`; does nothing for a model that is not sharded.
+    """The context to sample in, by `--ds3_gather_for_generation`; it does nothing for a model that is not sharded.
 
     Args:
         model: the policy as the trainer holds it.
         gather: gather once, or sample from the sharded parameters.
         any_rank: whether the flag is set on any rank, a collective.
     """
+    if not is_sharded(model):
+        return contextlib.nullcontext()
     return gathered_for_generation(model) if gather else forwards_in_step(model, any_rank)
 
 
@@ -43,11 +45,11 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
     """All parameters whole inside the block; forward passes are local there."""
     parameters = list(model.parameters())
     with contextlib.ExitStack() as stack:
-        zero = [one for one in parameters if is_zero3(one)]
+        zero = [parameter for parameter in parameters if is_zero3(parameter)]
         if zero:
             stack.enter_context(zero3_gathered(zero))
             stack.enter_context(_without_hooks(model, _ZERO3))
-        if any(is_dtensor(one) for one in parameters):
+        if any(map(is_dtensor, parameters)):
             stack.enter_context(_unsharded(model))
             stack.enter_context(_without_hooks(model, _FSDP))
         yield
@@ -61,9 +63,6 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
         model: the module whose calls are counted, as the sampler calls it.
         any_rank: whether the flag is set on any rank, a collective.
     """
-    if not is_sharded(model):
-        yield
-        return
     filling = False
 
     def announce(*_: Any) -> None:
@@ -90,7 +89,7 @@ def _pass_over_one_token(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(model: nn.Module, origin: str) -> Iterator[None]:
-    """Take the forward hooks of a library off: they would give back what the caller has gathered."""
+    """Remove the forward hooks of a library: they would release what the caller has gathered."""
     former = [(module, module._forward_pre_hooks, module._forward_hooks) for module in model.modules()]
     for module, before, after in former:
         module._forward_pre_hooks = _others(before, origin)

@@ -1,21 +1,20 @@
-"""Where a model's files are: a local folder, a hub's cache, or the base below a LoRA checkpoint.
+"""Location of a model's files: a local folder, a hub's cache, or the base of a LoRA checkpoint.
 
-`locate` answers once, before anything heavy is loaded, and every later step works on plain folders. A name
-that exists on disk, or that looks like a path, is never looked up on a hub. Only safetensors weights count:
-pickled `.bin` files can run code when they are read.
+`locate` resolves names to folders before anything heavy is loaded. A name that exists on disk, or that looks like a
+path, is never looked up on a hub. Only safetensors weights are used: pickled `.bin` files can run code when they are
+read.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from swift.data.files import is_lfs_pointer
-from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json, unusable
+from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json
 from swift.models.adapter_config import check_config
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def locate(args: CheckpointArguments) -> ModelSource:
 
 
 def served_name(args: CheckpointArguments) -> str:
-    """What clients of a server call the model: `--model`, else the base of `--adapters`."""
+    """Name of the model for clients of a server: `--model`, else the base of `--adapters`."""
     return args.model or str(locate(args).base)
 
 
@@ -103,7 +102,7 @@ def find_folder(
 
     Args:
         name: folder or `organisation/name`.
-        flag: how errors call the setting.
+        flag: name of the setting in errors.
         use_hf: Hugging Face instead of ModelScope.
         revision: branch, tag or commit on the hub; local folders ignore it.
         require_weights: False when only config and tokenizer are wanted.
@@ -127,17 +126,12 @@ def find_folder(
     if require_weights and not any(folder.glob("*.safetensors")):
         _refuse_weights(folder, flag)
     _refuse_pointers(folder, flag)
-    _check_layers(folder)
-    return folder
-
-
-def _check_layers(folder: Path) -> None:
-    """Refuses a config.json that is none, which libraries call a wrong tokenizer, and one of too many layers."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json")  # of a broken one, libraries report a wrong tokenizer
     for part in (config, config.get("text_config")):
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(layers, int) and layers > MAX_LAYERS:
             raise ConfigError(f"{folder}/config.json: num_hidden_layers {layers}: above {MAX_LAYERS}; correct it")
+    return folder
 
 
 def _refuse_pointers(folder: Path, flag: str) -> None:
@@ -171,27 +165,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
-def tensor_sizes(folder: Path) -> dict[str, int]:
-    """Numbers of elements of the tensors in a model's files."""
-    from safetensors import safe_open
-
-    sizes: dict[str, int] = {}
-    with unusable(f"--model: {folder}: its weights cannot be loaded"):
-        for file in weight_files(folder):
-            if file.exists() and not file.is_file():
-                raise ConfigError(f"--model: {file}: no regular file")
-            with safe_open(file, framework="numpy") as tensors:
-                sizes |= {key: math.prod(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
-    return sizes
-
-
 def head_of(base: Path, *adapters: Path) -> Literal["answer", "step"] | None:
     """The head of scores of a model: of an answer or of its steps; None for a language model.
 
     The last adapter that brings one decides, else the base.
     """
     architecture = (read_json(base / "config.json").get("architectures") or [""])[0]
-    tasks = [read_json(one / "adapter_config.json").get("task_type") for one in reversed(adapters)]
+    tasks = [read_json(adapter / "adapter_config.json").get("task_type") for adapter in reversed(adapters)]
     for task in (*tasks, architecture):
         if task == "TOKEN_CLS" or "ForTokenClassification" in str(task):
             return "step"
@@ -227,12 +207,12 @@ def adapter_folder(path: str | Path) -> Path:
 
 
 def check_adapter(folder: Path, base: Path) -> None:
-    """Raises ConfigError: an adapter asks for what no adapter on this base needs."""
+    """Raises ConfigError: an adapter has settings that no adapter on this base needs."""
     check_config(folder, read_json(folder / "adapter_config.json"), weight_files(base))
 
 
 def recorded_base(adapter: Path) -> str | None:
-    """What a LoRA checkpoint says it was trained on: args.json (ours) first, then adapter_config.json."""
+    """The base model that a LoRA checkpoint records: in args.json (ours), or else in adapter_config.json."""
     for name, key in (("args.json", "model"), ("adapter_config.json", "base_model_name_or_path")):
         file = adapter / name
         if file.is_file():

@@ -1,4 +1,4 @@
-"""Where a process reward model says whether a step is right: at the last token of the separator after it.
+"""Position of the scores of a process reward model: the last token of the separator after each step.
 
 The layout is that of TRL's former PRMTrainer: prompt, then for each step its tokens and those of the separator, each
 text tokenised on its own. Training (`swift.trainers.preferences.steps`) and rewards (`swift.rewards.models`) share it.
@@ -19,7 +19,7 @@ DEFAULT_SEPARATOR = "\n"
 def encode_steps(
     template: Template, prompt: Sequence[dict[str, Any]], steps: Sequence[str], separator: str, tools: Any = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt with the steps of its answer, and the index of the token that tells of each step.
+    """Token ids of a prompt with the steps of its answer, and the index of the token that scores each step.
 
     Raises:
         RefusedChat: the template refuses the prompt.

@@ -1,4 +1,4 @@
-"""Messages to token ids and back: the one place where a chat becomes tokens.
+"""Messages to token ids and back. Every chat is tokenised here.
 
 A prompt is rendered by the tokenizer's own chat template and tokenised once. For supervised data the chat
 is tokenised piece by piece, cut where an assistant turn begins and ends, so that
@@ -76,12 +76,20 @@ class Template:
         self.tokenizer = tokenizer
         self.name = name or f"the chat template of {tokenizer.name_or_path or 'the model'}"
         self.kwargs = dict(kwargs or {})
-        _check_kwargs(self.kwargs, tokenizer)
+        if self.kwargs:
+            _check_kwargs(self.kwargs, tokenizer)
         self.training_template: str | None = None
         """Stands in where the template rewrites earlier turns: the same chat with all turns kept, and marked."""
         self.marked = bool(_GENERATION.search(tokenizer.get_chat_template()))
-        self.stop_token_ids: tuple[int, ...] = _stop_ids(self, stop_token_ids)
-        """Tokens that end a completion, ascending: end of text, end of turn, and those given."""
+        stops = {int(token) for token in stop_token_ids}
+        if tokenizer.eos_token_id is not None:
+            stops.add(int(tokenizer.eos_token_id))
+        _, _, after = self.render(_PROBE).rpartition(_PROBE_ANSWER)
+        markers = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        stops.update(token for token in self.encode_text(after)[:1] if token in markers)
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(stops))
+        """Tokens that end a completion, ascending: the tokenizer's end token, those given, and the special token that
+        the template writes after an answer."""
 
     @property
     def pad_token_id(self) -> int:
@@ -100,7 +108,7 @@ class Template:
 
         Args:
             messages: the chat.
-            add_generation_prompt: end where the assistant is to speak.
+            add_generation_prompt: end with the beginning of an assistant turn.
             tools: functions that the template shows to the model, as JSON schemas.
             kwargs: variables of this rendering; they beat those of the template. Names that swift sets are ignored.
 
@@ -139,7 +147,7 @@ class Template:
         everything: bool = False,
         empty_thoughts: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a whole chat, and a mask of equal length: 1 where the assistant speaks.
+        """Token ids of a whole chat, and a mask of equal length: 1 on tokens of the assistant.
 
         The end token of each assistant turn is masked 1, template text after it (such as a newline) 0; all of a turn
         whose `loss` is false is 0.
@@ -153,7 +161,7 @@ class Template:
 
         Raises:
             RefusedChat: the template refuses the messages, or does not show their tools.
-            ConfigError: the template rewrites earlier turns, so that assistant turns cannot be told apart.
+            ConfigError: the template rewrites earlier turns, so that assistant turns cannot be located.
         """
         self.check_tools(messages, tools)
         turns = _assistant_turns(messages)
@@ -179,7 +187,7 @@ class Template:
         return self._encode_pieces(text, spans, learnt, empty_thoughts, int(everything))
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
-        """Refuse tools, or calls of them, that the template leaves out without a word (RefusedChat)."""
+        """Refuse tools, or calls of them, that the template would silently omit (RefusedChat)."""
         jinja = str(self.tokenizer.get_chat_template())
         for wanted, name in ((bool(tools), "tools"), (any(turn.get("tool_calls") for turn in messages), "tool_calls")):
             if wanted and name not in jinja:
@@ -210,8 +218,9 @@ class Template:
         from swift.models.rendering import render
 
         jinja = jinja or str(self.tokenizer.get_chat_template())
+        unsupported = "developer" not in jinja and any(message.get("role") == "developer" for message in messages)
         variables = {
-            "messages": list(messages) if "developer" in jinja else _without_developer(messages),
+            "messages": _without_developer(messages) if unsupported else list(messages),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -252,20 +261,20 @@ class Template:
         cursor = 0
         for (start, end), learns in zip(spans, learnt, strict=True):
             prompt, answer = self.encode_text(text[cursor:start]), self.encode_text(text[start:end])
-            said = _through_last_stop(answer, self.stop_token_ids) if learns else 0
+            num_trained = _through_last_stop(answer, self.stop_token_ids) if learns else 0
             skipped = 0
             if not empty_thoughts and (thought := _EMPTY_THOUGHT.match(text, start, end)):
-                skipped = min(said, _common_prefix(answer, self.encode_text(thought.group())))
+                skipped = min(num_trained, _common_prefix(answer, self.encode_text(thought.group())))
             ids += prompt + answer
-            mask += [between] * len(prompt) + [0] * skipped + [1] * (said - skipped)
-            mask += [between if learns else 0] * (len(answer) - said)
+            mask += [between] * len(prompt) + [0] * skipped + [1] * (num_trained - skipped)
+            mask += [between if learns else 0] * (len(answer) - num_trained)
             cursor = end
         rest = self.encode_text(text[cursor:])
         return ids + rest, mask + [between] * len(rest)
 
 
 class PlainText(Template):
-    """A tokenizer that reads documents: no chat template is needed, none is used."""
+    """A tokenizer for documents, without a chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.eos_token_id is None:
@@ -285,16 +294,22 @@ def load_template(
 ) -> Template:
     """The template of a tokenizer; a model folder adds its end tokens. See `Template`.
 
-    They are in generation_config.json or, without that file, in config.json, where transformers finds them, too.
+    They are the `eos_token_id` (a token id, several, or none) of generation_config.json or, without that file, of
+    config.json, as in transformers.
     """
     files = [Path(folder) / name for name in ("generation_config.json", "config.json")] if folder is not None else []
-    file = next((one for one in files if one.is_file()), None)
-    stops = _ids(file, read_json(file).get("eos_token_id")) if file is not None else []
+    stops: list[int] = []
+    file = next((path for path in files if path.is_file()), None)
+    if file is not None:
+        value = read_json(file).get("eos_token_id")
+        stops = [] if value is None else value if isinstance(value, list) else [value]
+        if wrong := [token for token in stops if type(token) is not int or token < 0]:
+            raise ConfigError(f"--model: {file}: eos_token_id {wrong[0]!r}: no token id; write whole numbers from 0")
     return Template(tokenizer, stops, kwargs, name)
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses variables that swift sets; says so of those that the template never reads."""
+    """Refuses variables that swift sets; logs those that the template never reads."""
     flag = "--chat_template_kwargs"
     own = [name for name in kwargs if name in OWN_VARIABLES]
     join_problems([f"{flag}: {name}: is set by swift itself; leave it out" for name in own])
@@ -307,7 +322,7 @@ def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase)
 
 
 def variables_of(template: str) -> set[str] | None:
-    """Names that a Jinja text reads from outside; None when it cannot be told."""
+    """Names of the variables that a Jinja text reads; None if it cannot be parsed."""
     from jinja2 import Environment, TemplateError
     from jinja2.meta import find_undeclared_variables
 
@@ -319,9 +334,7 @@ def variables_of(template: str) -> set[str] | None:
 
 
 def _without_developer(messages: Sequence[Message]) -> list[Message]:
-    """The chat for a template that knows no developer: a turn of one is the system's, together with those beside it."""
-    if all(one.get("role") != "developer" for one in messages):
-        return list(messages)
+    """The chat for a template without developer messages: they become system messages, adjacent ones are joined."""
     chat: list[Message] = []
     for turn in messages:
         if turn.get("role") not in ("system", "developer"):
@@ -342,26 +355,6 @@ def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _through_last_stop(ids: list[int], stops: Sequence[int]) -> int:
-    """How many leading tokens end with the last stop token; all of them when there is none."""
+    """Number of tokens up to and including the last stop token; all of them when there is none."""
     ends = [index + 1 for index, token in enumerate(ids) if token in stops]
     return ends[-1] if ends else len(ids)
-
-
-def _stop_ids(template: Template, given: Iterable[int]) -> tuple[int, ...]:
-    """End tokens: the tokenizer's own, those given, and the one the template writes after an answer."""
-    stops = {int(token) for token in given}
-    if template.tokenizer.eos_token_id is not None:
-        stops.add(int(template.tokenizer.eos_token_id))
-    _, _, after = template.render(_PROBE).rpartition(_PROBE_ANSWER)
-    first = template.encode_text(after)[:1]
-    markers = {token for token, added in template.tokenizer.added_tokens_decoder.items() if added.special}
-    stops.update(token for token in first if token in markers)
-    return tuple(sorted(stops))
-
-
-def _ids(file: Path, value: Any) -> list[int]:
-    """The `eos_token_id` of a file: a token id, several, or none."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if wrong := [one for one in ids if type(one) is not int or one < 0]:
-        raise ConfigError(f"--model: {file}: eos_token_id {wrong[0]!r}: no token id; write whole numbers from 0")
-    return ids

@@ -1,9 +1,9 @@
 """Chat templates for `--template NAME`: for base models without one, or with one that cannot be trained on.
 
 Each is a Jinja text in the dialect of transformers. TRL's collection is offered under the names of its files: those of
-the models, thinking and tools included, and their training templates (`qwen3_training`). In the built-in ones what an
-assistant says, end token included, stands between `{% generation %}` and `{% endgeneration %}`, so the loss mask needs
-no guessing.
+the models, thinking and tools included, and their training templates (`qwen3_training`). In the built-in ones
+assistant turns, end token included, stand between `{% generation %}` and `{% endgeneration %}`, so the loss mask is
+exact.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _MARKER = re.compile(r"<[|\uff5c][^<>\s]*>|<[^<>\s]*[|\uff5c]>|<(?:start|end)_of
 
 
 def names() -> list[str]:
-    """Names that `--template` knows: the built-in ones, and those of TRL's files."""
+    """Names that `--template` accepts: the built-in ones, and those of TRL's files."""
     folder = _folder_of_trl()
-    return [*TEMPLATES, *sorted({one.stem for one in folder.glob("*.jinja")} - TEMPLATES.keys() if folder else ())]
+    return [*TEMPLATES, *sorted({file.stem for file in folder.glob("*.jinja")} - TEMPLATES.keys() if folder else ())]
 
 
 def read_template(value: str) -> str:

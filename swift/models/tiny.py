@@ -1,8 +1,8 @@
 """Tiny decoder models, built from a seed in a second: for tests, the demo and first steps without a network.
 
 A built folder looks exactly like a downloaded model: `config.json`, `generation_config.json`,
-`model.safetensors` and a tokenizer with a ChatML template. The weights are random, so the model knows
-nothing until `swift sft` teaches it something.
+`model.safetensors` and a tokenizer with a ChatML template. The weights are random, so the
+completions are noise before training.
 
 The tokenizer has one token per byte of UTF-8 (every ASCII character, each digit included, is one token),
 plus whole-token tags `<think> </think> <answer> </answer>` and the ChatML specials. Any text survives an

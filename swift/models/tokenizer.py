@@ -1,4 +1,4 @@
-"""Loading a tokenizer, with `--template` applied and a pad token made sure of."""
+"""Loading of a tokenizer, with `--template` applied and a pad token set."""
 
 from __future__ import annotations
 
@@ -44,22 +44,20 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
         ConfigError: see `load_tokenizer`; also when the model has no embedding for some of its tokens.
     """
     source = locate(args)
-    tokenizer = load_tokenizer(args)
+    assert source.tokenizer is not None
+    tokenizer = read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
     name = f"--template {args.template}" if args.template else None
     kwargs = args.chat_template_kwargs
     template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, kwargs, name)
-    if not plain:
-        _check_reading(template)
+    if not plain:  # a template may omit messages, a tokenizer may map all texts to the same ids
+        with contextlib.suppress(RefusedChat):  # a template may need more than a question
+            first, second = (template.encode_prompt([{"role": "user", "content": text}]) for text in ("a 1", "b 2"))
+            if first == second:
+                logger.warning(
+                    "%s: two different prompts become the same tokens; training teaches nothing", template.name
+                )
     _check_ids(source.base, template, load_config(source.base, args).get_text_config())
     return template
-
-
-def _check_reading(template: Template) -> None:
-    """Warns of a template that leaves messages out, or a tokenizer that takes all texts for the same."""
-    with contextlib.suppress(RefusedChat):  # a template may want more than a question
-        first, second = (template.encode_prompt([{"role": "user", "content": text}]) for text in ("a 1", "b 2"))
-        if first == second:
-            logger.warning("%s: two different prompts become the same tokens; training teaches nothing", template.name)
 
 
 def _check_ids(folder: Path, template: Template, config: Any) -> None:

@@ -1,6 +1,6 @@
-"""What a checkpoint was trained with, as the args.json beside its weights says: system prompt and chat template.
+"""System prompt and chat template that a checkpoint was trained with, from the args.json beside its weights.
 
-The file may be a stranger's. It is data: no path in it is opened, and nothing of it is code.
+The file is untrusted data: no path in it is opened, and nothing in it is run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def take_trained(args: Any, given: Collection[str]) -> list[str]:
         given: names of the settings that the user wrote.
 
     Returns:
-        A line that says so, if anything was taken.
+        A note on the values taken, if any.
 
     Raises:
         ConfigError: a value of the file is of another type.
     """
     source = locate(args)
-    folder = next((one for one in (*reversed(source.adapters), source.base) if (one / RECORD).is_file()), None)
+    folder = next((path for path in (*reversed(source.adapters), source.base) if (path / RECORD).is_file()), None)
     if folder is None:
         return []
     file = folder / RECORD
@@ -60,7 +60,7 @@ def take_trained(args: Any, given: Collection[str]) -> list[str]:
     lines = [f"as in training: {', '.join(taken)}, from {file}; --system, --template and so on override it"] * bool(
         taken
     )
-    return [*lines, *(f"warning: {file}: {one}; give it as a flag" for one in left)]
+    return [*lines, *(f"warning: {file}: {value}; give it as a flag" for value in left)]
 
 
 def _typed(file: Path, recorded: dict[str, Any], name: str, kind: type) -> Any:

@@ -1,8 +1,8 @@
-"""What of a model is trained: everything but frozen parameters, or an adapter of PEFT on the frozen model.
+"""Trained parameters of a model: all but frozen ones, or an adapter of PEFT on the frozen model.
 
-An adapter whose start is taken out of the base weights (PiSSA, OLoRA) means nothing without them. So it is saved, and
-sent to engines, as the difference to where it started: W + s(B A - B0 A0), a plain LoRA adapter of twice the rank with
-A' = [A; A0] and B' = [B, -B0]. A resumed run makes the same start again and reads the first halves.
+An adapter whose start is subtracted from the base weights (PiSSA, OLoRA) cannot be used without them. So it is saved,
+and sent to engines, as the difference to its start: W + s(B A - B0 A0), a plain LoRA adapter of twice the rank with
+A' = [A; A0] and B' = [B, -B0]. A resumed run computes the same start again and reads the first halves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
 from swift.models.adapter_config import check_finite
-from swift.models.expert_targets import HEADS, count_experts, fused_projections, resolve
+from swift.models.expert_targets import HEADS, fused_projections, resolve
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -40,23 +40,33 @@ class Tuner:
     fields: Mapping[str, str]
 
 
-def _same(*names: str, **others: str) -> dict[str, str]:
-    return {**{name: name for name in names}, **others}
-
-
 TUNERS = {
     "lora": Tuner(
         "LoraConfig",
-        _same("lora_alpha", "lora_dropout", "use_dora", "use_rslora", "rank_pattern", "alpha_pattern", lora_rank="r"),
+        {
+            "lora_rank": "r",
+            "lora_alpha": "lora_alpha",
+            "lora_dropout": "lora_dropout",
+            "use_dora": "use_dora",
+            "use_rslora": "use_rslora",
+            "rank_pattern": "rank_pattern",
+            "alpha_pattern": "alpha_pattern",
+        },
     ),
     "vera": Tuner(
         "VeraConfig",
-        _same(
-            "vera_dropout", vera_rank="r", vera_projection_prng_key="projection_prng_key", vera_d_initial="d_initial"
-        ),
+        {
+            "vera_rank": "r",
+            "vera_projection_prng_key": "projection_prng_key",
+            "vera_dropout": "vera_dropout",
+            "vera_d_initial": "d_initial",
+        },
     ),
     "ia3": Tuner("IA3Config", {}),
-    "boft": Tuner("BOFTConfig", _same("boft_block_size", "boft_block_num", "boft_dropout")),
+    "boft": Tuner(
+        "BOFTConfig",
+        {"boft_block_size": "boft_block_size", "boft_block_num": "boft_block_num", "boft_dropout": "boft_dropout"},
+    ),
 }
 
 
@@ -94,14 +104,22 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     if args.changes_base:
         check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
-        policy.adapter_start = {name: one.clone() for name, one in tensors.items() if _axis(name) is not None}
+        policy.adapter_start = {name: tensor.clone() for name, tensor in tensors.items() if _axis(name) is not None}
     return policy
 
 
 def expert_lines(policy: Any, args: TunerArguments) -> list[str]:
-    """What an adapter trains on fused experts, for the plan; nothing where it does not."""
+    """The number of parameters that an adapter trains on fused experts, as a line of the plan; no line for 0."""
     dropout = "; no dropout, which PEFT has on modules alone" if args.lora_dropout else ""
-    count = count_experts(policy)
+    layers: Iterable[Any] = policy.modules()
+    count = sum(
+        parameter.numel()
+        for layer in layers
+        if getattr(layer, "num_experts", 0) > 1 and hasattr(layer, "parameter_name")
+        for matrices in (layer.lora_A, layer.lora_B)
+        for parameter in matrices.parameters()
+        if parameter.requires_grad
+    )
     return [f"adapter: {count:,} parameters on experts{dropout}"] if count else []
 
 
@@ -157,7 +175,7 @@ def _lora_dropout(args: TunerArguments, parameters: Any) -> float:
 
 
 def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
-    """Targets, and those of them whose input is scaled instead of their output; PEFT knows both by architecture."""
+    """Targets, and those of them whose input is scaled instead of their output; PEFT has both by architecture."""
     from peft.utils.constants import (
         TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING,
         TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
@@ -178,35 +196,37 @@ def _ia3_targets(model: Any, targets: Any) -> tuple[Any, Any]:
 
 
 def _check_names(model: nn.Module, args: TunerArguments) -> None:
-    """Refuses names that fit no module, over which PEFT passes in silence, and quantised modules that are to learn."""
+    """Refuses names that fit no module, which PEFT ignores silently, and quantised modules in `modules_to_save`."""
     modules = dict(model.named_modules())
     patterns = {  # as PEFT reads them
-        "target_modules": [(one, rf"(.*\.)?{re.escape(one)}") for one in args.target_modules],
+        "target_modules": [(name, rf"(.*\.)?{re.escape(name)}") for name in args.target_modules],
         "target_regex": [(args.target_regex, args.target_regex)] if args.target_regex else [],
-        "modules_to_save": [(one, f".*{re.escape(one)}") for one in args.modules_to_save],
-        "rank_pattern": [(one, rf"(.*\.)?({one})") for one in args.rank_pattern],
-        "alpha_pattern": [(one, rf"(.*\.)?({one})") for one in args.alpha_pattern],
+        "modules_to_save": [(name, f".*{re.escape(name)}") for name in args.modules_to_save],
+        "rank_pattern": [(name, rf"(.*\.)?({name})") for name in args.rank_pattern],
+        "alpha_pattern": [(name, rf"(.*\.)?({name})") for name in args.alpha_pattern],
     }
     matrices = sorted(name for name, weight in model.named_parameters() if weight.ndim >= 2)
-    for one in args.target_parameters:
-        if not any(f".{name}".endswith(f".{one}") for name in matrices):
+    for suffix in args.target_parameters:
+        if not any(f".{name}".endswith(f".{suffix}") for name in matrices):
             ends = sorted({".".join(name.split(".")[-2:]) for name in matrices})
-            raise ConfigError(f"--target_parameters: {one}: fits no parameter of the model; valid: {', '.join(ends)}")
+            raise ConfigError(
+                f"--target_parameters: {suffix}: fits no parameter of the model; valid: {', '.join(ends)}"
+            )
     fused = fused_projections(model) if args.tuner_type == "lora" else {}
     for flag, named in patterns.items():
-        for one, pattern in named:
+        for given, pattern in named:
             found = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
             if flag.startswith("target") and any(re.fullmatch(pattern, name) for name in fused):
                 continue
-            if not found and one != "all-linear":
+            if not found and given != "all-linear":
                 least = 1 if flag == "modules_to_save" else 2  # dimensions of a weight: adapters change matrices
                 weighty = {name for name, weight in model.named_parameters() if weight.ndim >= least}
                 names = {name.removesuffix(".weight").rpartition(".")[2] for name in weighty}
                 valid = ["all-linear"] * flag.startswith("target") + sorted(names)
-                raise ConfigError(f"--{flag}: {one}: fits no module of the model; valid: {', '.join(valid)}")
+                raise ConfigError(f"--{flag}: {given}: fits no module of the model; valid: {', '.join(valid)}")
             if flag == "modules_to_save" and any(map(is_quantised, found)):
                 raise ConfigError(
-                    f"--modules_to_save: {one}: its weights are quantised and do not learn; use --target_modules"
+                    f"--modules_to_save: {given}: its weights are quantised and do not learn; use --target_modules"
                 )
 
 
@@ -259,8 +279,8 @@ def _continued(model: Any, folder: Path, args: TunerArguments) -> Any:
 
 def _check_unchanged(start: Any, folder: Path, args: TunerArguments) -> None:
     """Refuses settings of a fresh adapter that the one to start from does not have; a default counts as not given."""
-    targets = _same("target_modules", "target_parameters", "modules_to_save", target_regex="target_modules")
-    fields = {**TUNERS[args.tuner_type].fields, **targets}
+    targets = {name: name for name in ("target_modules", "target_parameters", "modules_to_save")}
+    fields = {**TUNERS[args.tuner_type].fields, **targets, "target_regex": "target_modules"}
     cls: Any = type(args)
     for name, field in fields.items():
         given, has = getattr(args, name), getattr(start, field, None) or ""
@@ -343,7 +363,7 @@ def _axis(name: str) -> int | None:
 def relative_to_base(
     policy: Any, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config and tensors of an adapter as they are on the base model that everybody else has; see the module."""
+    """Config and tensors of an adapter relative to the original base model; see the module."""
     import torch
 
     start: dict[str, Tensor] | None = getattr(policy, "adapter_start", None)
@@ -367,14 +387,12 @@ def relative_to_base(
 
 
 def make_relative(policy: Any, folder: Path) -> None:
-    """Rewrites what `save_pretrained` has written to `folder`, where the adapter's start changed the base."""
-    if getattr(policy, "adapter_start", None) is None:
-        return
+    """Rewrites the adapter that `save_pretrained` wrote to `folder`, for a policy with an `adapter_start`."""
     from safetensors.torch import load_file, save_file
 
     weights, described = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     config, tensors = relative_to_base(policy, read_json(described), load_file(weights))
-    save_file({name: one.contiguous() for name, one in tensors.items()}, weights, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
     described.write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
@@ -410,25 +428,22 @@ def freeze(model: nn.Module, args: TunerArguments) -> None:
         ConfigError: a name or expression fits no parameter, or nothing is left to train.
     """
     named = dict(model.named_parameters())
-    ends = list(accumulate(one.numel() for one in named.values()))
-    frozen = set(list(named)[: bisect_right(ends, int(ends[-1] * args.freeze_parameters_ratio))])
-    if not args.freeze_parameters_ratio:
-        frozen = set()
-    frozen |= _found(named, "freeze_parameters", args.freeze_parameters, args.freeze_parameters_regex)
-    frozen -= _found(named, "trainable_parameters", args.trainable_parameters, args.trainable_parameters_regex)
+    frozen: set[str] = set()
+    if args.freeze_parameters_ratio:
+        ends = list(accumulate(parameter.numel() for parameter in named.values()))
+        frozen |= set(list(named)[: bisect_right(ends, int(ends[-1] * args.freeze_parameters_ratio))])
+    for flag in ("freeze_parameters", "trainable_parameters"):
+        regex = getattr(args, f"{flag}_regex")
+        patterns = [(flag, text, rf"\A{re.escape(text)}") for text in getattr(args, flag)]
+        if regex:
+            patterns.append((f"{flag}_regex", regex, regex))
+        for setting, text, pattern in patterns:
+            chosen = {name for name in named if re.search(pattern, name)}
+            if not chosen:
+                first = ", ".join(list(named)[:2])
+                raise ConfigError(f"--{setting}: {text}: fits no parameter's name; the first ones: {first}")
+            frozen = frozen | chosen if flag == "freeze_parameters" else frozen - chosen
     if len(frozen) == len(named):
         raise ConfigError("--freeze_parameters: every parameter is frozen; name some with --trainable_parameters")
     for name in frozen:
         named[name].requires_grad_(False)
-
-
-def _found(names: Mapping[str, Any], flag: str, beginnings: list[str], regex: str | None) -> set[str]:
-    found = set()
-    for setting, text in [*((flag, one) for one in beginnings), *([(f"{flag}_regex", regex)] if regex else [])]:
-        is_regex = setting.endswith("regex")
-        hits = {name for name in names if (re.search(text, name) if is_regex else name.startswith(text))}
-        if not hits:
-            first = ", ".join(list(names)[:2])
-            raise ConfigError(f"--{setting}: {text}: fits no parameter's name; the first ones: {first}")
-        found |= hits
-    return found

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.observability.jsonl import JsonlWriter
-from swift.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from swift.rollout.round_result import ScoredRound
+    from swift.types import Episode
 
 QUEUE_BATCHES = 64
 """Batches of rows that may wait for the writer."""
@@ -25,6 +25,8 @@ QUEUE_BATCHES = 64
 
 def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of a scored round, in the order of its groups and of the completions in each.
+
+    A row's prompt is the conversation as text, the environment's if that wrote one: the role above each content.
 
     Args:
         scored: the round.
@@ -38,7 +40,9 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
         scores = zip(group.completions, group.scores.values, group.scores.excluded, strict=True)
         for index, (completion, values, fault) in enumerate(scores):
             reward, advantage, excluded, used = next(of_completions)
-            own = completion.episode.prompt_ids if completion.episode is not None else []
+            episode = completion.episode
+            own = episode.prompt_ids if episode is not None else []
+            messages = episode.messages[: episode.start] if episode is not None and own else group.prompt.messages
             rows.append(
                 {
                     "attempt": attempt,
@@ -48,9 +52,9 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
                     "prompt_id": group.prompt.prompt_id,
                     "group_id": group.group_id,
                     "index": index,
-                    "prompt": _prompt_text(group.prompt, completion),
+                    "prompt": "\n".join(f"[{turn['role']}]\n{turn.get('content') or ''}" for turn in messages),
                     "completion": completion.text,
-                    "turns": turns_of(completion),
+                    "turns": None if episode is None else turns_of(episode),
                     "prompt_tokens": len(own if own else group.prompt.token_ids),
                     "completion_tokens": len(completion.token_ids),
                     "finish_reason": completion.finish_reason,
@@ -65,40 +69,28 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
     return rows
 
 
-def turns_of(completion: Completion) -> list[dict[str, Any]] | None:
-    """What was said after the prompt in a rollout of several turns, with the environment's reward of each answer."""
-    episode = completion.episode
-    if episode is None:
-        return None
+def turns_of(episode: Episode) -> list[dict[str, Any]]:
+    """The messages after the prompt in a rollout of several turns, with the environment's reward of each answer."""
     rewards = iter(episode.rewards)
     return [
-        {**one, "reward": next(rewards, None)} if one["role"] == "assistant" and episode.rewards else dict(one)
-        for one in episode.messages[episode.start :]
+        {**turn, "reward": next(rewards, None)} if turn["role"] == "assistant" and episode.rewards else dict(turn)
+        for turn in episode.messages[episode.start :]
     ]
 
 
 def sample_line(row: Mapping[str, Any]) -> str:
     """A completion and its prompt in one line, for the console."""
     prompt, completion = (repr(shortened(row[name], most)) for name, most in (("prompt", 60), ("completion", 160)))
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in row["rewards"].items())
-    of = f" ({parts})" if len(row["rewards"]) > 1 else ""
-    return f"sample of step {row['step']}: {prompt} -> {completion}, reward {_number(row['reward'])}{of}"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3f}"
+    values = [*row["rewards"].values(), row["reward"]]
+    *parts, reward = ("none" if value is None else f"{value:.3f}" for value in values)
+    functions = ", ".join(f"{name} {part}" for name, part in zip(row["rewards"], parts, strict=True))
+    of = f" ({functions})" if len(parts) > 1 else ""
+    return f"sample of step {row['step']}: {prompt} -> {completion}, reward {reward}{of}"
 
 
 def shortened(text: str, most: int) -> str:
     """A text whose middle is left out where it is longer."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
-
-
-def _prompt_text(prompt: Prompt, completion: Completion) -> str:
-    """The conversation for readers, the environment's where it wrote one: a line with the role before each content."""
-    episode = completion.episode
-    messages = episode.messages[: episode.start] if episode is not None and episode.prompt_ids else prompt.messages
-    return "\n".join(f"[{message['role']}]\n{message.get('content') or ''}" for message in messages)
 
 
 class CompletionsLog:

@@ -14,7 +14,7 @@ LOGGING, ALERTS = "logging.jsonl", "alerts.jsonl"
 IMAGES = "images"
 
 REST = 10
-"""After a drawing none begins for so many times what it took: Python's steps are slower meanwhile."""
+"""Pause after a drawing, in multiples of its duration: drawing slows the steps of the trainer down."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ class Curves:
         except Exception:
             if error is None:
                 raise
-            logger.warning("the curves are not drawn", exc_info=True)  # what has ended the run comes first
+            logger.warning("the curves are not drawn", exc_info=True)  # the error that ended the run is raised instead
 
     def draw(self) -> None:
-        """Draw what is logged so far, unless that is or was done just now; a failure is no reason to end a run."""
+        """Draw the rows logged so far, unless a drawing runs or has just ended; a failure is a warning."""
         if (self._drawing is not None and not self._drawing.done()) or time.monotonic() < self._rests_until:
             return
         if self._drawing is not None and (failure := self._drawing.exception()) is not None:
@@ -49,7 +49,7 @@ class Curves:
         self._drawing = self._pool.submit(self._draw)
 
     def _draw(self) -> None:
-        from swift.observability.plots import Marks, write_plots  # and with it matplotlib, where something is drawn
+        from swift.observability.plots import Marks, write_plots  # imports matplotlib
 
         began = time.monotonic()
         if rows := read_log(self._run_dir / LOGGING):

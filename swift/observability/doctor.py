@@ -23,7 +23,7 @@ def run(resolved: Resolved) -> int:
     """The mode: prints the alerts that count, oldest first; returns 0."""
     args: Any = resolved.args
     given = Path(args.run).expanduser()
-    logged = [one for one in (given, *reversed(list_versions(given))) if (one / LOGGING).exists()]
+    logged = [path for path in (given, *reversed(list_versions(given))) if (path / LOGGING).exists()]
     if not logged:
         raise ConfigError(
             f"--run: {args.run}: no {LOGGING} in it; give the folder of a run, such as output/<model>/v0-..."
@@ -33,11 +33,13 @@ def run(resolved: Resolved) -> int:
         attempts[line["step"]] = max(line["attempt"], attempts.get(line["step"], 0))
     if not attempts:
         raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
-    found = [one for one in _rows(folder / ALERTS, _ALERT) if one["attempt"] >= attempts.get(one["step"], 0)]
+    rows = _rows(folder / ALERTS, _ALERT)
+    found = [alert for alert in rows if alert["attempt"] >= attempts.get(alert["step"], 0)]
     newest: dict[int, int] = {}
-    for alert in found:  # what a later attempt has done again counts
+    for alert in found:  # the latest attempt of a step counts
         newest[alert["step"]] = max(alert["attempt"], newest.get(alert["step"], 0))
-    alerts = sorted((one for one in found if one["attempt"] == newest[one["step"]]), key=lambda one: one["step"])
+    current = [alert for alert in found if alert["attempt"] == newest[alert["step"]]]
+    alerts = sorted(current, key=lambda alert: alert["step"])
     if args.json:
         print(json.dumps(alerts, indent=2))
         return 0

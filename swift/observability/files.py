@@ -32,9 +32,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _reason(error: Exception, path: Path) -> str | None:
-    """Why nothing could be written; None where the error is another one.
+    """The reason why a write failed; None if the error is not about writing.
 
-    Safetensors quotes the system's message; torch's zip writer only says that it failed, so the disk is asked.
+    Safetensors quotes the system's message; torch's zip writer gives no cause, so the free space decides.
     """
     number: int | None = None
     if isinstance(error, OSError):
@@ -57,7 +57,7 @@ def _reason(error: Exception, path: Path) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse an `--output_dir` in which nothing can be written, whether it exists yet or not; leaves nothing there."""
+    """Refuse an `--output_dir` that cannot be written, whether it exists yet or not; creates no file."""
     place = folder.expanduser().absolute()
     while not place.exists():
         place = place.parent

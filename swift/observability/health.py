@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from swift.observability.health_rules import RULES, WARM_UP_STEPS, Line, Memory, Rule
+from swift.observability.health_rules import COMPARISONS, RULES, WARM_UP_STEPS, Line, Memory, Rule
 
 REPEAT_STEPS = 50
 """An alert is raised at most once in so many optimizer steps."""
@@ -20,7 +20,7 @@ REPEAT_STEPS = 50
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """A rule that is broken: `value` is the number of the line at `step`."""
+    """A broken rule: `value` is the number of the line at `step`."""
 
     step: int
     rule: str
@@ -29,7 +29,7 @@ class Alert:
 
 
 class HealthMonitor:
-    """Watches a run.
+    """Checks the log lines of a run, in order.
 
     most_tokens: `max_completion_length`. stalest: optimizer steps that a token may be old.
     """
@@ -48,32 +48,29 @@ class HealthMonitor:
     ) -> list[Alert]:
         """The alerts of a training log line; most often none.
 
-        diagnosis: what the reward functions know about their last values, for `equal_rewards`.
+        diagnosis: possible causes of equal rewards, from the reward functions; appended to `equal_rewards`.
         """
         line = Line(step, logs, self._memory, self._most_tokens, self._stalest)
         alerts = []
-        for key, rule in self._rules.items():
+        for rule_name, rule in self._rules.items():
             for name, value, detail in rule.readings(line):
-                if self._is_due(f"{key} {name}", rule, step, rule.is_wrong(value)):
-                    sentence = rule.sentence.format(name=name, value=value, percent=100 * value, detail=detail)
-                    if key == "equal_rewards" and (causes := "; ".join(diagnosis())):
-                        sentence += f" ({causes})"
-                    alerts.append(Alert(step, key, value, sentence))
+                key = f"{rule_name} {name}"
+                if not COMPARISONS[rule.comparison](value, rule.limit):
+                    self._wrong.pop(key, None)
+                    continue
+                lines, first = self._wrong.get(key, [0, self._last_step + 1])
+                self._wrong[key] = [lines + 1, first]
+                enough = step - first + 1 >= rule.steps if rule.steps else lines + 1 >= rule.lines
+                if not enough or (key in self._raised and step - self._raised[key] < REPEAT_STEPS):
+                    continue
+                self._raised[key] = step
+                sentence = rule.sentence.format(name=name, value=value, percent=100 * value, detail=detail)
+                if rule_name == "equal_rewards" and (causes := "; ".join(diagnosis())):
+                    sentence += f" ({causes})"
+                alerts.append(Alert(step, rule_name, value, sentence))
         line.remember()
         self._last_step = step
         return alerts
-
-    def _is_due(self, key: str, rule: Rule, step: int, wrong: bool) -> bool:
-        if not wrong:
-            self._wrong.pop(key, None)
-            return False
-        lines, first = self._wrong.get(key, [0, self._last_step + 1])
-        self._wrong[key] = [lines + 1, first]
-        enough = step - first + 1 >= rule.steps if rule.steps else lines + 1 >= rule.lines
-        if not enough or (key in self._raised and step - self._raised[key] < REPEAT_STEPS):
-            return False
-        self._raised[key] = step
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """A state of plain values."""
@@ -81,6 +78,6 @@ class HealthMonitor:
         return {"last_step": self._last_step, "wrong": self._wrong, "raised": self._raised, "memory": memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after `state`, in a process whose memory is another."""
+        """Continue after `state` in a new process, whose host memory is measured anew."""
         self._last_step, self._wrong, self._raised = state["last_step"], dict(state["wrong"]), dict(state["raised"])
         self._memory = Memory(**{**state["memory"], "rss": [], "warm": self._last_step + WARM_UP_STEPS})

@@ -1,6 +1,6 @@
-"""The rules that watch the log lines of a run: what is wrong, and what to do about it, in one sentence each.
+"""Health rules: the limits of a run's metrics, each with a sentence that names the fault and the fix.
 
-A rule judges one number of a training log line. `RULES` has them all; `--health_rules FILE` changes limits.
+A rule checks one number of a training log line. `RULES` has them all; `--health_rules FILE` changes limits.
 `swift.observability.health` applies them.
 """
 
@@ -37,7 +37,7 @@ COMPARISONS: dict[str, Callable[[float, Any], bool]] = {
 
 @dataclass(slots=True)
 class Memory:
-    """What rules know of earlier lines.
+    """The numbers of earlier lines that rules need.
 
     best_reward: of the run; best_short: while completions were not at the limit. entropies: the last five. rss: (step,
     GiB) of the last `GROWTH_STEPS`, from step `warm` of the run on.
@@ -53,7 +53,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A training log line and what a rule may need beside it.
+    """A training log line and the other inputs of a rule.
 
     most_tokens: `max_completion_length`. stalest: optimizer steps that a token may be old.
     """
@@ -70,7 +70,7 @@ class Line:
         return float(value) if isinstance(value, int | float) else None
 
     def remember(self) -> None:
-        """Adds the line to what later ones know."""
+        """Adds the line to the memory that later lines use."""
         memory, reward, length = self.memory, self.get("reward"), self.get("completions/mean_length")
         if reward is not None:
             memory.best_reward = max(memory.best_reward, reward)
@@ -86,17 +86,18 @@ class Line:
 
 
 Reading = float | tuple[float, str] | None
-"""The number that a rule judges, with a detail for its sentence where it has one; None: the line says nothing."""
+"""The number that a rule checks, or the number and a detail for its sentence; None if the line has no such number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A number, the limit beyond which it is wrong, and the sentence to show.
 
-    number: a metric (`rewards/*/mean`: that of each function, the sentence's {name}), or what reads it from a line.
-    leaves_out: values of {name} that the rule does not watch.
-    lines: wrong lines in a row before an alert. steps: instead, optimizer steps that they must cover.
+    number: a metric (`rewards/*/mean`: that of each function, the sentence's {name}), or a function of the line.
     sentence: with {name}, {value}, {percent} (100 times the value) and {detail}.
+    lines: wrong lines in a row before an alert. steps: instead, optimizer steps that they must cover.
+    ignored: values of {name} that the rule does not watch.
+    share_of: a metric by which the number is divided. unless: a metric; a line in which it is not 0 is not judged.
     """
 
     number: str | Callable[[Line], Reading]
@@ -105,37 +106,26 @@ class Rule:
     sentence: str
     lines: int = 5
     steps: int = 0
-    leaves_out: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    share_of: str = ""
+    unless: str = ""
 
     def readings(self, line: Line) -> Iterator[tuple[str, float, str]]:
         """(name, number, detail) of the line; the name is "" except for `*`."""
+        if self.unless and line.get(self.unless):
+            return
         if isinstance(self.number, str):
             head, star, tail = self.number.partition("*")
             for key in [key for key in line.logs if key.startswith(head) and key.endswith(tail)] if star else [head]:
                 name = key[len(head) : len(key) - len(tail)]
-                if name not in self.leaves_out and (value := line.get(key)) is not None:
-                    yield name, value, ""
+                whole = line.get(self.share_of) if self.share_of else 1.0
+                if name not in self.ignored and whole and (value := line.get(key)) is not None:
+                    yield name, value / whole, ""
         elif (found := self.number(line)) is not None:
             yield "", *(found if isinstance(found, tuple) else (found, ""))
 
-    def is_wrong(self, value: float) -> bool:
-        """Whether a number is beyond the limit."""
-        return COMPARISONS[self.comparison](value, self.limit)
-
 
 # --- numbers that take more than one metric, or earlier lines ------------------------------------------------------
-
-
-def _unless_biased(name: str) -> Callable[[Line], Reading]:
-    return lambda line: None if line.get("mismatch/biased") else line.get(name)
-
-
-def _share_of_step(name: str) -> Callable[[Line], Reading]:
-    def share(line: Line) -> Reading:
-        seconds, step_time = line.get(name), line.get("step_time")
-        return None if seconds is None or not step_time else seconds / step_time
-
-    return share
 
 
 def _share_of_best(line: Line) -> Reading:
@@ -188,7 +178,7 @@ def _growth(line: Line) -> Reading:
 
 
 RULES: dict[str, Rule] = {
-    "reward_zero": Rule("rewards/*/mean", "=", 0.0, steps=20, leaves_out=PENALTIES,
+    "reward_zero": Rule("rewards/*/mean", "=", 0.0, steps=20, ignored=PENALTIES,
         sentence="Reward {name} stays 0: run it alone with `swift reward-test` and check its columns."),
     "equal_rewards": Rule("frac_reward_zero_std", "=", 1.0,
         "Every group has equal rewards, so nothing is learned: change prompts, more generations, or dynamic_sample."),
@@ -202,13 +192,13 @@ RULES: dict[str, Rule] = {
     "entropy_high": Rule(_entropy_not_falling, ">", 1.0,
         "No convergence: check the reward, use more generations."),
     "kl": Rule("kl", ">", 2.0, "The policy left the reference: raise beta or lower learning_rate."),
-    "logp_difference": Rule(_unless_biased("mismatch/logp_abs_diff_mean"), ">", 1.0,
+    "logp_difference": Rule("mismatch/logp_abs_diff_mean", ">", 1.0, unless="mismatch/biased", sentence=
         "Sampler and trainer disagree: run the parity check, sync more often."),
-    "mismatch_kl": Rule(_unless_biased("mismatch/kl"), ">", 0.015,
+    "mismatch_kl": Rule("mismatch/kl", ">", 0.015, unless="mismatch/biased", sentence=
         "Train/inference mismatch: check dtype, log-prob mode, stale weights."),
-    "ratio_low": Rule(_unless_biased("mismatch/ratio_min"), "<", 0.01, "Samples are stale: decrease "
+    "ratio_low": Rule("mismatch/ratio_min", "<", 0.01, unless="mismatch/biased", sentence="Samples are stale: decrease "
         "vllm_sync_interval or prefetch_depth, or set off_policy_sequence_mask_delta 0.5."),
-    "ratio_off_centre": Rule(_unless_biased("mismatch/ratio_mean"), "outside", [0.8, 1.2],
+    "ratio_off_centre": Rule("mismatch/ratio_mean", "outside", [0.8, 1.2], unless="mismatch/biased", sentence=
         "Importance ratio off centre: sync failed or temperatures differ."),
     "clipped_updates": Rule("clip_ratio/region_mean", ">", 0.3,
         "Most updates are clipped: lower learning_rate or num_iterations."),
@@ -221,9 +211,9 @@ RULES: dict[str, Rule] = {
         "Environment log-probs do not match the trainer: weights not shared or positions shifted."),
     "loss": Rule(_loss, "<", -10.0, lines=1, sentence="Loss diverged ({value:g}): lower learning_rate. A non-finite "
         "update is skipped; the batch is in completions.jsonl."),
-    "rollout_bound": Rule(_share_of_step("time/wait_rollout"), ">", 0.6,
+    "rollout_bound": Rule("time/wait_rollout", ">", 0.6, share_of="step_time", sentence=
         "Rollout-bound ({percent:.0f} %): add inference workers."),
-    "trainer_bound": Rule(_share_of_step("time/wait_train"), ">", 0.6,
+    "trainer_bound": Rule("time/wait_train", ">", 0.6, share_of="step_time", sentence=
         "Trainer-bound ({percent:.0f} %): give training more devices."),
     "excluded": Rule(_excluded, ">", 0.05, "{percent:.0f} % of samples excluded, mostly {detail}."),
     "memory": Rule(_growth, ">", 0.1, f"Host memory grows: {{detail}} GiB in {GROWTH_STEPS} steps.", lines=1),
@@ -260,9 +250,9 @@ def load_rules(path: str | None) -> dict[str, Rule]:
 
 
 def _limit(value: Any, *, like: Limit) -> Limit | None:
-    """A limit of the same form; None where `value` is none. YAML reads 1e-2 as text."""
+    """A limit of the same form; None if `value` is not a limit. YAML reads 1e-2 as text."""
     if isinstance(like, list):
-        pair = [_limit(one, like=0.0) for one in value] if isinstance(value, list) else []
+        pair = [_limit(bound, like=0.0) for bound in value] if isinstance(value, list) else []
         return pair if len(pair) == 2 and None not in pair else None  # type: ignore[return-value]
     try:
         number = float(value) if not isinstance(value, bool) else math.nan

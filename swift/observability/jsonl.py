@@ -1,7 +1,7 @@
 """Files of one JSON object per line that survive a kill at any moment.
 
-A row reaches the file in a single write at its end, so a kill tears at most the last line. The writer cuts a torn
-last line off before it appends; the reader passes over it. Floats are written with as many digits as it takes to
+A row reaches the file in a single write at its end, so a kill tears at most the last line. The writer removes a torn
+last line before it appends; the reader skips it. Floats are written with as many digits as it takes to
 read the same float back; NaN and infinities, which JSON lacks, become null.
 """
 
@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from swift.errors import ConfigError, parse_json
 from swift.observability.files import writing
 
 MAX_LINE_BYTES = 2**30
-"""A longer line is none of ours."""
+"""Longer lines are refused: swift writes none."""
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
     """One line: JSON in UTF-8, ended by a newline.
 
-    Values that JSON does not know are written as what they stand for: a number with `.item()` as the number, a
-    set as a sorted list, anything else (a date, a path, a decimal) as its text.
+    Values that JSON does not have are converted: a number with `.item()` to the number, a set to a sorted list,
+    anything else (a date, a path, a decimal) to its text.
     """
     try:
         text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain)
@@ -57,7 +58,7 @@ def _finite(value: Any) -> Any:
 
 
 def repair(path: Path) -> int:
-    """Cut off a last line that a kill has torn; the number of bytes removed, 0 when there is none."""
+    """Remove a last line that a kill has torn; returns the number of bytes removed, 0 if there is none."""
     if not path.exists() or not path.stat().st_size:
         return 0
     with path.open("rb+") as file:
@@ -82,12 +83,12 @@ def _is_row(line: bytes) -> bool:
     return line.endswith(b"\n")
 
 
+@dataclass(eq=False)
 class JsonlWriter:
     """Appends rows to `path`; nothing exists on disk before the first row."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._descriptor: int | None = None
+    path: Path
+    _descriptor: int | None = field(default=None, init=False)
 
     def write(self, *rows: Mapping[str, Any]) -> None:
         """Append rows in one write; a full disk is a ResourceError."""
@@ -123,7 +124,7 @@ class JsonlWriter:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file; none when it does not exist. A torn last line is passed over, any other is a ConfigError."""
+    """The rows of a file; none if it does not exist. A torn last line is skipped, any other is a ConfigError."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,16 +1,16 @@
-"""How much memory who holds, as one line of the log.
+"""The memory of trainer and engine, as one line of the log.
 
     mem step=3 phase=generate dev=cuda:0 alloc=9120 reserved=9984 free=61200 rss=5011 trainer=0 optim=0
         engine_w=988 engine_kv=40960 freed=7901                                                  (one line, in MiB)
 
 | field | meaning |
 |---|---|
-| alloc, reserved | what this process's tensors take on the device; what torch keeps for them. `-` on a CPU |
-| free | what anybody could still have: of the device; on a CPU of main memory, within the control group's limit |
+| alloc, reserved | memory of this process's tensors on the device; memory that torch reserves. `-` on a CPU |
+| free | free memory of the device; on a CPU of main memory, within the control group's limit |
 | rss | main memory of this process |
 | trainer, optim | model and optimizer state of the trainer on the device now |
-| engine_w, engine_kv | weights and KV cache of the engine on the device now, as it says; `-` when it does not |
-| freed | by which the device became emptier in the step that led here |
+| engine_w, engine_kv | weights and KV cache of the engine on the device now, as it reports; `-` if it does not |
+| freed | memory of the device that the change to this phase has freed |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an optimizer step measures, combined into what a log line says.
+"""Metrics of optimizer steps, combined into the values of log lines.
 
 Values are typed: a *mean* (weighted), a *max*, a *min* or a *sum*. Within a step, values of one name are combined by
 their type; `commit` ends the step and folds its values into the open window, in which means are averaged over the
@@ -20,7 +20,7 @@ from typing import Any, Literal
 Kind = Literal["mean", "max", "min", "sum"]
 
 OUTSIDE_STEP = ("eval", "save")
-"""Phases that are no part of a step's time."""
+"""Phases that do not count to a step's time."""
 
 
 def kind_of(name: str) -> Kind:
@@ -47,7 +47,7 @@ class Value:
     weight: float
 
     def combine(self, total: float, weight: float) -> None:
-        """One more of its kind; a total of value * weight for means."""
+        """Combine with a value of the same kind; `total` is value * weight for means."""
         if self.kind == "max":
             self.total = extreme(max, self.total, total)
         elif self.kind == "min":
@@ -56,14 +56,9 @@ class Value:
             self.total += total
         self.weight += weight
 
-    @property
-    def result(self) -> float:
-        """The combined number."""
-        return self.total / self.weight if self.kind == "mean" else self.total
-
 
 def extreme(choose: Callable[[float, float], float], a: float, b: float) -> float:
-    """Maximum or minimum; not a number stays not a number, so that it is seen."""
+    """Maximum or minimum; NaN if one of them is NaN."""
     return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
 
 
@@ -82,7 +77,11 @@ class Values(dict[str, Value]):
 
     def results(self) -> dict[str, float]:
         """The numbers; a mean without weight has none."""
-        return {name: one.result for name, one in self.items() if one.weight or one.kind != "mean"}
+        return {
+            name: value.total / value.weight if value.kind == "mean" else value.total
+            for name, value in self.items()
+            if value.weight or value.kind != "mean"
+        }
 
 
 class MetricStore:

@@ -33,7 +33,7 @@ drawing everything three times, which takes as long as the last step of a short 
 _SMOOTHING_SHARE = 0.1
 _TICKS, _NARROWEST = 10, 200
 _STYLES = ("-", "--", ":", "-.")
-"""Of the curves of a panel, in turn; each is thinner than those below it, so that equal ones are all seen."""
+"""Of the curves of a panel, in turn; each is thinner than those below it, so that equal curves are all visible."""
 _CUT_OFF, _CLIPPED = "share cut off", "clipped ratios"
 
 
@@ -57,7 +57,8 @@ def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
     """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one."""
     train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
     evaluation = [row for row in rows if any(key.startswith("eval_") for key in row)]
-    functions = _function_keys(train)
+    means = (key for row in train for key in row if key.startswith("rewards/") and key.endswith("/mean"))
+    functions = {key: key.removeprefix("rewards/").removesuffix("/mean") for key in dict.fromkeys(means)}
     panels: dict[str, list[Panel]] = {
         "reward": [
             ("reward", {"reward": "mean"}, {"eval_reward": "evaluation"}),
@@ -67,9 +68,14 @@ def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
         "preference": [
             (
                 "share of pairs in the right order",
-                *_with_evaluation({"rewards/accuracies": "pairs", "accuracy": "pairs"}),
+                {"rewards/accuracies": "pairs", "accuracy": "pairs"},
+                {"eval_rewards/accuracies": "evaluation", "eval_accuracy": "evaluation"},
             ),
-            ("margin", *_with_evaluation({"rewards/margins": "margin", "margin": "margin"})),
+            (
+                "margin",
+                {"rewards/margins": "margin", "margin": "margin"},
+                {"eval_rewards/margins": "evaluation", "eval_margin": "evaluation"},
+            ),
             ("implicit rewards", {f"rewards/{k}": k for k in ("chosen", "rejected")}, {}),
         ],
         "length": [
@@ -92,17 +98,6 @@ def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
     _draw_time(folder / "time.png", train, marks)
 
 
-def _with_evaluation(keys: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Log key -> label, and the same of evaluations."""
-    return dict(keys), {f"eval_{key}": "evaluation" for key in keys}
-
-
-def _function_keys(rows: Rows) -> dict[str, str]:
-    """Log key -> function name, in the order of their first appearance."""
-    keys = (key for row in rows for key in row if key.startswith("rewards/") and key.endswith("/mean"))
-    return {key: key[len("rewards/") : -len("/mean")] for key in dict.fromkeys(keys)}
-
-
 def _panels(count: int, height_in: float) -> list[Axes]:
     """The panels of a new figure, from top to bottom; they share the axis of steps."""
     from matplotlib.figure import Figure
@@ -121,7 +116,10 @@ def _panels(count: int, height_in: float) -> list[Axes]:
 
 
 def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Rows, marks: Marks) -> None:
-    """One picture of panels on top of each other; those without a value are left out."""
+    """One picture of panels on top of each other; those without a value are left out.
+
+    A curve of ten values or more is drawn faint, and its smoothed values strong.
+    """
     filled = []
     for title, keys, eval_keys in parts:
         curves = [(_text(label), *series(train, key), False) for key, label in keys.items()]
@@ -135,54 +133,28 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
     for axes, (title, curves) in zip(panels, filled, strict=True):
         for number, (label, steps, values, is_evaluation) in enumerate(curves):
             width = max(1.6, 1.0 + 0.8 * (min(len(curves), 4) - number))
-            style = {"color": f"C{number}", "linestyle": _STYLES[number % len(_STYLES)], "linewidth": width}
-            _draw_curve(axes, style, label, steps, values, dots=is_evaluation)
+            style: dict[str, Any] = {
+                "color": f"C{number}",
+                "linestyle": _STYLES[number % len(_STYLES)],
+                "linewidth": width,
+            }
+            if is_evaluation or len(values) < 10:  # dots: a single point would be invisible
+                axes.plot(steps, values, label=label, marker="o", markersize=2.5 * width, **style)
+            else:
+                axes.plot(steps, values, color=f"C{number}", alpha=0.3, linewidth=0.9)
+                axes.plot(steps, smooth(values), label=label, **style)
         _finish(axes, title, [step for _, steps, _, _ in curves for step in steps])
         if title in (_CUT_OFF, _CLIPPED):
             most = max(value for _, _, values, _ in curves for value in values) if title == _CLIPPED else 1.0
             axes.set_ylim(-0.04 * (most or 1.0), 1.04 * (most or 1.0))
         if len(curves) > 1:
             axes.legend(loc="best", fontsize="small", framealpha=0.7)
-    _mark(panels, marks)
-    _save(panels[-1].figure, path)
-
-
-def _draw_curve(
-    axes: Axes, style: dict[str, Any], label: str, steps: Sequence[int], values: Sequence[float], *, dots: bool
-) -> None:
-    """The data faint and its smoothed course strong; few points are marked, so that one alone is seen."""
-    if dots or len(values) < 10:
-        axes.plot(steps, values, label=label, marker="o", markersize=2.5 * style["linewidth"], **style)
-        return
-    axes.plot(steps, values, color=style["color"], alpha=0.3, linewidth=0.9)
-    axes.plot(steps, smooth(values), label=label, **style)
+    _save(panels, marks, path)
 
 
 def _text(text: str) -> str:
-    """A name from outside, which matplotlib shall not take for a formula or for something to hide."""
+    """A name of the user's, escaped: matplotlib reads `$` as a formula and hides labels with a leading `_`."""
     return printable(text).replace("$", r"\$").lstrip("_")
-
-
-def _mark(panels: Sequence[Axes], marks: Marks) -> None:
-    """The name of the run above, checkpoints below and alerts above each panel, where its steps are."""
-    panels[0].set_title(_text(marks.name), loc="right", fontsize="small", color="gray")
-    panels[-1].set_xlabel("optimizer step")
-    kinds = (("checkpoints", marks.checkpoints, "^", 0.0, "gray"), ("alerts", marks.alerts, "v", 1.0, "red"))
-    for axes in panels:
-        low, high = axes.get_xlim()
-        for name, steps, shape, height, colour in kinds:
-            inside = sorted({step for step in steps if low <= step <= high})
-            style: dict[str, Any] = {
-                "marker": shape,
-                "color": colour,
-                "linestyle": "",
-                "markersize": 5,
-                "clip_on": False,
-            }
-            if inside:
-                axes.plot(inside, [height] * len(inside), transform=axes.get_xaxis_transform(), gid=name, **style)
-    if shown := [f"{'▲' if shape == '^' else '▼'} {name}" for name, steps, shape, _, _ in kinds if steps]:
-        panels[-1].figure.text(0.01, 0.01, "  ".join(shown), fontsize="small", color="gray")
 
 
 def _draw_time(path: Path, rows: Rows, marks: Marks) -> None:
@@ -215,9 +187,8 @@ def _draw_time(path: Path, rows: Rows, marks: Marks) -> None:
             heights = [height + after.get(i, 0.0) for i, height in enumerate(heights)]
     _finish(axes, "seconds per step, by phase", steps)
     axes.set_ylim(0.0, max(max(heights) * 1.2, 1e-9))  # room for the legend above the bars
-    _mark([axes], marks)
     axes.legend(loc="upper left", fontsize="small", framealpha=0.7, ncols=len(layers) + len(OUTSIDE_STEP))
-    _save(axes.figure, path)
+    _save([axes], marks, path)
 
 
 def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
@@ -235,9 +206,29 @@ def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
         axes.set_xlim(min(low, first - 1), max(high, last + 1))
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(panels: Sequence[Axes], marks: Marks, path: Path) -> None:
+    """Writes a picture: the name of the run above, checkpoints below and alerts above each panel, at their steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    panels[0].set_title(_text(marks.name), loc="right", fontsize="small", color="gray")
+    panels[-1].set_xlabel("optimizer step")
+    kinds = (("checkpoints", marks.checkpoints, "^", 0.0, "gray"), ("alerts", marks.alerts, "v", 1.0, "red"))
+    for axes in panels:
+        low, high = axes.get_xlim()
+        for name, steps, shape, height, colour in kinds:
+            inside = sorted({step for step in steps if low <= step <= high})
+            style: dict[str, Any] = {
+                "marker": shape,
+                "color": colour,
+                "linestyle": "",
+                "markersize": 5,
+                "clip_on": False,
+            }
+            if inside:
+                axes.plot(inside, [height] * len(inside), transform=axes.get_xaxis_transform(), gid=name, **style)
+    if shown := [f"{'▲' if shape == '^' else '▼'} {name}" for name, steps, shape, _, _ in kinds if steps]:
+        panels[-1].figure.text(0.01, 0.01, "  ".join(shown), fontsize="small", color="gray")
+    figure: Any = panels[-1].figure
     canvas = FigureCanvasAgg(figure)
     staging = path.with_name(f".{path.name}.tmp")
     with writing(path):

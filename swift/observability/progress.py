@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, one line per log step anywhere else.
+"""The progress of a run on the console: a bar on a terminal, one line per log step anywhere else.
 
 Both show reward, completion length, speed, step time and the time left. Only rank 0 makes one of these.
 """
@@ -51,8 +51,8 @@ def status(logs: Mapping[str, float]) -> str:
 class Progress:
     """Shows how far a run of `max_steps` is, of which `start_step` were done before.
 
-    stream: None means stderr. terminal: draw a bar; None asks the stream. record: gets every line that stays on the
-    screen, for the log file. clock: monotonic seconds.
+    stream: None means stderr. terminal: whether to draw a bar; None means if the stream is a terminal. record: called
+    with every line that stays on the screen, for the log file. clock: monotonic seconds.
     """
 
     def __init__(
@@ -105,9 +105,6 @@ class Progress:
         """Show a line that stays, above the bar: the plan, a note, a warning. `cut`: to the width of a terminal."""
         text = printable(text)
         self._record(text)
-        self._print(text, cut=cut)
-
-    def _print(self, text: str, *, cut: bool = False) -> None:
         if self._bar is not None:
             width = {"no_wrap": True, "overflow": "ellipsis"} if cut else {"soft_wrap": True}
             self._bar.console.print(text, markup=False, highlight=False, **width)
@@ -138,7 +135,7 @@ class Progress:
         line = " | ".join(part for part in (f"step {step}/{self._max_steps}", text, self._left()) if part)
         self._record(line)
         if self._bar is None:
-            self._print(line)
+            print(line, file=self._stream, flush=True)
         else:
             self._bar.update(self._task, completed=step, status=text, left=self._left())
 
@@ -150,7 +147,7 @@ class Progress:
         return f"{format_seconds(seconds)} left"
 
     def close(self) -> None:
-        """Leave the bar as it is and give the terminal back; a second call does nothing."""
+        """Stop the bar and restore the terminal; a second call does nothing."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

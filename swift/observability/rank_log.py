@@ -1,4 +1,4 @@
-"""The log file of one process: what Python's logging and warnings say, and what the console showed."""
+"""The log file of one process: Python's logging and warnings, and the lines of the console."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class _LogFile(logging.FileHandler):
-    """A full disk costs lines of the log and no more; it is told by what needs the disk."""
+    """On a full disk, lines of the log are lost without an error; other writers report the disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Lets pass what the disk does."""
+        """Ignores errors of the disk."""
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
@@ -29,7 +29,7 @@ class _LogFile(logging.FileHandler):
 
 
 class _Lines(logging.Formatter):
-    """Without secrets, and with control characters written out, for who shows the file in a terminal."""
+    """Without secrets, and with control characters escaped, so that a terminal can show the file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(mask_text(super().format(record)))

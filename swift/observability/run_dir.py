@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from swift.errors import ConfigError, ResourceError
 from swift.observability.files import write_json, write_text, writing
@@ -61,7 +61,7 @@ def refuse_checkpoints(folder: Path) -> None:
     """Raises ConfigError: a folder in which a new run would write between the checkpoints of another."""
     if any(folder.glob("checkpoint-*")):
         if (lock := folder / LOCK).exists():
-            _acquire(lock)  # a live run is another matter
+            _acquire(lock)  # raises another error if the run is live
             _release(lock)
         raise ConfigError(
             f"--output_dir: {folder}: holds the checkpoints of another run; continue it with "
@@ -72,30 +72,23 @@ def refuse_checkpoints(folder: Path) -> None:
 class RunDirectory:
     """One run's folder; at most one process holds it open.
 
+    path: the folder of the run. attempt: the number of this start, from 1. Both are set by `open`.
+
     Args:
         output_dir: as given by the user.
         add_version: make a new v<N>-<date>-<time> folder inside; false uses `output_dir` itself.
-        resume_run: the existing run folder to continue in; `output_dir` and `add_version` then do not matter.
+        resume_run: the existing run folder to continue in; `output_dir` and `add_version` then have no effect.
     """
+
+    path: Path
+    attempt: int
 
     def __init__(self, output_dir: str | Path, *, add_version: bool = True, resume_run: Path | None = None) -> None:
         self._output_dir = Path(output_dir).expanduser().absolute()
         self._add_version = add_version
         self._resume_run = resume_run
-        self._path: Path | None = None
         self._record: dict[str, Any] | None = None
-
-    @property
-    def path(self) -> Path:
-        """The folder of the run; known after `open`."""
-        assert self._path is not None, "path before open()"
-        return self._path
-
-    @property
-    def attempt(self) -> int:
-        """The number of this start, from 1; known after `open`."""
-        assert self._record is not None, "attempt before open()"
-        return int(self._record["attempt"])
+        self._lock: Path | None = None
 
     def open(
         self,
@@ -115,7 +108,7 @@ class RunDirectory:
             config_file: copied beside args.json under its own name, its secrets masked.
             changed: settings that differ from those of the checkpoint, as (then, now).
             start_step: optimizer steps already done.
-            now: the time of the start; None asks the clock.
+            now: the time of the start; None means the current time.
 
         Raises:
             ResourceError: when another live process holds the folder, or the disk is full.
@@ -125,7 +118,7 @@ class RunDirectory:
         with writing(self._output_dir):
             path = self._make(moment)
             _acquire(path / LOCK)
-            self._path = path
+            self.path, self._lock = path, path / LOCK
             try:
                 self._begin(argv, settings, config_file, changed or {}, start_step, moment)
             except BaseException:
@@ -157,9 +150,14 @@ class RunDirectory:
         start_step: int,
         moment: datetime,
     ) -> None:
-        attempts = self._earlier_attempts()
+        repair(self.path / ATTEMPTS)
+        attempts = list(read_jsonl(self.path / ATTEMPTS))
+        for row in attempts:
+            if row["reason"] is None:
+                row["reason"] = "killed: the process ended without a word"
+        self.attempt = max((int(row["attempt"]) for row in attempts), default=0) + 1
         self._record = {
-            "attempt": max((int(row["attempt"]) for row in attempts), default=0) + 1,
+            "attempt": self.attempt,
             "time": moment.astimezone().isoformat(timespec="seconds"),
             "argv": mask_argv(argv),
             "changed": {name: list(values) for name, values in changed.items()},
@@ -178,20 +176,11 @@ class RunDirectory:
             write_text(copy, mask_config(config_file))
         self._write_attempts([*attempts, self._record])
 
-    def _earlier_attempts(self) -> list[dict[str, Any]]:
-        path = self.path / ATTEMPTS
-        repair(path)
-        attempts = list(read_jsonl(path))
-        for row in attempts:
-            if row["reason"] is None:
-                row["reason"] = "killed: the process ended without a word"
-        return attempts
-
     def _write_attempts(self, attempts: Sequence[Mapping[str, Any]]) -> None:
         write_text(self.path / ATTEMPTS, "".join(encode_row(row).decode() for row in attempts))
 
     def finish(self, *, end_step: int, exit_code: int, reason: str) -> None:
-        """Record how the attempt ended (`reason`: "done", "signal SIGTERM", an error line); let the folder go."""
+        """Record how the attempt ended (`reason`: "done", "signal SIGTERM", an error line); release the lock."""
         assert self._record is not None, "finish() before open()"
         self._record.update(end_step=end_step, exit_code=exit_code, reason=reason)
         try:
@@ -202,8 +191,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock; a second call does nothing."""
-        if self._path is not None:
-            _release(self._path / LOCK)
+        if self._lock is not None:
+            _release(self._lock)
 
 
 def rank_log_file(run_dir: Path, attempt: int, rank: int) -> Path:
@@ -211,13 +200,12 @@ def rank_log_file(run_dir: Path, attempt: int, rank: int) -> Path:
     return run_dir / "logs" / f"attempt-{attempt}" / f"rank-{rank}.log"
 
 
-# --- the lock: who holds it is written in it; an empty file is free ------------------------------------------------
+# --- the lock: the file contains its holder; an empty file is free -------------------------------------------------
 
 
 def _acquire(path: Path) -> None:
     """Write this process into the lock; ResourceError names pid and host of a live holder."""
-    with _locked(path) as file:
-        holder = _read_holder(file)
+    with _locked(path) as (file, holder):
         if holder is not None and _is_alive(holder):
             raise ResourceError(
                 f"run folder: {path.parent}: in use by process {holder['pid']} on {holder['host']} since "
@@ -229,50 +217,44 @@ def _acquire(path: Path) -> None:
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             "started": _process_start(os.getpid()),
         }
-        _replace(file, json.dumps(own) + "\n")
+        file.truncate()
+        file.write(json.dumps(own) + "\n")
 
 
 def _release(path: Path) -> None:
     if not path.exists():
         return
-    with _locked(path) as file:
-        holder = _read_holder(file)
+    with _locked(path) as (file, holder):
         if holder is not None and (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
-            _replace(file, "")
+            file.truncate()
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[Any]:
-    """The lock file, open, while no other process looks at it; file systems without flock go unguarded."""
+def _locked(path: Path) -> Iterator[tuple[IO[str], dict[str, Any] | None]]:
+    """The lock file, open at its start and flocked (if the file system has flock), and its holder.
+
+    The holder is None if the file is empty, or torn by a kill of the process that wrote it. Changes are on the disk
+    after the block.
+    """
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in _NO_FLOCK:
                 raise
-        yield file
-
-
-def _read_holder(file: Any) -> dict[str, Any] | None:
-    """The holder; None when the file is empty or was torn by a kill of the one who wrote it."""
-    file.seek(0)
-    try:
-        holder = json.loads(file.readline() or "null")
-    except ValueError:
-        return None
-    return holder if isinstance(holder, dict) and {"pid", "host", "time", "started"} <= holder.keys() else None
-
-
-def _replace(file: Any, text: str) -> None:
-    file.seek(0)
-    file.truncate()
-    file.write(text)
-    file.flush()
-    os.fsync(file.fileno())
+        file.seek(0)
+        holder = None
+        with contextlib.suppress(ValueError):
+            holder = json.loads(file.readline() or "null")
+        is_holder = isinstance(holder, dict) and {"pid", "host", "time", "started"} <= holder.keys()
+        file.seek(0)
+        yield file, holder if is_holder else None
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _is_alive(holder: Mapping[str, Any]) -> bool:
-    """Whether the holder runs; a process of another host is taken to run, a reused pid is told by its start."""
+    """Whether the holder runs. A process of another host counts as running; the start time detects a reused pid."""
     if holder["host"] != socket.gethostname():
         return True
     started = _process_start(int(holder["pid"]))
@@ -280,7 +262,7 @@ def _is_alive(holder: Mapping[str, Any]) -> bool:
 
 
 def _process_start(pid: int) -> float | None:
-    """When a process started, in seconds since the epoch; None when it does not run."""
+    """The start time of a process, in seconds since the epoch; None if it does not run."""
     import psutil
 
     try:

@@ -41,7 +41,7 @@ _MEMBER = re.compile(r"(?P<start>(?P<quote>[\"'])(?P<name>[\w. -]+)(?P=quote)\s*
 def is_secret(name: str) -> bool:
     """Whether a setting, an alias of a flag, a variable or a key of this name holds a secret.
 
-    Flags say so themselves (`swift.flags.Details.secret`); the rest is judged by its name.
+    Flags declare it (`swift.flags.Details.secret`); for other names a pattern decides.
 
     >>> [is_secret(name) for name in ("--hub-token", "HF_TOKEN", "apiKey", "PGPASSWORD", "max_tokens", "pad_token")]
     [True, True, True, True, False, False]
@@ -101,7 +101,7 @@ def mask(name: str, value: Any) -> Any:
 
 
 def is_masked(name: str, value: Any) -> bool:
-    """Whether `mask` has taken something out of it.
+    """Whether `mask` has replaced a part of the value.
 
     >>> is_masked("api_key", "***"), is_masked("stop_words", "***"), is_masked("url", "http://me:***@host")
     (True, False, True)
@@ -146,11 +146,11 @@ def mask_config(path: Path) -> str:
 
 
 def _hide(name: str, node: yaml.Node) -> bool:
-    """Mask what lies below a node; whether there were secrets."""
+    """Mask the secrets below a node; returns whether there were any."""
     if SECRET.get(name) is False:
         return False
     if not isinstance(node.value, str):
-        pairs = [(one[0].value, one[1]) if isinstance(one, tuple) else (name, one) for one in node.value]
+        pairs = [(part[0].value, part[1]) if isinstance(part, tuple) else (name, part) for part in node.value]
         if name == "ENV":
             return sum(_hide_value(value, mask_variable(str(key), value.value)) for key, value in pairs) > 0
         return sum(_hide(str(key), value) for key, value in pairs) > 0  # all of them

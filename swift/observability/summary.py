@@ -1,4 +1,4 @@
-"""The last words of a run: what it reached, where its time went, where everything lies. Pure text."""
+"""The summary at the end of a run: rewards, time per phase, and the paths of its files. Pure text."""
 
 from __future__ import annotations
 
@@ -31,20 +31,27 @@ def summarise(
     Args:
         rows: of logging.jsonl, those that count.
         run_dir: the run's folder; only what exists in it is listed.
-        best_checkpoint: by the metric the run was told to watch.
+        best_checkpoint: by `--metric_for_best_model`.
         last_checkpoint: the newest.
     """
-    parts = [_headline(rows), *_rewards(rows), *_sampler(rows), *_time_table(rows)]
-    return "\n".join([*parts, *_places(run_dir, best_checkpoint, last_checkpoint)])
-
-
-def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
     steps, _ = series(rows, "step")
     _, totals = series(rows, "max_steps")
-    if not steps:
-        return "No step was logged."
     of = f" of {totals[-1]:.0f}" if totals else ""
-    return f"Steps logged: up to {steps[-1]}{of}"
+    headline = f"Steps logged: up to {steps[-1]}{of}" if steps else "No step was logged."
+    checkpoints = ((last_checkpoint, "last"), (best_checkpoint, "best"))
+    places = [(path.name, f"{which} checkpoint") for path, which in checkpoints if path is not None]
+    places += [(name, what) for name, what in _FILES if (run_dir / name).exists()]
+    return "\n".join(
+        [
+            headline,
+            *_rewards(rows),
+            *_sampler(rows),
+            *_time_table(rows),
+            "",
+            f"Everything lies in {run_dir}",
+            *(f"  {name:<18} {what}" for name, what in places),
+        ]
+    )
 
 
 def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -66,7 +73,7 @@ def _rewards(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sampler(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How far the log-probs of sampler and trainer were apart, and what may explain it."""
+    """The largest gap between the log-probs of sampler and trainer, with its possible causes."""
     key = "mismatch/logp_abs_diff_max"
     _, gaps = series([row for row in rows if not row.get("mismatch/biased")], key)
     if not gaps:
@@ -89,16 +96,18 @@ def _time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     covered = steps_covered(timed)
     total = sum(covered)
     per_step = sum(row["step_time"] * steps for row, steps in zip(timed, covered, strict=True)) / total
-    lines = ["", "time per step"]
+    means: dict[str, float] = {}
     known = 0.0
     for phase in PHASES:
         key = f"time/{phase}"
         seconds = [row[key] * steps for row, steps in zip(timed, covered, strict=True) if key in row]
         if seconds:
-            mean = sum(seconds) / total
-            known += mean
-            lines.append(_time_line(phase, mean, per_step))
-    lines.append(_time_line("other", max(0.0, per_step - known), per_step))
+            means[phase] = sum(seconds) / total
+            known += means[phase]
+    means["other"] = max(0.0, per_step - known)
+    lines = ["", "time per step"]
+    for phase, mean in means.items():
+        lines.append(f"  {phase:<9} {mean:8.3f} s  {mean / per_step if per_step else 0.0:4.0%}")
     lines.append(f"  {'all':<9} {per_step:8.3f} s")
     speeds = [(row, steps) for row, steps in zip(timed, covered, strict=True) if "tokens/trained" in row]
     seconds_of_speeds = sum(row["step_time"] * steps for row, steps in speeds)
@@ -109,20 +118,6 @@ def _time_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def steps_covered(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """How many optimizer steps each row stands for: those since the row before it."""
+    """The number of optimizer steps that each row covers: those since the row before it."""
     steps = [int(row["step"]) for row in rows]
     return [max(1, step - before) for before, step in zip([0, *steps], steps, strict=False)]
-
-
-def _time_line(phase: str, seconds: float, all_seconds: float) -> str:
-    share = seconds / all_seconds if all_seconds else 0.0
-    return f"  {phase:<9} {seconds:8.3f} s  {share:4.0%}"
-
-
-def _places(run_dir: Path, best: Path | None, last: Path | None) -> list[str]:
-    lines = ["", f"Everything lies in {run_dir}"]
-    if last is not None:
-        lines.append(f"  {last.name:<18} last checkpoint")
-    if best is not None:
-        lines.append(f"  {best.name:<18} best checkpoint")
-    return lines + [f"  {name:<18} {what}" for name, what in _FILES if (run_dir / name).exists()]

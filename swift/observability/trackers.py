@@ -27,16 +27,16 @@ SHOWN_CHARS = 4000
 
 @contextlib.contextmanager
 def short_failures() -> Iterator[None]:
-    """A thread of TensorBoard that cannot write says so in one line; what the run writes next fails in the same way."""
+    """Report a thread of TensorBoard that cannot write in one line; the run's own next write fails in the same way."""
     before = threading.excepthook
 
-    def tell(failure: threading.ExceptHookArgs) -> None:
+    def report(failure: threading.ExceptHookArgs) -> None:
         if type(failure.thread).__module__.startswith("tensorboard") and isinstance(failure.exc_value, OSError):
             logger.warning("tensorboard: %s; no more is written there", first_line(failure.exc_value))
         else:
             before(failure)
 
-    threading.excepthook = tell
+    threading.excepthook = report
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The door for users' code: register here, `swift` calls it by name.
+"""The interface for users' code: register a part here, and `swift` finds it by name.
 
 A plugin file is plain Python. It imports what it extends and assigns to a registry:
 

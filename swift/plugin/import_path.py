@@ -1,7 +1,7 @@
 """Entries of a registry by import path: `package.module.attribute`, or `module.attribute` in the working folder.
 
-The working folder comes first on `sys.path` while a module is imported and last afterwards, so its files hide no
-library that is loaded later. What goes wrong is one line with the flag, the path and the reason.
+The working folder comes first on `sys.path` while a module is imported and last afterwards, so its files do not
+shadow libraries that are loaded later. An error is one line with the flag, the path and the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def is_import_path(name: str) -> bool:
 
 
 def register_import_path(registry: Registry, name: str, *, flag: str, path: str | None = None) -> None:
-    """Registers what an import path leads to, under `name`.
+    """Registers the object at an import path under `name`.
 
     Args:
-        registry: where.
+        registry: the registry.
         name: as typed.
         flag: the setting, for messages: "--reward_funcs".
-        path: the import path where it is not the name.
+        path: the import path, if it differs from the name.
 
     Raises:
         ConfigError: no such module or attribute, it cannot be called, or the import raises.
@@ -41,7 +41,7 @@ def register_import_path(registry: Registry, name: str, *, flag: str, path: str 
     found = getattr(module, attribute, None)
     where = getattr(module, "__file__", None) or module_name
     if found is None:
-        near = nearest(attribute, [one for one, value in vars(module).items() if callable(value)])
+        near = nearest(attribute, [name for name, value in vars(module).items() if callable(value)])
         fix = f"nearest: {', '.join(near)}" if near else "check the name"
         raise ConfigError(f"{flag}: {name}: {where} has no {attribute!r}; {fix}")
     if not callable(found):
@@ -54,11 +54,11 @@ def register_import_path(registry: Registry, name: str, *, flag: str, path: str 
 
 def _import(module: str, subject: str) -> Any:
     try:
-        with _working_folder_first(), watched(subject) as watch:
+        with _working_folder_first(), watched(subject) as sigint:
             importlib.invalidate_caches()  # a file may be younger than the last look into its folder
             return importlib.import_module(module)
     except BaseException as error:
-        if isinstance(error, ConfigError) or watch.interrupted(error):
+        if isinstance(error, ConfigError) or sigint.interrupted(error):
             raise
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{module}.".startswith(f"{missing}."):
@@ -67,7 +67,8 @@ def _import(module: str, subject: str) -> Any:
             raise ConfigError(
                 f"{subject}: no module {missing!r} in {Path.cwd()} or among installed packages; {fix}"
             ) from error
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<frozen")]
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if not frame.filename.startswith("<frozen")]
         wrong: Any = error if isinstance(error, SyntaxError) else frames[-1]
         last_line = traceback.format_exception_only(error)[-1].strip()
         raise ConfigError(

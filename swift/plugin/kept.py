@@ -1,7 +1,7 @@
-"""What the import of a plugin does not change: settings of the whole process on which a run depends are put back.
+"""Process settings that are restored after the import of a plugin, because a run depends on them.
 
-A plugin may change environment variables, threads of torch, its deterministic mode and what else is not in `SETTINGS`.
-Random streams need nothing here: a run seeds them after the import.
+A plugin may change settings that are not in `SETTINGS`, such as environment variables, threads of torch and its
+deterministic mode. Random streams are not restored: a run seeds them after the import.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 logger = logging.getLogger("swift.plugin")
@@ -66,19 +67,19 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "the clock": (_read_clock, _set_clock),
     "torch's gradients, default type or device": (_read_torch, _set_torch),
 }
-"""How each is read and set."""
+"""Name -> the functions that read and set it."""
 
 
+@dataclass(frozen=True)
 class TorchKept:
-    """Puts back what is changed of torch's settings from here on: of this thread, and of all threads."""
+    """The settings of torch when this object was made, of this thread and of all threads."""
 
-    def __init__(self) -> None:
-        self._before = _read_torch()
+    before: tuple[Any, ...] | None = field(default_factory=_read_torch)
 
     def put_back(self) -> None:
-        """With a note if anything was changed."""
-        if _read_torch() != self._before:
-            _set_torch(self._before)
+        """Restores the settings, with a note if any was changed."""
+        if _read_torch() != self.before:
+            _set_torch(self.before)
             logger.warning(
                 "note: torch's gradients, default type or device: changed by a plugin or library during the run, which "
                 "depends on them: put back; change them in the functions that need it, and back"
@@ -87,7 +88,7 @@ class TorchKept:
 
 @contextlib.contextmanager
 def process_kept(subject: str) -> Iterator[None]:
-    """Puts back what the code inside changes of the process, with a note. subject: what the note begins with."""
+    """Restores the settings of the process that the block changes, with a note. subject: the start of the note."""
     modules, loaded = sys.modules, dict(sys.modules)
     before = {name: read() for name, (read, _) in SETTINGS.items()}
     streams = [(getattr(sys, name), os.dup(number)) for number, name in enumerate(STREAMS)]
@@ -97,9 +98,7 @@ def process_kept(subject: str) -> Iterator[None]:
         changed = ["sys.modules"] if sys.modules is not modules or loaded.keys() - modules.keys() else []
         if changed:
             sys.modules = modules
-            modules.update(
-                loaded
-            )  # also those that were imported a second time, without what others have put into them
+            modules.update(loaded)  # modules that were imported a second time lack the changes of other modules
         for number, (stream, copy) in enumerate(streams):
             if _put_back(number, stream, copy):
                 changed.append(f"sys.{STREAMS[number]}")
@@ -118,7 +117,7 @@ def process_kept(subject: str) -> Iterator[None]:
 
 
 def _put_back(number: int, stream: Any, copy: int) -> bool:
-    """A standard stream and its descriptor as they were; whether they were not. The copy is closed."""
+    """Restores a standard stream and its descriptor; returns whether either was changed. Closes the copy."""
     try:
         same = os.path.sameopenfile(number, copy)
     except OSError:

@@ -1,8 +1,8 @@
 """Imports users' plugin files.
 
 Every file becomes a module of its own, under a name made from its path, so two files called `plugin.py`
-live side by side. Its folder is appended to `sys.path`, so a plugin can import its neighbours. Whatever
-goes wrong inside a plugin is reported with the file, the line and the last line of the exception.
+can be loaded together. Its folder is appended to `sys.path`, so a plugin can import its neighbours. An error
+inside a plugin is reported with the file, the line and the last line of the exception.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
@@ -29,7 +30,7 @@ logger = logging.getLogger("swift.plugin")
 
 SLOW_S = 10.0
 LIMIT_S = 120.0
-"""Seconds after which an import that has not ended is told of, and ends the process."""
+"""Seconds after which an unfinished import is reported, and after which it ends the process."""
 
 _loaded: dict[str, Recorded] = {}  # module name -> what the plugin registered
 
@@ -51,16 +52,15 @@ def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
         if path in modules:
             logger.warning("note: --external_plugins: %s: given twice, loaded once", given)
             continue
-        problem = _file_problem(path, str(given))
-        if problem:
-            problems.append(problem)
+        if not path.is_file() or path.suffix != ".py":
+            problems.append(_file_problem(path, str(given)))
             continue
         try:
             modules[path] = _load(path, str(given))
         except ConfigError as error:
             problems += error.problems
             continue
-        for place in _loaded[module_name(path)]:
+        for place in _loaded[modules[path].__name__]:
             if owners.setdefault(place, str(given)) != str(given):
                 key, name = place
                 problems.append(
@@ -71,16 +71,9 @@ def load_external_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     return list(modules.values())
 
 
-def module_name(path: Path) -> str:
-    """The name under which the plugin at the absolute `path` is imported: readable and unique."""
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    stem = "".join(char if char.isalnum() else "_" for char in path.stem)
-    return f"swift_plugin_{stem}_{digest}"
-
-
-def _file_problem(path: Path, given: str) -> str | None:
+def _file_problem(path: Path, given: str) -> str:
     if path.is_file():
-        return None if path.suffix == ".py" else f"--external_plugins: {given}: not a .py file"
+        return f"--external_plugins: {given}: not a .py file"
     if path.is_dir():
         return f"--external_plugins: {given}: a folder; name the .py file in it"
     neighbours = [item.name for item in path.parent.glob("*.py")] if path.parent.is_dir() else []
@@ -95,7 +88,9 @@ def _file_problem(path: Path, given: str) -> str | None:
 
 
 def _load(path: Path, given: str) -> ModuleType:
-    name = module_name(path)
+    """The module of the plugin at an absolute path; the name of a module is readable and unique."""
+    stem = "".join(char if char.isalnum() else "_" for char in path.stem)
+    name = f"swift_plugin_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         register_again(_loaded[name], given)
         return sys.modules[name]
@@ -107,40 +102,40 @@ def _load(path: Path, given: str) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     try:
-        with registering(given) as entries, watched(f"--external_plugins: {given}", path) as watch:
+        with registering(given) as entries, watched(f"--external_plugins: {given}", path) as sigint:
             spec.loader.exec_module(module)
         _loaded[name] = entries
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, ConfigError) or watch.interrupted(error):
+        if isinstance(error, ConfigError) or sigint.interrupted(error):
             raise
         raise ConfigError(_import_problem(error, path, given)) from error
     return module
 
 
-class Watch:
-    """Knows whether Ctrl-C was pressed: a KeyboardInterrupt may be the plugin's own."""
+@dataclass(slots=True)
+class SigintRecord:
+    """Whether Ctrl-C was pressed. A KeyboardInterrupt does not show that: the plugin may raise one itself."""
 
-    def __init__(self) -> None:
-        self._pressed = False
+    pressed: bool = False
 
     def interrupted(self, error: BaseException) -> bool:
         """Whether the user ended the import."""
-        return self._pressed and isinstance(error, KeyboardInterrupt)
+        return self.pressed and isinstance(error, KeyboardInterrupt)
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Notes SIGINT before its handler acts."""
+    def recording(self) -> Iterator[None]:
+        """Records SIGINT inside the block, then calls its handler."""
         handler = signal.getsignal(signal.SIGINT)
         if not callable(handler) or threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        def note(number: int, frame: FrameType | None) -> None:
-            self._pressed = True
+        def record(number: int, frame: FrameType | None) -> None:
+            self.pressed = True
             handler(number, frame)
 
-        signal.signal(signal.SIGINT, note)
+        signal.signal(signal.SIGINT, record)
         try:
             yield
         finally:
@@ -148,12 +143,12 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watched(subject: str, path: Path | None = None) -> Iterator[Watch]:
-    """Tells of an import that takes long, ends the process if it hangs, and turns `os._exit` into a SystemExit.
+def watched(subject: str, path: Path | None = None) -> Iterator[SigintRecord]:
+    """Reports an import that takes long, ends the process if it hangs, and turns `os._exit` into a SystemExit.
 
-    What a run depends on in the process is put back, and a child that the import has forked ends there.
+    Restores the process settings of `swift.plugin.kept`. A child process that the import forks ends with the block.
 
-    subject: what messages begin with. path: the file, whose line they name.
+    subject: the start of messages. path: the file, whose current line they name.
     """
     pid, thread, leave = os.getpid(), threading.get_ident(), os._exit
 
@@ -162,7 +157,7 @@ def watched(subject: str, path: Path | None = None) -> Iterator[Watch]:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         return subject + (f":{lines[-1]}" if lines else "")
 
-    def tell() -> None:
+    def report() -> None:
         print(f"swift: {place()}: still being imported after {SLOW_S:g} s", file=sys.stderr, flush=True)
 
     def end() -> None:
@@ -173,15 +168,15 @@ def watched(subject: str, path: Path | None = None) -> Iterator[Watch]:
             leave(status)
         raise SystemExit(f"os._exit({status})")
 
-    timers = [threading.Timer(SLOW_S, tell), threading.Timer(LIMIT_S, end)]
+    timers = [threading.Timer(SLOW_S, report), threading.Timer(LIMIT_S, end)]
     for timer in timers:
         timer.daemon = True
         timer.start()
     os._exit = leave_by_error
-    watch = Watch()
+    sigint = SigintRecord()
     try:
-        with watch.listening(), process_kept(subject):
-            yield watch
+        with sigint.recording(), process_kept(subject):
+            yield sigint
     finally:
         if os.getpid() != pid:
             leave(0)

@@ -32,7 +32,7 @@ class RolloutInferRequest:
 
 @dataclass(slots=True)
 class ChatMessage:
-    """What the policy said."""
+    """The text of an answer of the policy."""
 
     content: str
     role: str = "assistant"
@@ -70,7 +70,7 @@ class MultiTurnScheduler:
         return choice.finish_reason == "length" or (self.max_turns is not None and turn >= self.max_turns)
 
     def step(self, request: RolloutInferRequest, choice: RolloutChoice, turn: int) -> Any:
-        """What the policy is asked next."""
+        """The messages of the next turn."""
         raise NotImplementedError(f"{type(self).__name__} does not define step")
 
 

@@ -9,7 +9,7 @@ An entry declares its own settings as a dataclass of `swift.flags.flag` fields:
     @losses.register("mine", parameters=MineParameters)
 
 `Registry.parameters_of` gives them back. This module imports no other part of `swift`; the built-in entries of a
-registry are imported from its `home` on first use.
+registry are imported from its `package` on first use.
 """
 
 from __future__ import annotations
@@ -72,26 +72,26 @@ class Registration:
 
 
 class Registry(MutableMapping[str, Any]):
-    """A mapping of named parts that knows who registered what.
+    """A mapping of named parts with the origin of each.
 
     Args:
         key: the name that users import: "orms".
         kind: what the entries are, for messages: "reward function".
-        home: module that registers the built-in entries, or package whose modules do; None for none.
+        package: module that registers the built-in entries, or package whose modules do; None for none.
     """
 
-    def __init__(self, key: str, kind: str, home: str | None = None) -> None:
+    def __init__(self, key: str, kind: str, package: str | None = None) -> None:
         self.key, self.kind = key, kind
-        self._home = home
+        self._package = package
         self._registered: dict[str, Registration] = {}
 
     @property
     def registrations(self) -> dict[str, Registration]:
         """All registrations by name, the built-in ones included."""
-        home, self._home = self._home, None
-        if home is not None:
-            for module in pkgutil.iter_modules(getattr(importlib.import_module(home), "__path__", ())):
-                importlib.import_module(f"{home}.{module.name}")
+        package, self._package = self._package, None
+        if package is not None:
+            for module in pkgutil.iter_modules(getattr(importlib.import_module(package), "__path__", ())):
+                importlib.import_module(f"{package}.{module.name}")
         return self._registered
 
     def register(self, name: str, *, parameters: type | None = None) -> Callable[[Entry], Entry]:
@@ -163,7 +163,7 @@ _recording: Recorded | None = None
 
 
 def _origin() -> str:
-    """Who assigns: a module of this package, the plugin being loaded, or the program."""
+    """The origin of an assignment: a module of this package, the plugin being loaded, or the program."""
     module = str(sys._getframe(2).f_globals.get("__name__", ""))
     if module.partition(".")[0] == __name__.partition(".")[0]:
         return BUILT_IN
@@ -183,18 +183,18 @@ def registering(origin: str) -> Iterator[Recorded]:
 
 
 def register_again(entries: Recorded, origin: str) -> None:
-    """Puts the recorded entries of a plugin back."""
+    """Registers the recorded entries of a plugin once more."""
     for (key, name), registration in entries.items():
         REGISTRIES[key].add(name, replace(registration, origin=origin))
 
 
-orms = Registry("orms", "reward function", home="swift.rewards.functions")
+orms = Registry("orms", "reward function", package="swift.rewards.functions")
 """Reward functions by name: classes, instances, functions or async functions."""
 
-losses = Registry("losses", "loss", home="swift.rl.losses")
+losses = Registry("losses", "loss", package="swift.rl.losses")
 """Losses of `--loss_type` by name."""
 
-advantages = Registry("advantages", "advantage estimator", home="swift.rl.estimators")
+advantages = Registry("advantages", "advantage estimator", package="swift.rl.estimators")
 """Estimators of `--advantage_estimator` by name."""
 
 optimizers = Registry("optimizers", "optimizer")
@@ -215,10 +215,10 @@ envs = Registry("envs", "environment")
 tools = Registry("tools", "tool")
 """Functions of `--rollout_tools` by the name that the policy calls; annotations and docstring are their schema."""
 
-tool_parsers = Registry("tool_parsers", "format of tool calls", home="swift.rollout.multi_turn.tool_formats")
-"""Formats of `--tool_parser` by name: response templates of transformers, which say how an answer calls tools."""
+tool_parsers = Registry("tool_parsers", "format of tool calls", package="swift.rollout.multi_turn.tool_formats")
+"""Formats of `--tool_parser` by name: response templates of transformers, which define the syntax of tool calls."""
 
-presets = Registry("presets", "preset", home="swift.arguments.presets")
+presets = Registry("presets", "preset", package="swift.arguments.presets")
 """Values of papers for `--preset`, by name."""
 
 inference_backends, rollout_funcs = backends, rollout_functions  # older names

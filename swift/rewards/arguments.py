@@ -1,4 +1,4 @@
-"""Settings of rewards: which functions and models judge, with which weight, for how long."""
+"""Settings of rewards: functions and models, their weights and time limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which reward functions a run uses: names resolved, signatures read. No processes.
+"""The reward functions of a run: names resolved, signatures read. No processes.
 
-All problems of a configuration are found together, before any model loads.
+All problems of a configuration are reported together, before any model loads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import is_dataclass
 from pathlib import PurePath
 from typing import Any
 
-from swift.data.spec import each
-from swift.errors import join_problems, nearest
+from swift.data.spec import map_collecting_problems
+from swift.errors import ConfigError, join_problems, nearest
 from swift.flags import spellings_of
 from swift.plugin import orms
 from swift.plugin.import_path import is_import_path, register_import_path
@@ -26,7 +26,7 @@ logger = logging.getLogger("swift.rewards")
 _SAMPLER_FUNCTIONS = ("toolbench", "math")
 
 TRL_FUNCTIONS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
-"""Names of `trl.rewards` that TRL's own command line knows."""
+"""Names in `trl.rewards` that TRL's own command line accepts."""
 
 
 def read_signatures(args: Any, flags: Mapping[str, Any]) -> list[Signature]:
@@ -35,8 +35,8 @@ def read_signatures(args: Any, flags: Mapping[str, Any]) -> list[Signature]:
     flags: all flags by name, for the constructors of classes.
     """
     functions = [str(name) for name in args.reward_funcs]
-    known = [name for name in functions if is_known(name)]
-    found = dict(zip(known, each(known, find), strict=True))
+    known = [name for name in functions if name in orms or name in TRL_FUNCTIONS or is_import_path(name)]
+    found = dict(zip(known, map_collecting_problems(known, find), strict=True))
     problems = [_unknown(name) for name in functions if name not in found]
     repeated = {name for name in functions if functions.count(name) > 1}
     problems += [f"--reward_funcs: {name}: given twice; name it once" for name in sorted(repeated)]
@@ -45,16 +45,26 @@ def read_signatures(args: Any, flags: Mapping[str, Any]) -> list[Signature]:
         for name in sorted(set(functions) & set(model_names(args.reward_model)))
     ]
     join_problems(problems)
-    return each(functions, lambda name: _read(name, found[name], flags))
-
-
-def is_known(name: str) -> bool:
-    """Whether a name is registered, one of TRL's, or may be an import path."""
-    return name in orms or name in TRL_FUNCTIONS or is_import_path(name)
+    signatures: list[Signature] = []
+    for name in functions:
+        entry = found[name].entry
+        try:
+            signature = contract.signature_of(name, entry, origin=found[name].origin)
+            if inspect.isclass(entry) and not signature.without_self:
+                contract.constructor_arguments(name, entry, {**flags, "args": None, "tokenizer": None})
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if signature.without_self:
+            warning = "warning: reward function %s: __call__ has no self (%s); called as a static method"
+            logger.warning(warning, name, signature.where)
+        signatures.append(signature)
+    join_problems(problems)
+    return signatures
 
 
 def find(name: str) -> Registration:
-    """The entry of a reward function, registered by its import path if need be."""
+    """The entry of a reward function; one that is named by its import path is registered first."""
     if name not in orms:
         path = f"trl.rewards.{name}" if name in TRL_FUNCTIONS else name
         register_import_path(orms, name, flag="--reward_funcs", path=path)
@@ -86,19 +96,8 @@ def _unknown(name: str) -> str:
     )
 
 
-def _read(name: str, found: Registration, flags: Mapping[str, Any]) -> Signature:
-    entry = found.entry
-    signature = contract.signature_of(name, entry, origin=found.origin)
-    if signature.without_self:
-        said = "warning: reward function %s: __call__ has no self (%s); called as a static method"
-        logger.warning(said, name, signature.where)
-    elif inspect.isclass(entry):
-        contract.constructor_arguments(name, entry, {**flags, "args": None, "tokenizer": None})
-    return signature
-
-
 def run_flags(args: Any) -> dict[str, Any]:
-    """The settings of a run by canonical name and by alias: of a dataclass, or the attributes of a namespace."""
+    """The settings of a run by canonical name and by alias: fields of a dataclass, or attributes of a namespace."""
     if not is_dataclass(args):
         return dict(vars(args))
     kind: Any = type(args)

@@ -1,7 +1,7 @@
-"""What a registry entry is, what it needs, and what it may return: decided by signatures alone.
+"""The contract of reward functions: how a registry entry is called, what it needs and what it may return.
 
-Pure functions, no processes. The trainer uses them to refuse a wrong set-up before any model loads; the
-workers use them to build the entries and to call them.
+Pure functions of signatures, without processes. The trainer uses them to reject a wrong configuration before any model
+loads; the workers use them to build the entries and to call them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from swift.plugin.numbers import as_number
 from swift.plugin.registry import BUILT_IN, IMPORTED, ORM, SESSION
 from swift.rewards.payload import Outcome, is_ordered
 from swift.rewards.trl_convention import TRL_KEYWORDS, TURNS, Logged, trl_keywords, turns_of
-from swift.types import Completion, RolloutGroup
+from swift.types import RolloutGroup
 
 PRIVATE_KEYWORDS = ("prompt_opens_think", "environment_reward", "turn_rewards", TURNS)
-"""Passed only to functions that name them: an open `**kwargs` does not receive them."""
+"""Passed only to functions with a parameter of that name: `**kwargs` does not receive them."""
 
 SCOPES = ("sample", "group", "batch")
 
@@ -35,10 +35,11 @@ class ContractBroken(Exception):
 class Signature:
     """How an entry is called.
 
-    `where` is "file.py:12". `without_self` marks a class whose `__call__` forgot `self`: it is called like a static
-    method. `accepted` are keywords that can be passed by name, `required` those of them without a default; `open` says
-    that the function takes any keyword (`**kwargs`). `counts_ground_truths`: its counters tell how many have no parse.
-    `is_trl`: it is called as TRL's trainer would (`swift.rewards.trl_convention`).
+    `where` is "file.py:12". `without_self` marks a class whose `__call__` lacks `self`: it is called like a static
+    method. `accepted` are keywords that can be passed by name, `required` those of them without a default; `open` is
+    whether the function takes any keyword (`**kwargs`). `counts_ground_truths`: whether its counters hold the number of
+    ground truths that cannot be parsed. `is_trl`: whether it is called as TRL's trainer does
+    (`swift.rewards.trl_convention`).
     """
 
     name: str
@@ -115,7 +116,7 @@ def location(entry: Any) -> str:
 
 
 def constructor_arguments(name: str, entry: type, available: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class is built with, by parameter name, out of `available`: flags, `args` and `tokenizer`."""
+    """Arguments of the constructor of a class, by parameter name, out of `available`: flags, `args`, `tokenizer`."""
     chosen: dict[str, Any] = {}
     for parameter in inspect.signature(entry).parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
@@ -149,7 +150,7 @@ def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]
 
 
 def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `available` that the function accepts; TRL's keywords where it is called as TRL does."""
+    """The part of `available` that the function accepts; TRL's keywords if it is called as TRL does."""
     if signature.is_trl:
         available = trl_keywords(available, signature.accepted)
     return {
@@ -164,17 +165,19 @@ def group_keywords(
 ) -> dict[str, Any]:
     """The keywords of a call on whole groups, one list entry per completion; see docs/rewards.md.
 
-    A column that only some of the groups have is None for the others. with_turns: what `trl_keywords` needs, too.
+    A column that only some of the groups have is None for the others. with_turns: also the turns for `trl_keywords`.
     """
     rows = [
         (group, item, opened) for group, opened in zip(groups, opens_think, strict=True) for item in group.completions
     ]
-    values = [{**group.prompt.columns, **item.columns} for group, item, _ in rows]  # a rollout function's win
+    values = [{**group.prompt.columns, **item.columns} for group, item, _ in rows]  # a rollout function's override
+    turn_rewards = [list(item.episode.rewards) if item.episode else [] for _, item, _ in rows]
+    given_rewards = [[reward for reward in rewards if reward is not None] for rewards in turn_rewards]
     columns = {name: None for row in values for name in row}
     keywords: dict[str, Any] = {name: [row.get(name) for row in values] for name in columns}
     keywords["messages"] = [item.episode.messages if item.episode else group.prompt.messages for group, item, _ in rows]
-    keywords["environment_reward"] = [_environment_reward(item) for _, item, _ in rows]
-    keywords["turn_rewards"] = [list(item.episode.rewards) if item.episode else [] for _, item, _ in rows]
+    keywords["environment_reward"] = [sum(rewards) if rewards else None for rewards in given_rewards]
+    keywords["turn_rewards"] = turn_rewards
     keywords["prompt_id"] = [group.prompt.prompt_id for group, _, _ in rows]
     keywords["group_id"] = [group.group_id for group, _, _ in rows]
     keywords["request_id"] = [item.request_id for _, item, _ in rows]
@@ -187,17 +190,13 @@ def group_keywords(
     return keywords
 
 
-def _environment_reward(completion: Completion) -> float | None:
-    """The sum over the turns of a sample; None without an environment that rewards."""
-    rewards = [one for one in completion.episode.rewards if one is not None] if completion.episode else []
-    return sum(rewards) if rewards else None
-
-
 def read_values(result: Any, count: int) -> list[float | None]:
     """The returned values of `count` completions as floats; NaN and infinities stay as they are.
 
-    result: a list, tuple, array or tensor of numbers, bools, 0-d arrays or tensors, or None. Anything else, or another
-    length, is a `ContractBroken`.
+    result: a list, tuple, array or tensor of numbers, bools, 0-d arrays or tensors, or None.
+
+    Raises:
+        ContractBroken: anything else, or another length.
     """
     if not is_ordered(result):
         raise ContractBroken(f"returned {type(result).__name__}, not a list with one value per completion")
@@ -209,7 +208,7 @@ def read_values(result: Any, count: int) -> list[float | None]:
 
 
 def read_outcome(result: Any, count: int, logged: Logged) -> Outcome:
-    """The outcome of a call that returned `result` and has logged something; see `read_values`."""
+    """The outcome of a call that returned `result` and logged `logged`; see `read_values`."""
     values = read_values(result, count)
     for name, column in logged.columns.items():
         if len(column) != count:

@@ -1,8 +1,8 @@
-"""What users are told about rewards that fail, and when a run must stop for them.
+"""Warnings about rewards that fail, and the limit at which failures end a run.
 
-Every kind of failure is explained once per function, with an example, and counted ever after. A function
-that fails on every sample of `MAX_FAILED_BATCHES` generation batches in a row ends the run. `diagnosis` says
-what the functions returned since rewards last varied inside a group.
+Each kind of failure is logged once per function, with an example, and counted from then on. A function that fails on
+every sample of `MAX_FAILED_BATCHES` generation batches in a row ends the run. `diagnosis` describes what the functions
+returned since rewards last varied inside a group.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Failure(NamedTuple):
 
 @dataclass
 class GroupRecord:
-    """What happens while a group is scored; kept until its metrics are read.
+    """Scores, failures and measurements of one group; kept until its metrics are read.
 
-    `seconds` of calls per function name. `counters` holds what the functions counted (ground truths). `columns` (per
+    `seconds` of calls per function name. `counters` are those of the functions (ground truths). `columns` (per
     sample) and `metrics` are what they logged.
     """
 
@@ -46,14 +46,10 @@ class GroupRecord:
     columns: defaultdict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
     metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def failed(self, name: str, kind: str | None = None) -> int:
-        """Samples on which a function failed, in one way or in all."""
-        return sum(one.name == name and kind in (None, one.kind) for one in self.failures)
-
 
 @dataclass
-class _Behaviour:
-    """What one function returned since rewards last varied."""
+class _ReturnedValues:
+    """Range of what one function returned since rewards last varied."""
 
     low: float = math.inf
     high: float = -math.inf
@@ -81,13 +77,13 @@ class RewardHealth:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._failed_batches = dict.fromkeys(names, 0)
-        self._behaviour = {name: _Behaviour() for name in names}
+        self._returned = {name: _ReturnedValues() for name in names}
         self._counters: Counter[str] = Counter()
 
     def group_done(self, group: RolloutGroup, record: GroupRecord) -> None:
-        """Explains new kinds of failure, and of ground truths that are missing or no mathematics."""
+        """Warns of each new kind of failure, and of ground truths that are missing or cannot be parsed."""
         prompt = group.prompt
         for sample, name, kind, detail in record.failures:
             if self._is_new(name, f"{kind} {detail.split(':')[0]}" if kind == "exception" else kind):
@@ -97,7 +93,7 @@ class RewardHealth:
                     name,
                     kind,
                     detail,
-                    record.failed(name),
+                    sum(failure.name == name for failure in record.failures),
                     len(record.scores.values),
                     prompt.prompt_id,
                     _shown(prompt, group.completions[sample]),
@@ -115,50 +111,49 @@ class RewardHealth:
                 )
 
     def _is_new(self, subject: str, kind: str) -> bool:
-        new = (subject, kind) not in self._told
-        self._told.add((subject, kind))
+        new = (subject, kind) not in self._logged
+        self._logged.add((subject, kind))
         return new
 
     def end_batch(self, records: Sequence[GroupRecord]) -> None:
-        """Checks one generation batch; a RewardError names functions that failed on all samples of the last ones."""
-        samples = sum(len(record.scores.values) for record in records)
-        if samples == 0:
+        """Checks one generation batch.
+
+        Raises:
+            RewardError: functions failed on all samples of the last `MAX_FAILED_BATCHES` batches; names them.
+        """
+        rows = [row for record in records for row in record.scores.values]
+        if not rows:
             return
         problems = []
         for name in self._names:
-            failures = [one for record in records for one in record.failures if one.name == name]
-            self._failed_batches[name] = self._failed_batches[name] + 1 if len(failures) == samples else 0
+            failures = [failure for record in records for failure in record.failures if failure.name == name]
+            self._failed_batches[name] = self._failed_batches[name] + 1 if len(failures) == len(rows) else 0
             if self._failed_batches[name] >= MAX_FAILED_BATCHES:
                 problems.append(
                     f"--reward_funcs: {name}: failed on every sample of {MAX_FAILED_BATCHES} generation batches in a "
                     f"row, in the end with {failures[-1].kind}: {failures[-1].detail}; all are in logs/ of the run"
                 )
-        self._watch_constant(records)
-        join_problems(problems, RewardError)
-
-    def _watch_constant(self, records: Sequence[GroupRecord]) -> None:
-        if any(_has_signal(record.scores) for record in records):
-            self._behaviour = {name: _Behaviour() for name in self._names}
+        distinct = [
+            {tuple(row) for row, reason in zip(scores.values, scores.excluded, strict=True) if reason is None}
+            for scores in (record.scores for record in records)
+        ]
+        if any(len(values) > 1 for values in distinct):  # rewards vary inside a group
+            self._returned = {name: _ReturnedValues() for name in self._names}
             self._counters.clear()
-            return
-        for column, name in enumerate(self._names):
-            self._behaviour[name].add([row[column] for record in records for row in record.scores.values])
-        for record in records:
-            self._counters.update(record.counters)
+        else:
+            for column, name in enumerate(self._names):
+                self._returned[name].add([row[column] for row in rows])
+            for record in records:
+                self._counters.update(record.counters)
+        join_problems(problems, RewardError)
 
     def diagnosis(self) -> list[str]:
         """One line per function, and the counters of ground truths, since rewards last varied inside a group."""
-        lines = [self._behaviour[name].describe(name) for name in self._names]
+        lines = [self._returned[name].describe(name) for name in self._names]
         return lines + [f"{counter} {count}" for counter, count in sorted(self._counters.items())]
 
 
 def _shown(prompt: Prompt, completion: Completion) -> str:
-    """What a function was called with, in one line."""
+    """The arguments of a call, in one line."""
     values = {"completion": completion.text, **prompt.columns, **completion.columns}
     return ", ".join(f"{name} {value!r:.100}" for name, value in values.items())[:400]
-
-
-def _has_signal(scores: GroupScores) -> bool:
-    """Whether two samples that take part differ in any function."""
-    rows = {tuple(row) for row, reason in zip(scores.values, scores.excluded, strict=True) if reason is None}
-    return len(rows) > 1

@@ -1,9 +1,8 @@
-"""Reward models, asked for a score of prompt + completion: heads with one label, or process reward models.
+"""Reward models, which score prompt + completion: heads with one label, or process reward models.
 
-They live in the trainer's process, are never trained, and run in evaluation mode without gradients. A chat
-is rendered with the model's own template and tokenizer, exactly as its template writes a finished
-conversation; an end token is added only where the template writes none. Chats longer than the model's
-context lose tokens on the left, and are counted.
+They run in the trainer's process, in evaluation mode without gradients, and are not trained. A chat is rendered with
+the model's own template and tokenizer as a finished conversation; an end token is added only if the template has none.
+Chats longer than the model's context are truncated on the left, and counted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, join_problems, said_of, unusable
+from swift.errors import ConfigError, RefusedChat, attributed_to, join_problems, unusable
 from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.rewards.catalogue import model_names
@@ -33,7 +32,7 @@ MAX_BATCH_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class RewardModelSource:
-    """Where one reward model is: its folder, an adapter on top or None, and its name in metrics."""
+    """The files of a reward model: its folder, an adapter on top or None; and its name in metrics."""
 
     name: str
     folder: Path
@@ -41,7 +40,7 @@ class RewardModelSource:
 
 
 def find_reward_models(args: Any) -> list[RewardModelSource]:
-    """Resolves and checks `reward_model` before anything heavy is loaded: configs are read, no weights."""
+    """Resolves and checks `reward_model` before models are loaded: reads configs, no weights."""
     from swift.models.source import adapter_folder, check_adapter, find_base, find_folder, is_adapter
 
     models = [str(model) for model in args.reward_model]
@@ -79,7 +78,7 @@ def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--r
     architecture = (config.get("architectures") or ["unknown"])[0]
     head, wanted = head_of(folder), 1
     if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
-        return  # the adapter brings the head; its shape is checked when it is loaded
+        return  # the adapter contains the head; its shape is checked when it is loaded
     if head == "step":
         wanted = 2
     elif head is None:
@@ -96,7 +95,7 @@ def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--r
 
 
 class RewardModel:
-    """One scalar head with its own tokenizer and chat template; scores once `load` has read its weights.
+    """One scalar head with its own tokenizer and chat template; `load` reads its weights, which `score` needs.
 
     Args:
         source: from `find_reward_models`.
@@ -117,7 +116,7 @@ class RewardModel:
         self.separator = str(read_json(source.folder / "config.json").get(SEPARATOR, DEFAULT_SEPARATOR))
         """Text between two steps of an answer, for a process reward model."""
         own = source.adapter if source.adapter is not None and has_tokenizer(source.adapter) else None
-        with said_of("--reward_model"):
+        with attributed_to("--reward_model"):
             tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -134,20 +133,20 @@ class RewardModel:
         """Reads the weights; a ConfigError if they cannot be loaded.
 
         Args:
-            device: where it computes.
-            dtype: of its weights.
+            device: device of the computation.
+            dtype: data type of the weights.
             quantised: settings of a base that is quantised while it is loaded.
         """
         self._model = _load(self.source, device, dtype, self._trust_remote_code, quantised)
         self._device = device
         config = self._model.config.get_text_config()
         self._max_tokens = min(self._max_tokens, getattr(config, "max_position_embeddings", None) or self._max_tokens)
-        if self._own:  # which the head was trained with: it reads the last token that is no padding
+        if self._own:  # the head was trained with it, and reads the last token that is no padding
             config.pad_token_id = self._own_padding
         self._padding = getattr(config, "pad_token_id", None)
 
     def refusal(self, chats: Sequence[Sequence[dict[str, Any]]]) -> str | None:
-        """What is wrong with the chat template if it refuses all of these chats; needs no weights."""
+        """The problem of a chat template that refuses all of these chats, else None; needs no weights."""
         refused = None
         for chat in chats:
             try:
@@ -164,24 +163,24 @@ class RewardModel:
     def score(
         self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
     ) -> list[float]:
-        """One score per chat, which ends with the assistant's turn; NaN where the chat template refuses it.
+        """One score per chat, which ends with the assistant's turn; NaN if the chat template refuses it.
 
         `on_progress` is called after each batch.
         """
         encoded = [self._encoded(chat) for chat in chats]
-        taken = [index for index, row in enumerate(encoded) if row]
-        scores, rows, chats = [math.nan] * len(chats), [encoded[i] for i in taken], [chats[i] for i in taken]
+        kept = [index for index, row in enumerate(encoded) if row]
+        scores, rows, chats = [math.nan] * len(chats), [encoded[i] for i in kept], [chats[i] for i in kept]
         # Without a pad token the head reads the last position, so rows cannot share a padded batch.
         max_rows = 1 if self._padding is None else MAX_BATCH_ROWS
         for indexes in batches([len(row) for row in rows], max_rows, MAX_BATCH_TOKENS):
             values = self._values([rows[index] for index in indexes], [chats[index] for index in indexes])
             for index, value in zip(indexes, values, strict=True):
-                scores[taken[index]] = value
+                scores[kept[index]] = value
             on_progress()
         return scores
 
     def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids, none of a chat that is refused; the first refusal is logged."""
+        """Token ids, or none if the chat template refuses the chat; the first refusal is logged."""
         try:
             return self.encode(chat)
         except RefusedChat as error:
@@ -192,7 +191,7 @@ class RewardModel:
             return []
 
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of a finished chat, at most the model's context, cut on the left and counted."""
+        """Token ids of a finished chat, truncated on the left to the model's context; counts truncated chats."""
         ids = self._token_ids(chat)
         self.num_truncated += len(ids) > self._max_tokens
         return ids[-self._max_tokens :]
@@ -209,8 +208,8 @@ class RewardModel:
         import torch
 
         width = max(len(row) for row in rows)
-        filler = 0 if self._padding is None else self._padding
-        ids = torch.tensor([row + [filler] * (width - len(row)) for row in rows], device=self._device)
+        pad_id = 0 if self._padding is None else self._padding
+        ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=self._device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
         with torch.inference_mode():
             return self._model(input_ids=ids, attention_mask=mask).logits
@@ -255,11 +254,11 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
     import transformers
 
     from swift.models.policy import HEADS, quiet_loading
-    from swift.models.quantisation import is_quantised_layer, quantisation_config, settle
+    from swift.models.quantisation import is_quantised_layer, prepare_quantised, quantisation_config
     from swift.models.tuners import adapter_errors, with_adapter
 
     kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
-    config = quantisation_config(quantised, dtype)
+    config = quantisation_config(quantised, dtype) if getattr(quantised, "quant_method", None) else None
     placed = {} if config is None else {"quantization_config": config, "device_map": {"": device}}
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
         model, info = getattr(transformers, kind).from_pretrained(
@@ -272,9 +271,9 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
             output_loading_info=True,
             **placed,
         )
-    model.config.get_text_config().use_cache = False  # nobody reads keys and values
+    model.config.get_text_config().use_cache = False  # the key-value cache is not needed
     for layer in filter(is_quantised_layer, model.modules()):
-        settle(layer, dtype)
+        prepare_quantised(layer, dtype)
     missing = sorted(info["missing_keys"])
     if missing and source.adapter is None:
         raise ConfigError(
@@ -292,7 +291,7 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
 def batches(lengths: Sequence[int], max_rows: int, max_tokens: int) -> Iterator[list[int]]:
     """Cuts rows into padded batches: indexes of rows of similar length, longest first.
 
-    A batch has at most `max_rows` rows and `max_tokens` tokens after padding; a longer row goes alone.
+    A batch has at most `max_rows` rows and `max_tokens` tokens after padding; a longer row is a batch of its own.
 
     >>> list(batches([2, 5, 3], max_rows=2, max_tokens=100))
     [[1, 2], [0]]
@@ -309,7 +308,7 @@ def batches(lengths: Sequence[int], max_rows: int, max_tokens: int) -> Iterator[
 
 
 def _finished(group: RolloutGroup, item: Completion) -> list[dict[str, Any]]:
-    """The conversation up to the last answer: of a trajectory with all its turns."""
+    """The conversation up to the last answer; that of a trajectory has all of its turns."""
     turns = list(item.episode.messages) if item.episode is not None else []
     while turns and turns[-1]["role"] != "assistant":
         turns.pop()
@@ -338,7 +337,7 @@ class RewardModels:
             model.load(device, pick_dtype(args.torch_dtype, device))
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Scores [group][sample][model]; call it on the thread that owns the device."""
+        """Scores [group][sample][model]; for the thread that uses the device."""
         chats = [_finished(group, item) for group in groups for item in group.completions]
         columns = []
         for model in self._models:
@@ -360,8 +359,9 @@ class RewardModels:
 
 def open_reward_models(args: Any) -> RewardModels | None:
     """The models of `reward_model`, whose weights are not loaded yet; None when there are none."""
-    models = [open_reward_model(source, args.trust_remote_code) for source in find_reward_models(args)]
-    return RewardModels(models) if models else None
+    if not args.reward_model:
+        return None
+    return RewardModels([open_reward_model(source, args.trust_remote_code) for source in find_reward_models(args)])
 
 
 def open_reward_model(source: RewardModelSource, trust_remote_code: bool) -> RewardModel:

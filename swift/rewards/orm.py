@@ -1,4 +1,4 @@
-"""The names under which 4.x plugins import the built-in reward functions."""
+"""The built-in reward functions under the names that plugins of version 4.x import."""
 
 from swift.plugin.registry import ORM, AsyncORM, orms
 from swift.rewards.functions.accuracy import MathAccuracy

@@ -1,4 +1,4 @@
-"""What goes to a reward worker and what comes back."""
+"""Messages to and from a reward worker: jobs and outcomes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Payload = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a worker builds before its first call.
+    """What a worker loads before its first call.
 
     Attributes:
         functions: names in the registry; jobs refer to them by position.
         plugins: plugin files, absolute.
         flags: the settings of the run by canonical name and by alias.
-        tokenizer: folder of the policy's tokenizer, for classes that ask for it.
+        tokenizer: folder of the policy's tokenizer, for classes that take one.
         timeout_s: limit of a call.
         memory_bytes: limit of the worker's own memory, and of each file that it writes; None means no limit.
     """
@@ -56,7 +56,7 @@ class Job:
 
 
 def is_ordered(values: Any) -> bool:
-    """Whether values have places to match with completions: a list, tuple, array or tensor; no set, view or text."""
+    """Whether values can be matched with completions by index: a list, tuple, array or tensor; no set or text."""
     return all(hasattr(values, name) for name in ("__len__", "__getitem__")) and not isinstance(
         values, str | bytes | bytearray | memoryview | Mapping
     )
@@ -67,7 +67,7 @@ class Outcome:
     """The result of one call.
 
     `values` has one entry per sample when `kind` is "ok"; otherwise `detail` is one line about the failure.
-    `seconds` is the duration; `counters` what the function counted (ground truths without a parse). `columns` and
+    `seconds` is the duration; `counters` what the function counted (unparsed ground truths). `columns` and
     `metrics` are what it logged (`swift.rewards.trl_convention`).
     """
 
@@ -81,11 +81,11 @@ class Outcome:
 
     @property
     def value(self) -> float | None:
-        """The value of a call on one sample; None too where the call failed."""
+        """The value of a call on one sample; None if the call failed."""
         return self.values[0] if self.kind == "ok" else None
 
     def checked(self) -> Outcome:
-        """Itself, or a failure when a value is NaN, infinite or too large."""
+        """The same outcome, or a failure if a value is NaN, infinite or too large."""
         wrong = next((value for value in self.values if value is not None and not is_finite(value)), None)
         return self if wrong is None else replace(self, kind="not_finite", values=[], detail=f"returned {wrong}")
 

@@ -1,8 +1,8 @@
-"""`swift reward-test`: what reward functions pay for, without a model.
+"""`swift reward-test`: checks reward functions without a model.
 
-Every row is scored with its ground truth in three forms and with texts that deserve nothing; completions of
-an old run can be scored again. The report shows per function what right and wrong answers earn, how long
-calls take, and the rows where something is suspicious.
+Every row is scored with its ground truth in three forms and with texts that should have no reward; completions of an
+earlier run can be scored again. The report shows the rewards of right and wrong answers per function, the latency of
+calls, and suspicious rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to score: `kind` is "truth", "adversarial" or "given"; `form` says which of its kind."""
+    """One text to score: `kind` is "truth", "adversarial" or "given"; `form` is its form among those of the kind."""
 
     row: int
     prompt: Prompt
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def where(self) -> str:
-        """The row, for messages."""
+        """The row in messages."""
         return f"row {self.row} (prompt_id {self.prompt.prompt_id})"
 
 
@@ -50,7 +50,7 @@ Scored = Sequence[tuple[Sample, Outcome]]
 
 @dataclass
 class FunctionReport:
-    """What one function did; None where nothing was measured. Latencies are seconds per call."""
+    """Measurements of one function; None if nothing was measured. Latencies are seconds per call."""
 
     name: str
     rows: int
@@ -70,7 +70,7 @@ class FunctionReport:
 
 @dataclass
 class Report:
-    """The whole result: one report per function, what to know about it, and the verdict."""
+    """The whole result: one report per function, notes, and problems."""
 
     functions: list[FunctionReport]
     notes: list[str]
@@ -83,7 +83,7 @@ class Report:
 
 
 def run(resolved: Resolved) -> int:
-    """The mode: prints the report and returns the exit code."""
+    """Runs the mode: prints the report and returns the exit code."""
     args: Any = resolved.args
     rows = load_prompts(args)
     report = examine(args, rows, read_completions(args.completions, rows) if args.completions else [])
@@ -101,7 +101,7 @@ def load_prompts(args: Any) -> list[Prompt]:
         return []
     rows = load_rows(args, "train", purpose="prompt")
     prompts = [
-        Prompt(one.digest, list(one.messages), [], dict(one.columns), one.is_chat) for one in rows.examples[: args.rows]
+        Prompt(row.digest, list(row.messages), [], dict(row.columns), row.is_chat) for row in rows.examples[: args.rows]
     ]
     seen = sorted({name for prompt in prompts for name in prompt.columns})
     if args.gold_column not in (None, "solution", *seen):
@@ -110,7 +110,7 @@ def load_prompts(args: Any) -> list[Prompt]:
 
 
 def read_completions(given: str, rows: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
-    """Completions of an old run (`--completions`), each with its row: by prompt_id, else by its own columns."""
+    """Completions of an earlier run (`--completions`), each with its row: by prompt_id, else by its own columns."""
     if not Path(given).is_file():
         raise ConfigError(f"--completions: {given}: no such file; give the completions.jsonl of a run")
     by_id = {prompt.prompt_id: prompt for prompt in rows}
@@ -138,7 +138,7 @@ def examine(args: Any, rows: Sequence[Prompt], given: Sequence[tuple[Prompt, str
         Sample(row, prompt, "given", "given", text) for row, (prompt, text) in enumerate(given, start=len(rows))
     ]
     tokenize = _tokenizer(args.tokenizer)
-    groups = [made_up_group(one.prompt, [one.text], f"reward-test-{i}", tokenize) for i, one in enumerate(samples)]
+    groups = [made_up_group(item.prompt, [item.text], f"reward-test-{i}", tokenize) for i, item in enumerate(samples)]
     pipeline = RewardPipeline(
         args, seed=args.seed, max_completion_length=args.max_completion_length, tokenizer_path=args.tokenizer
     )
@@ -229,12 +229,12 @@ def _suspicious(scored: Scored, truth: Mapping[int, float], bad: Mapping[int, fl
     lines = []
     if len(values) == 1 and len(scored) > 1:
         lines.append(f"constant output: {next(iter(values))} for every text")
-    told: set[int] = set()
+    reported: set[int] = set()
     for sample, result in scored:  # the first adversarial text that earns the most of its row
-        if sample.row in told or sample.kind != "adversarial" or result.value != bad.get(sample.row):
+        if sample.row in reported or sample.kind != "adversarial" or result.value != bad.get(sample.row):
             continue
         if result.value is not None and truth.get(sample.row, math.inf) < result.value:
-            told.add(sample.row)
+            reported.add(sample.row)
             lines.append(
                 f"{sample.where}: the ground truth earns {truth[sample.row]:g}, less than {result.value:g} for an "
                 f"adversarial text ({sample.form})"

@@ -1,4 +1,4 @@
-"""The start-up call: does every function fit the data, and does it keep its contract? And the texts of trial calls."""
+"""Start-up check of reward functions: do they fit the data, and keep their contract? And the texts of trial calls."""
 
 from __future__ import annotations
 
@@ -6,37 +6,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swift.errors import join_problems
-from swift.rewards.contract import Signature, missing_columns
+from swift.errors import RewardError, join_problems
 from swift.rewards.functions.accuracy import ground_truth
 from swift.rewards.payload import Outcome
 from swift.types import Completion, Prompt, RolloutGroup
 
 logger = logging.getLogger("swift.rewards")
 
-ROWS = 64
+CHECKED_ROWS = 64
 PROBED_ROWS = 4
-FAILURES = ("exception", "timeout", "crash", "not_finite")
-
-
-def check_rows(signatures: Sequence[Signature], rows: Sequence[Prompt]) -> None:
-    """Refuses rows that miss columns, or all of which lack a ground truth."""
-    if not rows:
-        return
-    columns = sorted({name for row in rows for name in row.columns})
-    problems = [line for signature in signatures for line in missing_columns(signature, columns)]
-    needs_truth = any(signature.counts_ground_truths for signature in signatures)
-    if not problems and needs_truth and not any(ground_truth(row.columns.get("solution")) for row in rows):
-        problems.append(
-            f"--dataset: the column 'solution' is empty in all of the first {len(rows)} rows, so accuracy is "
-            f"always 0; columns seen: {', '.join(columns)}; rename the right one with "
-            f'--columns \'{{"<your column>":"solution"}}\''
-        )
-    join_problems(problems)
+FAILURES = frozenset({"exception", "timeout", "crash", "not_finite"})
+"""Kinds of outcomes that may be due to the texts of the check rather than to the function."""
 
 
 def truth_of(row: Prompt, column: str | None = None) -> str:
-    """The ground truth of a row: of `column` when given, else of solution, else of answer; "" without one."""
+    """The ground truth of a row: of `column` if given, else of solution, else of answer; "" without one."""
     for name in [column] if column and column != "solution" else ["solution", "answer"]:
         if row.columns.get(name) not in (None, ""):
             return ground_truth(row.columns[name])
@@ -53,7 +37,7 @@ def truth_forms(truth: str) -> dict[str, str]:
 
 
 def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dict[str, str]:
-    """Texts that a good reward function must not pay for, one per kind.
+    """Texts that a good reward function must not reward, one per kind.
 
     "another row's truth" is left out when no other row has a different ground truth.
     """
@@ -76,7 +60,7 @@ def adversarial_texts(question: str, truth: str, other_truth: str | None) -> dic
 
 
 def start_up_texts(row: Prompt) -> list[str]:
-    """Two made-up completions of a row: its ground truth in the asked-for form, and an empty text."""
+    """Two made-up completions of a row: its ground truth in the think/answer form, and an empty text."""
     truth = truth_of(row)
     return [f"<think>{truth}</think><answer>{truth}</answer>", ""]
 
@@ -84,7 +68,7 @@ def start_up_texts(row: Prompt) -> list[str]:
 def made_up_group(
     row: Prompt, texts: Sequence[str], name: str, tokenize: Callable[[str], Sequence[Any]] = str.split
 ) -> RolloutGroup:
-    """A group with the given completions; only the number of their tokens means something."""
+    """A group with the given completions, whose token ids and log-probs are zeros of the right number."""
     completions = []
     for number, text in enumerate(texts):
         length = len(tokenize(text))
@@ -92,15 +76,8 @@ def made_up_group(
     return RolloutGroup(group_id=name, launch_index=-1, launch=0, prompt=row, completions=completions)
 
 
-def first_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
-    """The groups of the first start-up calls."""
-    return [
-        made_up_group(row, start_up_texts(row), f"self-check-{index}") for index, row in enumerate(rows[:PROBED_ROWS])
-    ]
-
-
 def truth_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
-    """Groups of nothing but ground truths, one per row and form, for functions that failed on `first_groups`."""
+    """Groups whose completions are ground truths, one per row and form, for functions that failed on the first rows."""
     return [
         made_up_group(row, [text, text], f"self-check-{form}-{index}")
         for index, row in enumerate(rows[: PROBED_ROWS // 2])
@@ -109,16 +86,22 @@ def truth_groups(rows: Sequence[Prompt]) -> list[RolloutGroup]:
     ]
 
 
-def unusable(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """One problem per function that returned something it may not return, or hung in every call."""
-    broken = {name: [one.detail for one in found if one.kind == "contract"] for name, found in outcomes.items()}
-    hung = {name: [one.detail for one in found] for name, found in outcomes.items() if _all_failed(found, ["timeout"])}
-    return [f"--reward_funcs: {name}: {details[0]}" for name, details in {**broken, **hung}.items() if details]
-
-
 def always_failing(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """Functions of which every call failed; each earns a warning."""
-    failing = [name for name, found in outcomes.items() if _all_failed(found)]
+    """Names of functions of which every start-up call failed, after a warning for each.
+
+    Raises:
+        RewardError: a function returned something that its contract forbids, or hung in every call.
+    """
+    problems, failing = {}, []
+    for name, found in outcomes.items():
+        kinds = {outcome.kind for outcome in found}
+        if broken := [outcome.detail for outcome in found if outcome.kind == "contract"]:
+            problems[name] = broken[0]
+        if kinds == {"timeout"}:
+            problems[name] = found[0].detail
+        if kinds and kinds <= FAILURES:
+            failing.append(name)
+    join_problems([f"--reward_funcs: {name}: {detail}" for name, detail in problems.items()], RewardError)
     for name in failing:
         first, count = outcomes[name][0], len(outcomes[name])
         logger.warning(
@@ -127,15 +110,11 @@ def always_failing(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     return failing
 
 
-def refused(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
+def failing_on_truths(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """One problem per function that fails on every ground truth, in every form."""
     return [
         f"--reward_funcs: {name}: fails on every ground truth of the first rows: {found[0].kind}: {found[0].detail}; "
         f"correct the function; swift reward-test shows all of its failures"
         for name, found in outcomes.items()
-        if _all_failed(found)
+        if found and all(outcome.kind in FAILURES for outcome in found)
     ]
-
-
-def _all_failed(outcomes: Sequence[Outcome], kinds: Sequence[str] = FAILURES) -> bool:
-    return bool(outcomes) and all(one.kind in kinds for one in outcomes)

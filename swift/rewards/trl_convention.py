@@ -1,9 +1,9 @@
 """How TRL's GRPOTrainer (1.16) calls a reward function, for functions that `--reward_funcs` names by import path.
 
-Everything is a keyword: `prompts`, `completions`, `completion_ids`, all columns of the data set, `trainer_state`,
-`log_extra(column, values)` and `log_metric(name, value)`. Where the data holds chats, a prompt is a list of messages
-and a completion the list of those that follow it; where it holds texts, both are texts. swift leaves keywords out that
-a function does not take, and gives its own (`finish_reason`, `group_id`, ...) to those that name them.
+Every argument is a keyword: `prompts`, `completions`, `completion_ids`, all columns of the dataset, `trainer_state`,
+`log_extra(column, values)` and `log_metric(name, value)`. If the data holds chats, a prompt is a list of messages and a
+completion the list of those that follow it; if it holds texts, both are texts. swift leaves out keywords that a
+function does not take, and passes its own (`finish_reason`, `group_id`, ...) to functions that name them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from swift.types import Completion, Prompt
 
 TRL_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NOT_COLUMNS = frozenset({"prompt", "completion"})
-"""Columns that TRL does not hand on, beside those it replaces."""
+"""Columns that TRL does not pass on, beside those it replaces."""
 
-OF_THE_TRAINER = frozenset(
+TRAINER_METRICS = frozenset(
     {"loss", "policy_loss", "grad_norm", "learning_rate", "kl", "entropy", "reward", "reward_std", "step_time"}
     | {"attempt", "epoch", "step", "max_steps", "num_tokens"}
 )
-"""Metrics that no function logs under their names."""
+"""Metrics of the trainer, whose names a function cannot log."""
 
 TURNS = "trl_turns"
-"""Keyword with which prompts and completions travel to the workers."""
+"""Keyword under which prompts and completions are sent to the workers."""
 
 Turns = tuple[Any, Any]
-"""A prompt and a completion as TRL shows them."""
+"""A prompt and a completion as TRL passes them."""
 
 
 def turns_of(prompt: Prompt, completion: Completion) -> Turns:
-    """The prompt and the completion of a sample: messages where the row is a chat or an environment answers."""
+    """The prompt and the completion of a sample: messages if the row is a chat or an environment answers."""
     if (episode := completion.episode) is not None:
         return episode.messages[: episode.start], episode.messages[episode.start :]
     if prompt.is_chat:
@@ -47,13 +47,13 @@ def turns_of(prompt: Prompt, completion: Completion) -> Turns:
 
 @dataclass
 class Logged:
-    """What one call logs: `columns` of completions.jsonl, one value per completion; `metrics` of the log step."""
+    """The log of one call: `columns` of completions.jsonl, one value per completion; `metrics` of the log step."""
 
     columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Adds a column to completions.jsonl; values are kept as JSON, others as their text."""
+        """Adds a column to completions.jsonl; values that JSON cannot hold are converted to text."""
         if not is_ordered(values):
             raise TypeError(
                 f"log_extra({column!r}) got {type(values).__name__}, not a list with one value per completion"
@@ -66,7 +66,7 @@ class Logged:
 
 
 def trl_keywords(keywords: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:
-    """TRL's keywords from swift's; of swift's own only those that the function has `named`."""
+    """TRL's keywords made from swift's; of swift's own only those in `named`, the parameters of the function."""
     prompts, completions = zip(*keywords[TURNS], strict=True)
     columns = {name: value for name, value in keywords.items() if name not in RESERVED | NOT_COLUMNS or name in named}
     return {
@@ -79,11 +79,11 @@ def trl_keywords(keywords: Mapping[str, Any], named: Collection[str]) -> dict[st
 
 
 def logged_means(metrics: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """The mean of each metric that functions logged, below `logged/` where its name is one of the trainer's."""
+    """The mean of each metric that functions logged, under `logged/` if the trainer has a metric of that name."""
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for one in metrics:
-        for name, logged in one.items():
-            values[f"logged/{name}" if name in OF_THE_TRAINER else name] += logged
+    for metrics_of_group in metrics:
+        for name, logged in metrics_of_group.items():
+            values[f"logged/{name}" if name in TRAINER_METRICS else name] += logged
     return {name: fmean(logged) for name, logged in values.items()}
 
 

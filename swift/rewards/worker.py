@@ -1,9 +1,9 @@
 """A reward worker: a fresh interpreter that imports the plugins and calls reward functions.
 
-`initialize` runs once per process, `run` once per task of the pool: synchronous calls one after the other on the main
-thread with no event loop running (so signal timers and `asyncio.run` inside them work), or awaited calls together on
-one event loop, which lives as long as the worker. Before every call the random generators are seeded from the job, so
-a function that draws random numbers gives the same values in every worker.
+`initialize` runs once per process, `run` once per task of the pool: synchronous calls in sequence on the main thread
+with no event loop running (so signal timers and `asyncio.run` inside them work), or awaited calls together on one event
+loop, which exists as long as the worker. Before every call the random generators are seeded from the job, so a function
+that draws random numbers returns the same values in every worker.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _ACCELERATORS = (
 
 @dataclass
 class Function:
-    """One reward function, built and ready."""
+    """A reward function, built and ready to be called."""
 
     signature: contract.Signature
     call: Callable[..., Any]
 
 
 class _State:
-    """What `initialize` prepares for `run`; one per process."""
+    """State that `initialize` prepares for `run`; one per process."""
 
     pid: int
     functions: list[Function]
@@ -78,11 +78,11 @@ class CallTimeout(Exception):
 def initialize(spec: LoadSpec, log: str | None) -> None:
     """Makes this process a worker: a session of its own, no accelerator, limits, output, plugins.
 
-    A plugin that cannot be loaded is reported by every `run`; one that hangs at import ends the process.
+    If a plugin cannot be loaded, every `run` raises its error. If it hangs at import, the process ends.
     """
     os.setsid()  # one signal reaches this process and its children
     _adopt_orphans()
-    threading.Thread(target=_die_with_the_trainer, daemon=True).start()
+    threading.Thread(target=_exit_with_trainer, daemon=True).start()
     os.environ.update(dict.fromkeys(_ACCELERATORS, ""))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -105,14 +105,14 @@ def initialize(spec: LoadSpec, log: str | None) -> None:
 
 
 def build(spec: LoadSpec) -> list[Function]:
-    """Imports the plugins and builds every function of `spec`; raises whatever a class raises when it is built."""
+    """Imports the plugins and builds every function of `spec`; exceptions of constructors propagate."""
     from swift.plugin import load_external_plugins
 
     load_external_plugins(spec.plugins)
-    return [_build_one(name, find(name), spec) for name in spec.functions]
+    return [_build_function(name, find(name), spec) for name in spec.functions]
 
 
-def _build_one(name: str, found: Registration, spec: LoadSpec) -> Function:
+def _build_function(name: str, found: Registration, spec: LoadSpec) -> Function:
     entry = found.entry
     signature = contract.signature_of(name, entry, origin=found.origin)
     if signature.without_self:
@@ -137,8 +137,8 @@ def _load_tokenizer(folder: str | None) -> Any:
 
 
 def _adopt_orphans() -> None:
-    """What a child leaves behind becomes a child of this process instead of the system's (Linux), and is marked."""
-    os.environ[_MARKER] = _mark(os.getppid(), os.getpid())
+    """Makes this process the parent of orphaned grandchildren (Linux), and marks the environment of all of them."""
+    os.environ[_MARKER] = f"{os.getppid()}.{os.getpid()}"  # as in `family`
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     leave, own = os._exit, os.getpid()
@@ -148,26 +148,22 @@ def _adopt_orphans() -> None:
             _end_others()
         leave(status)
 
-    os._exit = end  # pebble leaves by it when the trainer has gone, past every `finally`
-
-
-def _mark(trainer: int, pid: int) -> str:
-    return f"{trainer}.{pid}"
+    os._exit = end  # pebble calls it when the trainer has exited, past every `finally`
 
 
 def family(trainer: int, pid: int) -> list[int]:
-    """Descendants of a worker, and what has inherited its environment, whoever may be the parent by now."""
-    found = []
+    """Process ids of the descendants of a worker, and of processes that inherited its environment."""
+    found, mark = [], f"{trainer}.{pid}"
     with contextlib.suppress(psutil.NoSuchProcess):
         found += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get(_MARKER) == _mark(trainer, pid):
+        if (process.info["environ"] or {}).get(_MARKER) == mark:
             found.append(process.pid)
     return found
 
 
-def _die_with_the_trainer() -> None:
-    """Ends this process and its family when the trainer has gone without a word (SIGKILL, out of memory)."""
+def _exit_with_trainer() -> None:
+    """Ends this process and its family when the trainer was killed (SIGKILL, out of memory)."""
     trainer: Any = multiprocessing.parent_process()
     ended, looked_at = set[int](), time.monotonic()
     while os.getppid() == trainer.pid:
@@ -178,7 +174,7 @@ def _die_with_the_trainer() -> None:
 
 
 def end_family() -> None:
-    """Ends all that this process has started, and the process."""
+    """Kills all processes that this process started, and then itself."""
     _end_others()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -191,8 +187,8 @@ def _end_others() -> None:
 
 
 def _reap(before: set[int]) -> set[int]:
-    """Frees adopted children that have ended: those that nobody has asked after since they were in `before`."""
-    ended = {one.pid for one in psutil.Process().children() if one.status() == psutil.STATUS_ZOMBIE}
+    """Reaps adopted children that have ended: zombies now and in `before`, for which no code here has waited."""
+    ended = {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
     for pid in ended & before:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -200,7 +196,7 @@ def _reap(before: set[int]) -> set[int]:
 
 
 def print_to(path: str | None) -> None:
-    """From now on everything this process and its libraries print is appended to `path`; None discards it."""
+    """Appends all further output of this process and its libraries to `path`; None discards it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if path is not None:
@@ -213,7 +209,7 @@ def print_to(path: str | None) -> None:
 
 
 def limit_memory(limit_bytes: int | None) -> None:
-    """Bounds this process's memory and each file it writes, and makes it the first victim if memory runs out."""
+    """Limits this process's memory and each file it writes; the kernel's out-of-memory killer ends it first."""
     if limit_bytes is not None:
         for kind in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
             hard = resource.getrlimit(kind)[1]
@@ -225,13 +221,13 @@ def limit_memory(limit_bytes: int | None) -> None:
 
 
 def run(jobs: list[Job], log: str | None) -> list[Outcome]:
-    """One task: the outcomes of `jobs`, whose functions are all synchronous or all awaited."""
+    """Runs one task: the outcomes of `jobs`, whose functions are all synchronous or all awaited."""
     if _State.problem is not None:
         raise _State.problem
     if log != _State.log:
         print_to(log)
-    # The pool ends a call that is late. If the trainer is gone meanwhile, code that never lets other threads run
-    # ends here.
+    # The pool ends a call that exceeds its limit. If the trainer has exited meanwhile, this timer ends code that never
+    # lets other threads run.
     faulthandler.dump_traceback_later(_State.timeout_s + _ORPHAN_GRACE_S, exit=True, file=2)
     try:
         if _State.functions[jobs[0].function].signature.is_async:
@@ -244,7 +240,7 @@ def run(jobs: list[Job], log: str | None) -> list[Outcome]:
 def _run_together(jobs: list[Job]) -> list[Outcome]:
     try:
         return _State.loop.run_until_complete(_together(jobs))
-    except RuntimeError as error:  # one of them has stopped the loop
+    except RuntimeError as error:  # a call has stopped the loop
         _State.loop = asyncio.new_event_loop()
         if len(jobs) == 1:
             return [Outcome("exception", detail=describe(error))]
@@ -263,7 +259,7 @@ def _call(job: Job) -> Outcome:
         if inspect.isawaitable(result):
             result = asyncio.run(within(result, _State.timeout_s))
         outcome = read(result)
-    except BaseException as error:  # whatever it raises
+    except BaseException as error:  # a function may raise anything
         outcome = _failure(function, error)
     return _measured(outcome, function, began)
 
@@ -273,13 +269,13 @@ async def _await(job: Job) -> Outcome:
     began = time.monotonic()
     try:
         outcome = read(await within(call(), _State.timeout_s))
-    except BaseException as error:  # whatever it raises
+    except BaseException as error:  # a function may raise anything
         outcome = _failure(function, error)
     return _measured(outcome, function, began)
 
 
 def _begin(job: Job) -> tuple[Function, Callable[[], Any], Callable[[Any], Outcome]]:
-    """The function, what calls it, and what reads its result."""
+    """The function, a callable that calls it, and a callable that reads its result."""
     function = _State.functions[job.function]
     completions, keywords = job.arguments()
     logged = Logged()
@@ -296,7 +292,7 @@ def _begin(job: Job) -> tuple[Function, Callable[[], Any], Callable[[Any], Outco
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's generator, and numpy's and torch's where a plugin has imported them."""
+    """Seeds Python's generator, and numpy's and torch's if a plugin has imported them."""
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
@@ -305,7 +301,7 @@ def seed_everything(seed: int) -> None:
 
 
 async def within(awaitable: Any, timeout_s: float) -> Any:
-    """Awaits with a limit; a `TimeoutError` of the function itself stays what it is.
+    """Awaits with a limit; a `TimeoutError` that the function itself raises propagates unchanged.
 
     Raises:
         CallTimeout: after `timeout_s` seconds.
@@ -329,9 +325,9 @@ def _failure(function: Function, error: BaseException) -> Outcome:
 
 
 def _measured(outcome: Outcome, function: Function, began: float) -> Outcome:
-    """The outcome with its duration and what the function counted, whose counters are reset."""
+    """The outcome with its duration and the function's counters, which are then reset."""
     if os.getpid() != _State.pid:
-        os._exit(0)  # a child that the function forked must not speak for the worker
+        os._exit(0)  # a child that the function forked must not return the worker's result
     outcome.seconds = time.monotonic() - began
     counters = getattr(function.call, "counters", None)
     if isinstance(counters, dict):

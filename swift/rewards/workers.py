@@ -1,17 +1,17 @@
-"""The reward workers: pebble's process pool, with what reward functions need around it.
+"""Reward workers: pebble's process pool, with additions for reward functions.
 
-pebble starts the processes, hands tasks to them, kills the worker of a task that is cancelled and replaces workers that
-ended. Added here:
+pebble starts the processes, passes tasks to them, kills the worker of a cancelled task and replaces workers that ended.
+Added here:
 
-* A task that is late is cancelled, by a clock that does not jump.
-* A worker leads a session of its own and adopts orphans; when it is killed or has ended, its family goes too
+* A task that exceeds its limit is cancelled, by a monotonic clock.
+* A worker leads a session of its own and adopts orphans; when it is killed or has ended, its family is killed, too
   (`_Process`).
-* Awaited calls gather: a task takes all that wait, and at most half of the workers serve awaited calls. If such a
-  worker is lost, each of its calls is run again alone.
-* Workers that end `MAX_START_FAILURES` times in a row before they run anything, and a plugin that a worker cannot load,
-  break the pool: all calls raise that error, now and later.
+* Awaited calls are batched: a task takes all that wait, and at most half of the workers serve awaited calls. If such a
+  worker dies, each of its calls is run again alone.
+* If workers end `MAX_START_FAILURES` times in a row before they run anything, or a worker cannot load a plugin, the
+  pool is broken: all calls raise that error, now and later.
 
-All bookkeeping happens on the thread of one event loop; `submit` hands coroutines to it.
+All state is changed on the thread of one event loop; `submit` passes coroutines to it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from swift.signals import kept_from_children
 MAX_START_FAILURES = 3
 MAX_AWAITED = 64
 LOG_LIMIT_BYTES = 64 << 20
-_GATHER_S = 0.01
-_LOOK_S = 0.5
+_BATCH_S = 0.01
+_WATCH_S = 0.5
 _POLL_S = 0.1
-_LEFT = 256
-"""Exit status 0 of a worker; none ends by itself."""
+_EXITED = 256
+"""Reported instead of exit status 0 of a worker; no worker ends by itself."""
 
 T = TypeVar("T")
 
@@ -54,12 +54,12 @@ _starting = threading.Lock()
 
 
 class _Process(SpawnProcess):
-    """A worker as pebble handles it: killed at once, with all that it started."""
+    """A worker as pebble handles it: killed at once, with all processes that it started."""
 
     _ended = False
 
     def start(self) -> None:
-        """Starts the process without the trainer's `__main__`, which would be imported there.
+        """Starts the process without the trainer's `__main__`, which would otherwise be imported there.
 
         Raises:
             OSError: the pool was stopped before.
@@ -67,7 +67,7 @@ class _Process(SpawnProcess):
         main = sys.modules["__main__"]
         with _starting:
             if self._ended:
-                raise OSError("the pool is stopped")  # pebble's sign that its pool is over
+                raise OSError("the pool is stopped")  # pebble stops its pool on this error
             spec, file = main.__spec__, main.__dict__.pop("__file__", None)
             main.__spec__ = None
             try:
@@ -79,7 +79,7 @@ class _Process(SpawnProcess):
                     main.__file__ = file
 
     def run(self) -> None:
-        """In the process; returns when the trainer has gone."""
+        """Runs in the process; returns when the trainer has exited."""
         try:
             super().run()
         finally:
@@ -87,19 +87,19 @@ class _Process(SpawnProcess):
 
     @property
     def exitcode(self) -> int | None:
-        """As of `Process`; a reward function's `os._exit(0)` is not taken for the end of an idle worker by pebble."""
+        """As of `Process`, but never 0: pebble would take a function's `os._exit(0)` for the end of an idle worker."""
         status = super().exitcode
-        return _LEFT if status == 0 else status
+        return _EXITED if status == 0 else status
 
     def terminate(self) -> None:
-        """Kills the process and its family; one that has not begun never will."""
+        """Kills the process and its family; a process that has not begun is not started any more."""
         with _starting:
             ended, self._ended = self._ended, True
         if self.pid is not None and not ended:
             self._end([self.pid])  # a process that has just begun leads no group yet
 
     def is_alive(self) -> bool:
-        """As of `Process`; what is left of a process that has ended is killed."""
+        """As of `Process`; kills the family of a process that has ended."""
         alive = super().is_alive()
         if not alive and not self._ended and self.pid is not None:
             self._end([])
@@ -115,26 +115,20 @@ class _Process(SpawnProcess):
 
 
 class _Context(SpawnContext):
-    """Fresh interpreters: no memory, no accelerator of the trainer. Remembers the processes that it started."""
+    """Starts fresh interpreters, without memory or accelerators of the trainer; `started` has the processes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.started: list[_Process] = []
-        self._stopped = False
+        self.stopped = False
 
     def Process(self, *args: Any, **kwargs: Any) -> _Process:  # type: ignore[override]  # noqa: N802
         process = _Process(*args, **kwargs)
         with _starting:
-            process._ended = self._stopped
-            self.started = [*(one for one in self.started if one.pid is None or one.exitcode is None), process]
+            process._ended = self.stopped
+            running = (earlier for earlier in self.started if earlier.pid is None or earlier.exitcode is None)
+            self.started = [*running, process]
         return process
-
-    def stop(self) -> None:
-        """Kills the processes; none begins any more."""
-        with _starting:
-            self._stopped = True
-        for process in self.started:
-            process.terminate()
 
 
 @dataclass(eq=False)
@@ -150,27 +144,30 @@ class _Pool:
             self.ended.set_result(None)
 
     def stop(self) -> None:
-        """Kills the workers; those that begin must go first, because pebble takes their semaphores away."""
+        """Kills the workers, and starts no more, before `join` deletes the semaphores that a starting worker uses."""
         self.processes.stop()
-        self.context.stop()
+        with _starting:
+            self.context.stopped = True
+        for process in self.context.started:
+            process.terminate()
         self.processes.join()
 
     async def watch(self) -> None:
-        """Ends tasks that pebble forgets because they were queued while the pool broke."""
+        """Sets `ended` when the pool breaks, for tasks that were queued meanwhile and that pebble never completes."""
         while self.processes.active and not self.ended.done():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_WATCH_S)
         self.end()
 
 
 @dataclass(eq=False)
-class _Gathering:
+class _AwaitedBatch:
     """Awaited calls that share a task."""
 
     jobs: list[Job] = field(default_factory=list)
     task: asyncio.Task[list[Outcome]] | None = None
 
 
-class _Lost(Exception):
+class _WorkerDied(Exception):
     """The worker of a task was killed or has died; `outcome` is that of each of its calls."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -178,8 +175,8 @@ class _Lost(Exception):
         self.outcome = outcome
 
 
-async def _late(task: Future[Any], limit_s: float) -> None:
-    """Returns when a task has run for its limit; pebble's own limits go by the wall clock, which may jump."""
+async def _time_out(task: Future[Any], limit_s: float) -> None:
+    """Returns when a task has run for its limit; pebble's own limits use the wall clock, which may jump."""
     while not task.running():
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(limit_s)
@@ -193,20 +190,22 @@ class WorkerPool:
         self.timeout_s = spec.timeout_s
         """Limit of a call."""
         self._num_workers = num_workers
-        self._log: str | None = None  # what the workers print is lost
+        self.log: str | None = None
+        """File that the workers append their output to (kept below 64 MiB), each from its next call on; None discards
+        it."""
         self._loop: asyncio.AbstractEventLoop  # while `_thread` runs it
         self._thread: threading.Thread | None = None
         self._pool: _Pool | None = None
-        self._gathering: _Gathering | None = None
-        self._lanes = asyncio.Semaphore(max(1, num_workers // 2))
+        self._batch: _AwaitedBatch | None = None
+        self._awaited_slots = asyncio.Semaphore(max(1, num_workers // 2))
         self._watch: asyncio.Task[None] | None = None
         self._start_failures = 0
         self._broken: SwiftError | None = None
         self.replaced = 0
-        """Workers killed or lost and replaced so far."""
+        """Number of workers that were killed or died, and were replaced."""
 
     def start(self) -> None:
-        """Starts the workers in the background and returns at once; harmless when they run already."""
+        """Starts the workers in the background and returns at once; has no effect if they run already."""
         if self._thread is None and self._broken is None:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
@@ -216,7 +215,7 @@ class WorkerPool:
                 self._loop.call_soon_threadsafe(lambda: self._broken or self._working_pool())
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Runs a coroutine, which may use `call` and `call_awaited`, beside the others; starts the pool."""
+        """Runs a coroutine, which may use `call` and `call_awaited`, concurrently with others; starts the pool."""
         self.start()
         if self._thread is None:
             coroutine.close()
@@ -224,12 +223,8 @@ class WorkerPool:
             raise self._broken
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def log_to(self, path: Path) -> None:
-        """From now on the workers print to `path` (appended, kept below 64 MiB), each from its next call on."""
-        self._log = str(path)
-
     def close(self) -> None:
-        """Kills the workers; calls that were queued or running raise a `RewardError`. Repeatable."""
+        """Kills the workers; queued and running calls raise a `RewardError`. Repeatable."""
         self._broken = self._broken or RewardError("reward workers: closed: the run has ended")
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -249,67 +244,68 @@ class WorkerPool:
             await asyncio.wait(others)
 
     async def call(self, jobs: list[Job], *, grace_s: float = 0.0) -> list[Outcome]:
-        """Runs calls on one worker: "timeout" or "crash" is the outcome of all if it was killed or lost.
+        """Runs calls on one worker: the outcome of all is "timeout" or "crash" if it was killed or has died.
 
-        A SwiftError, here and below: the pool cannot run anything any more.
+        Raises:
+            SwiftError: here and below: the pool is broken.
         """
         try:
             return await self._task(jobs, self.timeout_s + grace_s)
-        except _Lost as lost:
-            return [lost.outcome] * len(jobs)
+        except _WorkerDied as error:
+            return [error.outcome] * len(jobs)
 
     async def call_awaited(self, job: Job) -> Outcome:
-        """Runs an awaited call, together with those that wait now; otherwise as `call`."""
-        gathering = self._gathering
-        if gathering is None or gathering.task is None:
-            gathering = self._gathering = _Gathering()
-            gathering.task = self._loop.create_task(self._run_gathered(gathering))
-        place = len(gathering.jobs)
-        gathering.jobs.append(job)
+        """Runs an awaited call in one task with other waiting calls; otherwise as `call`."""
+        batch = self._batch
+        if batch is None or batch.task is None:
+            batch = self._batch = _AwaitedBatch()
+            batch.task = self._loop.create_task(self._run_batch(batch))
+        place = len(batch.jobs)
+        batch.jobs.append(job)
         if place + 1 == MAX_AWAITED:
-            self._gathering = None
-        return (await gathering.task)[place]
+            self._batch = None
+        return (await batch.task)[place]
 
-    async def _run_gathered(self, gathering: _Gathering) -> list[Outcome]:
-        async with self._lanes:
-            await asyncio.sleep(_GATHER_S)
-            if self._gathering is gathering:
-                self._gathering = None
+    async def _run_batch(self, batch: _AwaitedBatch) -> list[Outcome]:
+        async with self._awaited_slots:
+            await asyncio.sleep(_BATCH_S)
+            if self._batch is batch:
+                self._batch = None
             try:
-                return await self._task(gathering.jobs, self.timeout_s + worker.CANCEL_GRACE_S)
-            except _Lost as lost:
-                if len(gathering.jobs) == 1:
-                    return [lost.outcome]
-        # Which of them blocked the event loop cannot be known: each runs again alone.
-        return await asyncio.gather(*(self._alone(job) for job in gathering.jobs))
+                return await self._task(batch.jobs, self.timeout_s + worker.CANCEL_GRACE_S)
+            except _WorkerDied as error:
+                if len(batch.jobs) == 1:
+                    return [error.outcome]
+        # The call that blocked the event loop cannot be identified: each runs again alone.
+        return await asyncio.gather(*(self._alone(job) for job in batch.jobs))
 
     async def _alone(self, job: Job) -> Outcome:
-        async with self._lanes:
+        async with self._awaited_slots:
             return (await self.call([job], grace_s=worker.CANCEL_GRACE_S))[0]
 
     async def _task(self, jobs: list[Job], limit_s: float) -> list[Outcome]:
-        """One task of the pool, begun again when the pool breaks before it is done; `_Lost` if its own worker died."""
+        """Runs one task, again if the pool breaks before it is done. Raises `_WorkerDied` if its own worker died."""
         for _ in range(MAX_START_FAILURES + 1):
             pool = self._working_pool()
             try:
-                scheduled = pool.processes.schedule(worker.run, args=(jobs, self._log))
+                scheduled = pool.processes.schedule(worker.run, args=(jobs, self.log))
             except RuntimeError:  # it has just broken
                 pool.end()
                 continue
             future: asyncio.Future[Any] = asyncio.wrap_future(scheduled)
-            late = self._loop.create_task(_late(scheduled, limit_s))
-            await asyncio.wait([future, pool.ended, late], return_when=asyncio.FIRST_COMPLETED)
-            if late.done() and not future.done() and not pool.ended.done():
+            time_limit = self._loop.create_task(_time_out(scheduled, limit_s))
+            await asyncio.wait([future, pool.ended, time_limit], return_when=asyncio.FIRST_COMPLETED)
+            if time_limit.done() and not future.done() and not pool.ended.done():
                 future.cancel()  # pebble kills the worker
-                raise self._lost(TimeoutError())
-            late.cancel()
+                raise self._worker_died(TimeoutError())
+            time_limit.cancel()
             if not future.done() or future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
                 future.cancel()
                 pool.end()
                 continue
             error = future.exception()
             if isinstance(error, TimeoutError | ProcessExpired):
-                raise self._lost(error)
+                raise self._worker_died(error)
             if error is not None:
                 described = f"reward workers: {type(error).__name__}: {error}"
                 self._broken = error if isinstance(error, SwiftError) else RewardError(described)
@@ -318,14 +314,16 @@ class WorkerPool:
             self._trim_log()
             return future.result()
         self.replaced += 1
-        raise _Lost(Outcome("crash", detail="the workers ended whenever it ran"))
+        raise _WorkerDied(Outcome("crash", detail="the workers ended whenever it ran"))
 
-    def _lost(self, error: TimeoutError | ProcessExpired) -> _Lost:
+    def _worker_died(self, error: TimeoutError | ProcessExpired) -> _WorkerDied:
         self.replaced += 1
         limit_s = self.timeout_s
         if isinstance(error, TimeoutError):
-            return _Lost(Outcome("timeout", detail=f"time-out after {limit_s:g} s; worker replaced", seconds=limit_s))
-        return _Lost(Outcome("crash", detail=f"worker {describe_exit(error.exitcode)}; worker replaced"))
+            return _WorkerDied(
+                Outcome("timeout", detail=f"time-out after {limit_s:g} s; worker replaced", seconds=limit_s)
+            )
+        return _WorkerDied(Outcome("crash", detail=f"worker {describe_exit(error.exitcode)}; worker replaced"))
 
     def _working_pool(self) -> _Pool:
         """The pool, or a new one if idle or starting workers died and broke it."""
@@ -334,10 +332,10 @@ class WorkerPool:
             threading.Thread(target=self._pool.stop, daemon=True).start()
             if self._start_failures == MAX_START_FAILURES:
                 started = self._pool.context.started
-                status = next((one.exitcode for one in started if one.exitcode is not None), None)
+                status = next((process.exitcode for process in started if process.exitcode is not None), None)
                 self._broken = RewardError(
                     f"reward workers: {describe_exit(status)}: {MAX_START_FAILURES} workers in a row ended before they "
-                    f"were ready; see {self._log or 'their output'}"
+                    f"were ready; see {self.log or 'their output'}"
                 )
             self._pool = None
         if self._broken is not None:
@@ -347,7 +345,7 @@ class WorkerPool:
             processes = ProcessPool(
                 max_workers=self._num_workers,
                 initializer=worker.initialize,
-                initargs=(self._spec, self._log),
+                initargs=(self._spec, self.log),
                 context=context,
             )
             self._pool = _Pool(context, processes, self._loop.create_future())
@@ -356,7 +354,7 @@ class WorkerPool:
 
     def _trim_log(self) -> None:
         """Keeps a function that prints without end from filling the disk."""
-        path = Path(self._log) if self._log else None
+        path = Path(self.log) if self.log else None
         size = path.stat().st_size if path is not None and path.exists() else 0
         if path is not None and size > LOG_LIMIT_BYTES:
             os.truncate(path, 0)
@@ -378,7 +376,7 @@ def describe_exit(status: int | None) -> str:
     if status is None:
         return "has ended"
     if status >= 0:
-        return f"exited with status {status % _LEFT}"
+        return f"exited with status {status % _EXITED}"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:

@@ -4,9 +4,9 @@ S samples, K reward functions and models, P groups (prompts), G samples of a gro
 `group_index_S` (0..P-1 for each sample, in any order), so that groups of different sizes need no padding.
 
 Excluded samples (a fault of a reward function, or a row in which every entry is None) are out of every mean
-and standard deviation and get advantage 0; the caller also clears their data mask. A group that teaches
-nothing gets advantages of exactly 0. It is recognised by its spread, never by `std == 0`: six fp32 rewards
-of 0.3 have a standard deviation of 3e-8 and would otherwise yield |A| = 3e-4 of pure rounding noise.
+and standard deviation and get advantage 0; the caller also clears their data mask. A zero-variance group gets
+advantages of exactly 0. It is recognised by its spread, never by `std == 0`: six fp32 rewards of 0.3 have a
+standard deviation of 3e-8 and would otherwise yield |A| = 3e-4 of pure rounding noise.
 
 An estimator (`swift.rl.estimators`, one file each) centres the rewards; `scale` divides them. The scale `gdpo` is a
 method of its own: every reward function is normalised within its group before they are added up.
@@ -30,12 +30,12 @@ STD_FLOOR = 1e-8
 """Least standard deviation of a population that divides (as Atropos's example trainer does)."""
 
 SPREAD_TOLERANCE = 1e-6
-"""A group informs when its spread exceeds this, relative to its largest reward (at least 1)."""
+"""A group is informative if its spread exceeds this, relative to its largest reward (at least 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of S samples in P groups, and what the logs say about them.
+    """Advantages of S samples in P groups, and statistics for the logs.
 
     advantages_S: float64, 0 for excluded samples and uninformative groups.
     rewards_S: total reward of each sample (after `kl_penalty_S`), NaN where excluded.
@@ -127,9 +127,9 @@ def compute_advantages(
             advantages_S = centred_S / ddof_0_P[group_index_S].clamp(min=STD_FLOOR)
         elif scale == "batch":
             advantages_S = centred_S / (_batch_std(centred_S if chosen.scales_centred else rewards_S) + STD_EPSILON)
-    teaches_S = informative_P[group_index_S] & ~rewards_S.isnan()
+    informative_S = informative_P[group_index_S] & ~rewards_S.isnan()
     return Advantages(
-        advantages_S=torch.where(teaches_S, advantages_S, 0.0),
+        advantages_S=torch.where(informative_S, advantages_S, 0.0),
         rewards_S=rewards_S,
         mean_P=groups.mean_P,
         std_P=groups.std_P,
@@ -167,8 +167,8 @@ class GroupStatistics:
         highest_P = zeros_P.scatter_reduce(0, index, values, "amax", include_self=False)
         lowest_P = zeros_P.scatter_reduce(0, index, values, "amin", include_self=False)
         largest_P = torch.maximum(highest_P.abs(), lowest_P.abs())
-        informs_P = (count_P >= 2) & (highest_P - lowest_P > SPREAD_TOLERANCE * largest_P.clamp(min=1.0))
-        return cls(index_S, count_P.long(), mean_P, std_P, lowest_P, highest_P, informs_P)
+        informative_P = (count_P >= 2) & (highest_P - lowest_P > SPREAD_TOLERANCE * largest_P.clamp(min=1.0))
+        return cls(index_S, count_P.long(), mean_P, std_P, lowest_P, highest_P, informative_P)
 
     def centred(self, values_S: Tensor) -> Tensor:
         """Values less the mean of their group."""
@@ -178,15 +178,15 @@ class GroupStatistics:
 def _gdpo(values_SK: Tensor, weights_K: Tensor, index_S: Tensor) -> tuple[Tensor, Tensor]:
     """Each function normalised within its group, summed, then normalised over the batch (arXiv:2601.05242).
 
-    Returns advantages [S] and whether some function with a weight informs in the group, [P].
+    Returns advantages [S] and whether some function with a weight is informative in the group, [P].
     """
     columns = [(values_S, GroupStatistics.of(values_S, index_S)) for values_S in values_SK.unbind(dim=1)]
     normalised = [groups.centred(values_S) / (groups.std_P[index_S] + STD_EPSILON) for values_S, groups in columns]
     sum_S = (torch.stack(normalised, dim=1).nan_to_num(nan=0.0) * weights_K).sum(dim=1)
-    informs_KP = torch.stack([groups.informative_P for _, groups in columns])
-    informs_P = (informs_KP & (weights_K != 0).unsqueeze(1)).any(dim=0)
+    informative_KP = torch.stack([groups.informative_P for _, groups in columns])
+    informative_P = (informative_KP & (weights_K != 0).unsqueeze(1)).any(dim=0)
     sum_S = sum_S.masked_fill(values_SK.isnan().all(dim=1), float("nan"))
-    return (sum_S - sum_S.nanmean()) / (_batch_std(sum_S) + STD_EPSILON), informs_P
+    return (sum_S - sum_S.nanmean()) / (_batch_std(sum_S) + STD_EPSILON), informative_P
 
 
 def _batch_std(values_S: Tensor) -> Tensor:

@@ -231,7 +231,8 @@ class ObjectiveArguments:
                 "--kl_bias_correction: true: the KL is in the reward, and the loss has none; --kl_in_reward false, or "
                 "drop --kl_bias_correction"
             )
-        yield from self._entropy_problems()
+        if self.use_adaptive_entropy or self.entropy_coef_min > self.entropy_coef_max:
+            yield from self._entropy_problems()
 
     def _entropy_problems(self) -> Iterator[str]:
         if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:

@@ -1,4 +1,4 @@
-"""Correction for the mismatch between the engine that sampled and the trainer that learns.
+"""Correction for the mismatch between the engine that samples and the trainer.
 
 `eta_t = clip(lp_o - lp_s, +-20)` compares the trainer's log-prob of a token with the sampler's; `w` weighs
 the token (truncated or masked importance sampling, Yao et al. 2025) and has no gradient. T packed tokens,
@@ -35,7 +35,7 @@ LOG_FLOOR = math.log(1e-8)
 def sampler_mismatch(old_logprobs_T: Tensor, sampler_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
     """Log-ratio eta of the trainer's old policy to the sampler at each token, [T], clipped to +-20.
 
-    0 where the mask is 0 or the sampler has no finite log-prob; whoever has the whole batch counts the latter.
+    0 where the mask is 0 or the sampler has no finite log-prob.
     """
     known_T = mask_T.bool() & sampler_logprobs_T.isfinite()
     difference_T = (old_logprobs_T - sampler_logprobs_T).clamp(-LOG_LIMIT, LOG_LIMIT)

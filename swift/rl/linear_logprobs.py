@@ -1,4 +1,4 @@
-"""Log-probs and entropies of chosen tokens straight from hidden states and the output layer, without an [N, V] matrix.
+"""Log-probs and entropies of chosen tokens from hidden states and the output layer, without an [N, V] matrix.
 
 N positions, H hidden size, V vocabulary, C columns of a block. The logits `hidden @ weight.T + bias` exist one block of
 columns at a time, [N, C]. A running maximum and sum (as in online softmax, arXiv:1805.02867) join the blocks.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Entropy = Literal["none", "value", "gradient"]
-"""What is wanted of the entropy: nothing, its value, or its value with a gradient."""
+"""Whether to compute the entropy: not, its value, or its value with a gradient."""
 
 Way = Literal["value", "direction", "keep", "recompute"]
 
@@ -42,7 +42,7 @@ FEWEST_COLUMNS = 256
 
 @dataclass(frozen=True, slots=True)
 class LogitMap:
-    """What happens to `hidden @ weight.T + bias` before the softmax: `cap * tanh(scale * z / cap) / temperature`.
+    """The map from `hidden @ weight.T + bias` to the softmax: `cap * tanh(scale * z / cap) / temperature`.
 
     scale: Cohere's `logit_scale`, or 1 over Granite's `logits_scaling`. softcap: Gemma's `final_logit_softcapping`;
     None is off. temperature: the sampler's, > 0.
@@ -57,16 +57,9 @@ class LogitMap:
         """The derivative, up to that of tanh."""
         return self.scale / self.temperature
 
-    def apply_(self, logits: Tensor) -> Tensor:
-        """In place."""
-        if self.softcap is None:
-            return logits.mul_(self.slope) if self.slope != 1.0 else logits
-        return logits.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-
-    def tanh_derivative(self, mapped: Tensor) -> Tensor | None:
-        """The derivative of tanh where the result is `mapped`; None without a cap."""
-        if self.softcap is None:
-            return None
+    def tanh_derivative(self, mapped: Tensor) -> Tensor:
+        """The derivative of tanh where the result is `mapped`; there must be a cap."""
+        assert self.softcap is not None
         return (mapped * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
 
 
@@ -94,7 +87,7 @@ def linear_logprobs(
         ids_N: token ids in [0, V), long.
         bias_V: the output layer's bias.
         logit_map: scale, cap and temperature.
-        entropy: whether it is wanted, and whether it shall carry a gradient.
+        entropy: whether to compute it, and whether with a gradient.
         keep_bytes: logits up to this size may be kept for the backward pass; None means `KEEP_BYTES`.
         columns: of a block; None takes what suits the device.
 
@@ -112,7 +105,9 @@ def linear_logprobs(
     if columns is None:
         elements = CPU_BLOCK_ELEMENTS if hidden_NH.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
         columns = min(vocabulary, max(FEWEST_COLUMNS, elements // max(1, ids_N.numel())))
-    settings = _Settings(logit_map, entropy, way, columns)
+    blocks = [slice(start, min(start + columns, vocabulary)) for start in range(0, vocabulary, columns)]
+    dtype = torch.float64 if hidden_NH.dtype == torch.float64 else torch.float32
+    settings = _Settings(logit_map, entropy, way, blocks, dtype)
     logprobs_N, entropy_N = _LinearLogprobs.apply(hidden_NH.contiguous(), weight_VH, bias_V, ids_N, settings)
     return logprobs_N, entropy_N if entropy != "none" else None
 
@@ -139,10 +134,13 @@ def choose_way(num_bytes: int, *, hidden_learns: bool, head_learns: bool, entrop
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
+    """blocks: the vocabulary, in slices of columns. dtype: of statistics."""
+
     logit_map: LogitMap
     entropy: Entropy
     way: Way
-    columns: int
+    blocks: list[slice]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +153,6 @@ class _Head:
     ids_N: Tensor
     settings: _Settings
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of statistics."""
-        return torch.float64 if self.hidden_NH.dtype == torch.float64 else torch.float32
-
-    def blocks(self) -> list[slice]:
-        """The vocabulary, cut."""
-        step, vocabulary = self.settings.columns, self.weight_VH.shape[0]
-        return [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
-
     def product(self, columns: slice) -> Tensor:
         """`hidden @ weight.T + bias` of a block, [N, C]."""
         bias = None if self.bias_V is None else self.bias_V[columns]
@@ -172,7 +160,10 @@ class _Head:
 
     def mapped(self, product: Tensor, *, copy: bool) -> Tensor:
         """The logits of a block in the type of statistics, to be overwritten."""
-        return self.settings.logit_map.apply_(product.to(self.dtype, copy=copy))
+        logits, logit_map = product.to(self.settings.dtype, copy=copy), self.settings.logit_map
+        if logit_map.softcap is None:
+            return logits.mul_(logit_map.slope) if logit_map.slope != 1.0 else logits
+        return logits.mul_(logit_map.scale / logit_map.softcap).tanh_().mul_(logit_map.softcap / logit_map.temperature)
 
     def places(self, columns: slice) -> tuple[Tensor, Tensor]:
         """The column of each row's id within the block, [N, 1], 0 where it is elsewhere; whether it is in it, [N]."""
@@ -190,13 +181,16 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         head, keep = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings), settings.way == "keep"
         softmax, kept = _Softmax(head), []
-        for columns in head.blocks():
+        for columns in settings.blocks:
             product = head.product(columns)
             if keep:
                 kept.append(product)
             softmax.add(columns, head.mapped(product, copy=keep))
-        logprobs_N = softmax.logprobs()
-        entropy_N = softmax.entropy() if settings.entropy != "none" else logprobs_N.new_empty(0)
+        log_total_N = softmax.total.log()
+        logprobs_N = (softmax.selected - softmax.highest) - log_total_N
+        entropy_N = logprobs_N.new_empty(0)
+        if settings.entropy != "none":
+            entropy_N = log_total_N - softmax.moment / softmax.total
         ctx.set_materialize_grads(False)
         if settings.entropy != "gradient":
             ctx.mark_non_differentiable(entropy_N)
@@ -219,34 +213,34 @@ class _LinearLogprobs(torch.autograd.Function):
             (direction_NH,) = ctx.saved_tensors
             return direction_NH * logprob_grad_N.to(direction_NH.dtype).unsqueeze(1), None, None, None, None
         hidden_NH, weight_VH, bias_V, ids_N, highest_N, total_N, entropy_N, *kept = ctx.saved_tensors
-        head = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings)
+        head, logit_map = _Head(hidden_NH, weight_VH, bias_V, ids_N, settings), settings.logit_map
         if logprob_grad_N is None:
             logprob_grad_N = torch.zeros_like(total_N)
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        hidden_grad = torch.zeros_like(hidden_NH, dtype=head.dtype) if needs_hidden else None
+        hidden_grad = torch.zeros_like(hidden_NH, dtype=settings.dtype) if needs_hidden else None
         weight_grad = torch.empty_like(weight_VH) if needs_weight else None
         bias_grad = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
-        for i, columns in enumerate(head.blocks()):
+        for i, columns in enumerate(settings.blocks):
             logits = head.mapped(kept[i] if kept else head.product(columns), copy=bool(kept))
-            derivative = settings.logit_map.tanh_derivative(logits)
+            derivative = logit_map.tanh_derivative(logits) if logit_map.softcap is not None else None
             logits.sub_(highest_N.unsqueeze(1))
             grad = _logit_gradient(head, columns, logits, total_N, entropy_N, logprob_grad_N, entropy_grad_N)
             if derivative is not None:
                 grad.mul_(derivative)
-            if settings.logit_map.slope != 1.0:
-                grad.mul_(settings.logit_map.slope)
+            if logit_map.slope != 1.0:
+                grad.mul_(logit_map.slope)
             grad = grad.to(hidden_NH.dtype)
             if hidden_grad is not None:
                 _add_product(hidden_grad, grad, weight_VH[columns])
             if weight_grad is not None:
                 torch.mm(grad.t(), hidden_NH, out=weight_grad[columns])
             if bias_grad is not None:
-                bias_grad[columns] = grad.sum(dim=0, dtype=head.dtype)
+                bias_grad[columns] = grad.sum(dim=0, dtype=settings.dtype)
         return None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype), weight_grad, bias_grad, None, None
 
 
 class _Softmax:
-    """Statistics of the rows while the blocks of their columns arrive; sums are relative to `highest`.
+    """Statistics of the rows, updated by each block of columns; sums are relative to `highest`.
 
     total: sum of e^(z - highest). moment: sum of e^(z - highest) (z - highest), for the entropy.
     others: `total` without the row's own id. mean: weight rows summed with the terms of `others` (times the
@@ -256,8 +250,8 @@ class _Softmax:
     def __init__(self, head: _Head) -> None:
         self.head = head
         num_rows = head.ids_N.numel()
-        options: Any = {"dtype": head.dtype, "device": head.hidden_NH.device}
-        self.highest = torch.full((num_rows,), torch.finfo(head.dtype).min, **options)
+        options: Any = {"dtype": head.settings.dtype, "device": head.hidden_NH.device}
+        self.highest = torch.full((num_rows,), torch.finfo(head.settings.dtype).min, **options)
         self.selected, self.total, self.moment, self.others = (torch.zeros(num_rows, **options) for _ in range(4))
         self.with_entropy, self.with_direction = head.settings.entropy != "none", head.settings.way == "direction"
         self.mean = torch.zeros(num_rows, head.hidden_NH.shape[1] if self.with_direction else 0, **options)
@@ -265,9 +259,18 @@ class _Softmax:
     def add(self, columns: slice, logits: Tensor) -> None:
         """One block; `logits` is overwritten."""
         places, inside = self.head.places(columns)
+        logit_map = self.head.settings.logit_map
         self.selected = logits.gather(1, places).squeeze(1).where(inside, self.selected)
-        derivative = self.head.settings.logit_map.tanh_derivative(logits) if self.with_direction else None
-        self._raise_highest(torch.maximum(self.highest, logits.amax(dim=1)))
+        capped = self.with_direction and logit_map.softcap is not None
+        derivative = logit_map.tanh_derivative(logits) if capped else None
+        highest = torch.maximum(self.highest, logits.amax(dim=1))
+        drop = self.highest - highest
+        factor = drop.exp()
+        self.moment.add_(self.total * drop).mul_(factor)  # z - new = (z - old) + drop
+        self.total.mul_(factor)
+        self.others.mul_(factor)
+        self.mean.mul_(factor.unsqueeze(1))
+        self.highest = highest
         shifted = logits.sub_(self.highest.unsqueeze(1))
         exponentials = shifted.exp() if self.with_entropy else shifted.exp_()
         self.total += exponentials.sum(dim=1)
@@ -281,34 +284,16 @@ class _Softmax:
             weight = self.head.weight_VH[columns]
             _add_product(self.mean, exponentials.to(weight.dtype), weight)
 
-    def _raise_highest(self, highest: Tensor) -> None:
-        drop = self.highest - highest
-        factor = drop.exp()
-        self.moment.add_(self.total * drop).mul_(factor)  # z - new = (z - old) + drop
-        self.total.mul_(factor)
-        self.others.mul_(factor)
-        self.mean.mul_(factor.unsqueeze(1))
-        self.highest = highest
-
-    def logprobs(self) -> Tensor:
-        """Of the ids."""
-        return (self.selected - self.highest) - self.total.log()
-
-    def entropy(self) -> Tensor:
-        """In nats."""
-        return self.total.log() - self.moment / self.total
-
     def direction(self) -> Tensor:
         """D logp / d hidden, [N, H], in the type of the weight."""
-        head, weight_VH = self.head, self.head.weight_VH
+        head, weight_VH, logit_map = self.head, self.head.weight_VH, self.head.settings.logit_map
         total = self.others + (self.selected - self.highest).exp()
         factor = self.others / total
-        derivative = head.settings.logit_map.tanh_derivative(self.selected)
-        if derivative is not None:
-            factor = factor * derivative
-        own_row = weight_VH[head.ids_N].to(head.dtype).mul_(factor.unsqueeze(1))
-        found = own_row.sub_(self.mean.div_(total.unsqueeze(1))).mul_(head.settings.logit_map.slope)
-        return found.to(weight_VH.dtype)
+        if logit_map.softcap is not None:
+            factor = factor * logit_map.tanh_derivative(self.selected)
+        own_row = weight_VH[head.ids_N].to(head.settings.dtype).mul_(factor.unsqueeze(1))
+        direction = own_row.sub_(self.mean.div_(total.unsqueeze(1))).mul_(logit_map.slope)
+        return direction.to(weight_VH.dtype)
 
 
 def _logit_gradient(
@@ -321,12 +306,12 @@ def _logit_gradient(
     entropy_grad_N: Tensor | None,
 ) -> Tensor:
     """`(onehot - p) g - p (log p + H) g_H` of a block, [N, C], in place of its logits less the highest of their row."""
-    upstream = logprob_grad_N.to(head.dtype).unsqueeze(1)
+    upstream = logprob_grad_N.to(head.settings.dtype).unsqueeze(1)
     total = total_N.unsqueeze(1)
     if entropy_grad_N is None:
         grad = shifted.exp_().mul_(-upstream / total)
     else:
-        entropy_upstream = entropy_grad_N.to(head.dtype).unsqueeze(1) / total
+        entropy_upstream = entropy_grad_N.to(head.settings.dtype).unsqueeze(1) / total
         factor = (shifted + (entropy_N.unsqueeze(1) - total.log())).mul_(-entropy_upstream).sub_(upstream / total)
         grad = shifted.exp_().mul_(factor)
     places, inside = head.places(columns)

@@ -1,4 +1,4 @@
-"""The policy loss of one micro-batch: ratio, objective, correction, masks, KL, in the one order there is.
+"""The policy loss of one micro-batch: ratio, objective, correction, masks and KL, in this order.
 
     loss_t = m * weight * [ w * o * h * f + beta * KL ]
 
@@ -119,12 +119,8 @@ def policy_loss(
         token_loss_T = token_loss_T + config.rollout_kl_coef * kl_T
     if entropy_T is not None:
         observations_T["entropy"] = entropy_T
-    return LossOutput(
-        loss=(weights_T * token_loss_T).sum(),
-        means={name: _sum_and_count(values_T, mask_T) for name, values_T in observations_T.items()},
-        extremes={"ratio/max": _maximum_ratio(ratio_T, mask_T), **_clip_extremes(observations_T, segments)},
-        policy_loss=policy_loss,
-    )
+    means, extremes = _metrics(observations_T, ratio_T, segments)
+    return LossOutput((weights_T * token_loss_T).sum(), means, extremes, policy_loss)
 
 
 def log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor | None, mask_T: Tensor) -> Tensor:
@@ -134,7 +130,7 @@ def log_ratio(policy_logprobs_T: Tensor, old_logprobs_T: Tensor | None, mask_T: 
     so the ratio is 1 in value and still carries the gradient. No second forward is needed.
     """
     old_T = policy_logprobs_T.detach() if old_logprobs_T is None else old_logprobs_T.to(policy_logprobs_T.dtype)
-    # where, not a product: whatever stands at a masked position (NaN included) must not reach a sum
+    # where, not a product: values at masked positions (NaN included) must not enter a sum
     return torch.where(mask_T, policy_logprobs_T - old_T, 0.0)
 
 
@@ -145,7 +141,7 @@ def importance_ratio(log_ratio_T: Tensor, segments: Segments, level: Level) -> T
         sequence        r_i = exp(sum_t m (lp - lp_o) / T_i), the same at each token   GSPO, arXiv:2507.18071
         sequence_token  value of `sequence`, gradient of each token alone              GSPO-token, ibid. 4.3
 
-    Nothing is clamped before `exp`: a ratio that overflows must be seen, not hidden.
+    Nothing is clamped before `exp`: a ratio that overflows must be visible.
     """
     if level == "token":
         return torch.exp(log_ratio_T)
@@ -160,7 +156,7 @@ def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) 
     if ref_logprobs_T is None:
         raise ValueError(f"beta: {config.beta}: the KL term needs the log-probs of the reference")
     ref_T = ref_logprobs_T.detach().to(inputs.policy_logprobs_T.dtype)
-    # a masked position contributes nothing, whatever stands there
+    # masked positions contribute nothing, whatever their values
     ref_T = torch.where(inputs.segments.mask_T, ref_T, inputs.policy_logprobs_T.detach())
     if config.kl_bias_correction:
         return bias_corrected_k3(inputs.policy_logprobs_T, ref_T, inputs.log_ratio_T)
@@ -168,26 +164,23 @@ def _kl(inputs: TokenInputs, ref_logprobs_T: Tensor | None, config: LossConfig) 
 
 
 @torch.no_grad()
-def _sum_and_count(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    # where, not indexing: no device synchronisation
-    return torch.stack([torch.where(mask_T, values_T, 0).double().sum(), mask_T.sum().double()])
+def _metrics(
+    observations_T: dict[str, Tensor], ratio_T: Tensor, segments: Segments
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`means` and `extremes` of a `LossOutput`.
 
-
-@torch.no_grad()
-def _clip_extremes(observations_T: dict[str, Tensor], segments: Segments) -> dict[str, Tensor]:
-    """The smallest share of tokens clipped below, and the largest clipped above, of a sequence."""
+    Extremes are the largest ratio of a trained token, 0 without one; and of a sequence, the smallest share of tokens
+    clipped below and the largest clipped above.
+    """
+    mask_T, means = segments.mask_T, {}
+    for name, values_T in observations_T.items():  # where, not indexing: no device synchronisation
+        means[name] = torch.stack([torch.where(mask_T, values_T, 0).double().sum(), mask_T.sum().double()])
+    extremes = {"ratio/max": torch.zeros((), dtype=torch.float64, device=ratio_T.device)}
+    if ratio_T.numel():
+        extremes["ratio/max"] = torch.where(mask_T, ratio_T, 0).amax().double()
     trained_S = segments.sum(torch.ones_like(segments.index_T)) > 0
-    found = {}
     for name, mean, extreme in (("low_min", "low_mean", torch.amin), ("high_max", "high_mean", torch.amax)):
         clipped_T = observations_T.get(f"clip_ratio/{mean}")
         if clipped_T is not None and bool(trained_S.any()):
-            found[f"clip_ratio/{name}"] = extreme(segments.mean(clipped_T.double())[trained_S], dim=0)
-    return found
-
-
-@torch.no_grad()
-def _maximum_ratio(ratio_T: Tensor, mask_T: Tensor) -> Tensor:
-    """The largest ratio of a trained token; 0 without one."""
-    if not ratio_T.numel():
-        return torch.zeros((), dtype=torch.float64, device=ratio_T.device)
-    return torch.where(mask_T, ratio_T, 0).amax().double()
+            extremes[f"clip_ratio/{name}"] = extreme(segments.mean(clipped_T.double())[trained_S], dim=0)
+    return means, extremes

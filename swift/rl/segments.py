@@ -21,7 +21,7 @@ class Segments:
 
     def sum(self, values_T: Tensor) -> Tensor:
         """Sum of each sequence's trained values, [S], in their dtype and with their gradient; 0 without any."""
-        trained_T = torch.where(self.mask_T, values_T, 0)  # whatever stands at the others, NaN included
+        trained_T = torch.where(self.mask_T, values_T, 0)  # the others may be NaN
         return values_T.new_zeros(self.num).index_add(0, self.index_T, trained_T)
 
     def mean(self, values_T: Tensor) -> Tensor:

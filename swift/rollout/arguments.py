@@ -1,4 +1,4 @@
-"""Settings of rollouts: how completions are sampled, how many, and by which engine."""
+"""Settings of rollouts: sampling, environments, and engines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from swift.flags import flag
 from swift.types import SamplingParams
 
 LEAST_TEMPERATURE = 0.01
-"""Above 0. At lower ones logits leave the range of floats, and vLLM takes this one."""
+"""Minimum temperature: lower ones overflow the logits, and vLLM uses this one instead."""
 
 
 def request_limit_s(tokens: int) -> float:
-    """The usual `--rollout_timeout`, in seconds, for samples of at most so many tokens: at five tokens a second.
+    """Default of `--rollout_timeout` in seconds, for samples of at most so many tokens: five tokens per second.
 
-    A longer limit costs nothing where an engine stands still, which `--stall_timeout` finds.
+    It can be long, because `--stall_timeout` detects an engine without progress.
     """
     return max(600.0, 0.2 * tokens)
 
@@ -67,12 +67,12 @@ class GenerationArguments:
     """Regular expression of whole completions. Biases the gradient; the transformers engine needs xgrammar."""
 
     def sampling_params(self) -> SamplingParams:
-        """These settings as a request carries them; the seed is filled in per sample."""
+        """These settings as parameters of a request; the seed is set per sample."""
         given = {name: value for name, value in self.generation_kwargs.items() if name not in FLAGS_IN_KWARGS}
-        more = {SAMPLING_NAMES.get(name, name): value for name, value in given.items()}
-        own = {name: more.pop(name) for name in COMMON_FIELDS if name in more}
-        if "stop_token_ids" in own:
-            own["stop_token_ids"] = tuple(own["stop_token_ids"])
+        extra = {SAMPLING_NAMES.get(name, name): value for name, value in given.items()}
+        common = {name: extra.pop(name) for name in COMMON_FIELDS if name in extra}
+        if "stop_token_ids" in common:
+            common["stop_token_ids"] = tuple(common["stop_token_ids"])
         return SamplingParams(
             max_new_tokens=self.max_completion_length,
             temperature=self.temperature,
@@ -82,17 +82,24 @@ class GenerationArguments:
             repetition_penalty=self.repetition_penalty,
             stop=tuple(self.stop_words),
             regex=self.vllm_guided_decoding_regex,
-            extra=more,
-            **own,
+            extra=extra,
+            **common,
         )
 
     def flags_in_kwargs(self) -> dict[str, Any]:
-        """Entries of `--generation_kwargs` that have a flag of their own, by the flag's name."""
+        """Entries of `--generation_kwargs` that have a flag, by the flag's name."""
         given = self.generation_kwargs
         return {FLAGS_IN_KWARGS[name]: value for name, value in given.items() if name in FLAGS_IN_KWARGS}
 
     def problems(self) -> Iterator[str]:
-        yield from self._alias_problems()
+        names: dict[str, list[str]] = {}  # setting -> its names in use
+        for name in self.generation_kwargs:
+            names.setdefault(FLAGS_IN_KWARGS.get(name) or SAMPLING_NAMES.get(name, name), []).append(name)
+        for aliases in names.values():
+            values = [self.generation_kwargs[name] for name in aliases]
+            if any(value != values[0] for value in values):
+                shown = ", ".join(f"{name} {json.dumps(self.generation_kwargs[name])}" for name in aliases)
+                yield f"--generation_kwargs: {shown}: the same setting with different values; give one of them"
         for name, value in self.generation_kwargs.items():
             if name not in FLAGS_IN_KWARGS and (problem := self._kwarg_problem(SAMPLING_NAMES.get(name, name), value)):
                 yield f"--generation_kwargs: {name}: {problem}"
@@ -100,29 +107,18 @@ class GenerationArguments:
         if regex is not None and (problem := regex_problem(regex)):
             yield f"--vllm_guided_decoding_regex: {regex}: {problem}"
 
-    def _alias_problems(self) -> Iterator[str]:
-        """Entries of `--generation_kwargs` that are one setting under several names, with different values."""
-        names: dict[str, list[str]] = {}
-        for name in self.generation_kwargs:
-            names.setdefault(FLAGS_IN_KWARGS.get(name) or SAMPLING_NAMES.get(name, name), []).append(name)
-        for said in names.values():
-            values = [self.generation_kwargs[name] for name in said]
-            if any(value != values[0] for value in values):
-                shown = ", ".join(f"{name} {json.dumps(self.generation_kwargs[name])}" for name in said)
-                yield f"--generation_kwargs: {shown}: the same setting with different values; give one of them"
-
     def _kwarg_problem(self, name: str, value: Any) -> str:
-        """What is wrong with an entry that has no flag; "" when nothing is."""
+        """Problem of an entry that has no flag; "" if there is none."""
         if name in OWN_FIELDS:
             return f"is set by swift itself{OWN_FIELDS[name]}"
         if name in COMMON_FIELDS:
             return COMMON_FIELDS[name](value)
         backend = getattr(self, "infer_backend", None) or "transformers"
-        if getattr(self, "vllm_mode", None) == "server":  # the server says what its engine takes
+        if getattr(self, "vllm_mode", None) == "server":  # the server checks the settings of its engine
             known = sorted({field for fields in EXTRA_FIELDS.values() for field in fields})
         elif backend in EXTRA_FIELDS:
             known = list(EXTRA_FIELDS[backend])
-        else:  # of a plugin, whose engine checks requests itself
+        else:  # the engine of a plugin checks requests itself
             return ""
         if name in known:
             return ""
@@ -140,10 +136,10 @@ class GenerationArguments:
 
 
 def regex_problem(regex: str) -> str:
-    r"""Why no engine can hold completions to an expression; "" when one may.
+    r"""Reason why no engine supports an expression; "" if one may.
 
-    Engines walk an automaton: what depends on other text than the token's own place has none. Classes such as `\p{L}`
-    are passed over, because some engines have them and Python does not.
+    Engines compile expressions to automata, which have no lookaround and no references. Classes such as `\p{L}` are not
+    checked, because some engines support them and Python does not.
     """
     try:
         re.compile(re.sub(r"\\[pP](\{\^?\w+\}|\w)", "x", regex))
@@ -161,13 +157,10 @@ def regex_problem(regex: str) -> str:
     return ""
 
 
-def _number(low: float, high: float) -> Callable[[Any], str]:
-    def problem(value: Any) -> str:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"{json.dumps(value)}: not a number; valid: {low:g} to {high:g}"
-        return "" if low <= value <= high else f"{value:g}: out of range; valid: {low:g} to {high:g}"
-
-    return problem
+def _penalty(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"{json.dumps(value)}: not a number; valid: -2 to 2"
+    return "" if -2 <= value <= 2 else f"{value:g}: out of range; valid: -2 to 2"
 
 
 def _count(value: Any) -> str:
@@ -176,17 +169,17 @@ def _count(value: Any) -> str:
 
 
 def _token_ids(value: Any) -> str:
-    good = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    good = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
     return "" if good else f"{json.dumps(value)}: no list of token ids; give one such as [2, 7]"
 
 
 COMMON_FIELDS: dict[str, Callable[[Any], str]] = {
-    "frequency_penalty": _number(-2, 2),
-    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _penalty,
+    "presence_penalty": _penalty,
     "min_tokens": _count,
     "stop_token_ids": _token_ids,
 }
-"""Fields of `SamplingParams` without a flag, and what is wrong with a value ("" for nothing)."""
+"""Fields of `SamplingParams` without a flag, and functions that return the problem of a value, or ""."""
 
 SAMPLING_NAMES = {"min_new_tokens": "min_tokens"}
 """Aliases in `--generation_kwargs`."""
@@ -208,7 +201,7 @@ OWN_FIELDS = {
     "guided_regex": "; use --vllm_guided_decoding_regex",
     "structured_outputs_regex": "; use --vllm_guided_decoding_regex",
 }  # fmt: skip
-"""Names in `--generation_kwargs` that are refused, and what to use instead."""
+"""Names in `--generation_kwargs` that are refused, and their alternatives."""
 
 EXTRA_FIELDS: dict[str, tuple[str, ...]] = {
     "transformers": (),
@@ -222,30 +215,30 @@ EXTRA_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 MAKERS = ("rollout_source", "rollout_func", "multi_turn_scheduler", "gym_env", "rollout_tools")
-"""Settings that hand the making of completions to others than the engine."""
+"""Settings with which other code than the engine makes completions."""
 
 REWARDERS = ("rollout_source", "gym_env")
-"""Settings with which completions come with rewards, which the functions of `ENVIRONMENT_REWARDS` give."""
+"""Settings with which environments compute rewards, returned by the reward functions in `ENVIRONMENT_REWARDS`."""
 
 ENVIRONMENT_REWARDS = ("environment", "reward_env", "reward_nemo_gym_verify")
-"""Names of one function, the last two of them Axolotl's."""
+"""Names of one reward function; the last two are Axolotl's."""
 
 
 def in_use(args: Any, names: Sequence[str]) -> list[str]:
-    """Those of the settings in `MAKERS` or `REWARDERS` that are in use, as they are typed."""
+    """The settings of `MAKERS` or `REWARDERS` that are in use, as on the command line."""
     given = {name: value for name in names if (value := getattr(args, name)) and value != "engine"}
     return [f"--{name}: {' '.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
 
 
 def most_tokens(args: Any) -> float:
-    """The most tokens of a completion, those of all its turns; no limit where each turn has its own."""
+    """Maximum tokens of a completion over all turns; infinite if the limit applies to each turn."""
     per_turn = args.completion_length_limit_scope == "per_round" and in_use(args, MAKERS)
     return math.inf if per_turn else args.max_completion_length
 
 
 @dataclass(kw_only=True)
 class EnvironmentArguments:
-    """Who makes completions, if not one answer of the engine each, and in how many turns."""
+    """Environments, rollout functions and turns."""
 
     GROUP: ClassVar[str] = "Environments"
 

@@ -1,11 +1,11 @@
-"""Batch and step arithmetic: how completions become global batches, and rows become an epoch.
+"""Batch and step arithmetic: sizes of batches in completions, and of epochs in steps.
 
 All batch sizes count completions. With b = per_device_train_batch_size, N = world size,
 a = gradient_accumulation_steps, s = steps_per_generation, u = num_iterations, G = num_generations and R rows:
 
     global batch      C = b N a     completions of one optimizer step; G divides it; P = C / G prompts
-    generation batch  B = b N s     completions sampled in one go; G divides it
-    rollout batch     max(C, B)     what is collected before training goes on: the larger of the two
+    generation batch  B = b N s     completions sampled together; G divides it
+    rollout batch     max(C, B)     completions collected before training continues
     steps per epoch   floor(floor(R G / B) u s / a)
 
 Pure functions: no files, no devices, no arguments object.
@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from swift.errors import ConfigError, counted, join_problems
 
 MOST_BATCHES_CARRIED = 2
-"""Rollout batches that a carried group can wait for; as a rule it is one (`swift.rollout.dynamic_sampling`)."""
+"""Maximum number of rollout batches over which a group is carried; usually one (`swift.rollout.dynamic_sampling`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batches of a run. All sizes are in completions unless the name says otherwise.
+    """The batches of a run. Sizes are in completions unless the name has another unit.
 
-    global_batch_prompts = global_batch / num_generations. global_batches_per_rollout is s/a when s >= a (else 1) and
-    generation_batches_per_step is a/s when s < a (else 1). A rollout batch is one generation batch or, when several
-    feed one optimizer step, all of these. updates_per_rollout = global_batches_per_rollout * num_iterations.
-    micro_batches_per_step: forward/backward passes of one rank; None where it follows from the lengths of the
-    completions, under a limit of tokens.
+    global_batch_prompts = global_batch / num_generations. global_batches_per_rollout is s/a if s >= a (else 1) and
+    generation_batches_per_step is a/s if s < a (else 1). A rollout batch is one generation batch, or all of those of
+    one optimizer step. updates_per_rollout = global_batches_per_rollout * num_iterations.
+    micro_batches_per_step: forward/backward passes of one rank; None if they depend on the lengths of completions,
+    with a limit of tokens.
 
-    num_rows, steps_per_epoch and batches_per_epoch are None for streaming data, which has no known end. dropped_rows:
-    rows at the end of each epoch that fill no rollout batch. max_steps: optimizer steps of the run.
+    num_rows, steps_per_epoch and batches_per_epoch are None for streaming data of unknown size. dropped_rows: rows at
+    the end of each epoch that do not fill a rollout batch. max_steps: optimizer steps of the run.
     """
 
     per_device_train_batch_size: int
@@ -75,19 +75,21 @@ def plan_batches(
 ) -> BatchPlan:
     """The batches and steps of a run, from the settings of these names.
 
-    `steps_per_generation` and `generation_batch_size` are two ways to say s; with neither it is a. `num_rows` counts
-    rows after filtering; None is streaming data, which needs `max_steps`. A part of an epoch counts upwards to whole
-    steps; `max_steps` > 0 overrides `num_train_epochs`.
+    `steps_per_generation` or `generation_batch_size` sets s, which is a by default. `num_rows` counts rows after
+    filtering; None is streaming data, which needs `max_steps`. A part of an epoch is rounded up to whole steps;
+    `max_steps` > 0 overrides `num_train_epochs`.
 
     Raises:
-        ConfigError: with one line per rule that is broken.
+        ConfigError: one line per violated rule.
 
     Example:
         5000 rows, b=4, N=8, a=1, G=8: C=32, P=4, 1250 steps per epoch.
     """
     b, n, a = per_device_train_batch_size, world_size, gradient_accumulation_steps
     g, u = num_generations, num_iterations
-    s = _steps_per_generation(b * n, a, steps_per_generation, generation_batch_size)
+    s = steps_per_generation or a
+    if generation_batch_size is not None:
+        s = _generation_steps(generation_batch_size, b * n, steps_per_generation)
     join_problems(_broken_rules(b, n, a, s, g, u, mini_batch_size))
 
     rollout_prompts = b * n * max(a, s) // g
@@ -114,17 +116,17 @@ def plan_batches(
         batches_per_epoch=batches,
         steps_per_epoch=per_epoch,
         dropped_rows=0 if num_rows is None else num_rows % rollout_prompts,
-        max_steps=_total_steps(per_epoch, num_rows, rollout_prompts, num_train_epochs, max_steps),
+        max_steps=max_steps if max_steps > 0 else _steps_of(num_train_epochs, per_epoch, num_rows, rollout_prompts),
     )
 
 
 def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False) -> str:
-    """The plan in one line, for people.
+    """The plan in one line, for messages.
 
     Args:
-        plan: of the run.
-        most_launches: groups sampled for one that is trained, at most: with dynamic sampling replaced ones draw rows.
-        every_row: batches go on from one epoch to the next, so that no row is left out.
+        plan: plan of the run.
+        most_launches: maximum number of groups sampled per trained group; dynamic sampling draws rows for replacements.
+        every_row: whether batches continue from one epoch to the next, so that no row is dropped.
     """
     p = plan
     parts = [
@@ -153,10 +155,8 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
     return "batch: " + "; ".join(parts)
 
 
-def _steps_per_generation(per_micro_step: int, a: int, steps: int | None, batch: int | None) -> int:
-    """S from either flag (default a); `per_micro_step` is b N."""
-    if batch is None:
-        return steps or a
+def _generation_steps(batch: int, per_micro_step: int, steps: int | None) -> int:
+    """The steps s of a generation batch size; per_micro_step: b N. steps: s of `--steps_per_generation`, if given."""
     if batch < 1 or batch % per_micro_step:
         lower = max(1, batch // per_micro_step) * per_micro_step
         raise ConfigError(
@@ -201,15 +201,15 @@ def _broken_rules(b: int, n: int, a: int, s: int, g: int, u: int, mini: int | No
 
 
 def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None) -> str:
-    """The line for a G that does not divide the global batch or the generation batch."""
+    """The message for a G that does not divide the global batch or the generation batch."""
     window, batch = b * n * a, b * n * s
     total = f"global batch of C={window} completions" if window % g else f"generation batch of B={batch} completions"
     made_of = f"{b} per device x {counted(n, 'process')} x {a if window % g else s}"
     choices = _divisors(math.gcd(window, batch))[1:]
     fixes = [f"valid G: {', '.join(map(str, choices)) or 'none'}"]
     values = range(1, g * s * (mini or 1) + 1)  # both searches are periodic in the last
-    by_a = next((one for one in values if _valid(b, n, one, one if s == a else s, g, mini)), None)
-    by_b = next((one for one in values if _valid(one, n, a, s, g, mini)), None)
+    by_a = next((value for value in values if _valid(b, n, value, value if s == a else s, g, mini)), None)
+    by_b = next((value for value in values if _valid(value, n, a, s, g, mini)), None)
     fixes += [f"a={by_a} (--gradient_accumulation_steps {by_a})"] * (by_a is not None)
     fixes += [f"b={by_b} (--per_device_train_batch_size {by_b})"] * (by_b is not None)
     return f"--num_generations: {g}: does not divide the {total} ({made_of}); " + "; or ".join(fixes)
@@ -219,9 +219,8 @@ def _divisors(value: int) -> list[int]:
     return [divisor for divisor in range(1, value + 1) if value % divisor == 0]
 
 
-def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, epochs: float, max_steps: int) -> int:
-    if max_steps > 0:
-        return max_steps
+def _steps_of(epochs: float, per_epoch: int | None, rows: int | None, rollout_prompts: int) -> int:
+    """The steps of a run without `max_steps`."""
     if per_epoch is None:
         raise ConfigError("--max_steps: none: streaming data has no known end; give --max_steps")
     if per_epoch == 0:
@@ -234,7 +233,7 @@ def _total_steps(per_epoch: int | None, rows: int | None, rollout_prompts: int, 
 
 
 def most_stale(depth: int, *, updates: int, interval: int) -> int:
-    """The greatest age of a token at its last use, in optimizer steps.
+    """The maximum age of a token at its last use, in optimizer steps.
 
     A rollout batch feeds U updates. Sampled `depth` batches ahead, with a weight sync every `interval` updates, its
     first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one
@@ -244,7 +243,7 @@ def most_stale(depth: int, *, updates: int, interval: int) -> int:
 
 
 def deepest_prefetch(depth: int, *, updates: int, interval: int, max_staleness: int | None) -> int | None:
-    """The greatest depth up to `depth` that keeps tokens within `max_staleness`; None when not even 0 does."""
+    """The maximum depth, up to `depth`, with which no token exceeds `max_staleness`; None if even 0 exceeds it."""
     if max_staleness is None:
         return depth
     possible = (max_staleness - most_stale(0, updates=updates, interval=interval)) // updates

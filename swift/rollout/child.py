@@ -1,7 +1,7 @@
-"""A command that a run starts for itself, such as the servers of an environment, and that ends with the run.
+"""A command that a run starts, such as the servers of an environment, and that ends with the run.
 
-It leads a process group of its own: `close` ends the group, and so does a guard in it when the run is killed. What it
-prints goes to a file, as soon as the run has a folder.
+It is the leader of a new process group: `close` ends the group, and a watcher process in it ends it if the run is
+killed. Its output is written to a file, once the run has a folder.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import IO
 from swift.errors import EngineError, ResourceError
 
 SHOWN_LINES = 20
-"""Last lines of a command that has ended."""
+"""Number of last lines in the message of a command that has ended."""
 KEPT_LINES = 1000
-"""Lines that are kept until there is a file for them."""
-GUARDED = 'exec 3<&0; { cat <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
+"""Maximum number of lines that are kept until the run has a folder."""
+ENDS_WITH_RUN = 'exec 3<&0; { cat <&3; kill -KILL 0; } >/dev/null 2>&1 & exec "$@" </dev/null 3<&-'
 """Shell: kill the group when standard input, a pipe from the run, ends; become the command."""
 LAUNCH_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-"""torchrun's, beside TORCHELASTIC_*: they describe the trainer's ranks, of which a command or an engine is none."""
+"""Variables of torchrun, beside TORCHELASTIC_*: they describe ranks of the trainer, not commands or engines."""
 OWN_VARIABLES = ("NPROC_PER_NODE", "NNODES", "NODE_RANK", "SWIFT_EXIT_DIR")
-"""Ours of a training process; a command with them would take itself for one."""
+"""Variables of swift for training processes, which commands must not inherit."""
 GRACE_S = 10.0
-"""How long the command may take to end when it is asked to."""
+"""Time for the command to end after an interrupt, in seconds."""
 
 
 def is_of_launch(name: str) -> bool:
@@ -45,11 +45,11 @@ class Child:
     """See the module's docstring.
 
     Args:
-        name: of the command, for messages.
-        command: its words.
-        folder: where it starts; None is the working folder.
+        name: name of the command, for messages.
+        command: words of the command.
+        folder: its working folder; None: that of this process.
         variables: added to the environment.
-        advice: what to do when it ends with an error.
+        advice: advice in the message if it ends.
 
     Raises:
         ResourceError: it cannot be started.
@@ -73,7 +73,7 @@ class Child:
         }
         try:
             self._process = subprocess.Popen(
-                ["sh", "-c", GUARDED, "sh", *command],
+                ["sh", "-c", ENDS_WITH_RUN, "sh", *command],
                 cwd=folder,
                 env={**inherited, **(variables or {})},
                 stdin=subprocess.PIPE,
@@ -89,7 +89,7 @@ class Child:
         self._reader.start()
 
     def log_to(self, path: Path) -> None:
-        """From now on its output goes to `path`, with what it has printed so far."""
+        """Write its output to `path`, including that so far."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -101,31 +101,32 @@ class Child:
         return self._process.poll()
 
     @property
-    def said(self) -> str:
+    def last_lines(self) -> str:
+        """Its last lines, for messages."""
         with self._lock:
             lines = [line.strip() for line in self._lines if line.strip()]
         return f"its last lines: {' | '.join(lines[-SHOWN_LINES:]) or 'nothing'}"
 
     def check(self) -> None:
-        """Raises EngineError, with its last lines, when it has ended."""
+        """Raises EngineError, with its last lines, if it has ended."""
         code = self.code
         if code is None:
             return
         self._reader.join(1.0)
         ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-        raise EngineError(f"{self.name}: {ended}; {self._advice}; {self.said}")
+        raise EngineError(f"{self.name}: {ended}; {self._advice}; {self.last_lines}")
 
     def close(self) -> None:
         self.interrupt()
         self.end(GRACE_S)
 
     def interrupt(self) -> None:
-        """Ask the whole group to end."""
+        """Interrupt the whole group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGINT)
 
     def end(self, limit_s: float) -> None:
-        """End the whole group, which has so long to end by itself; repeatable."""
+        """Wait for the command to end, then kill the whole group. Idempotent."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
         with contextlib.suppress(ProcessLookupError):  # all of them have ended

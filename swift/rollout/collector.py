@@ -1,13 +1,14 @@
-"""Makes rounds and ends them: `prepare -> sample -> finish`, the same result on every rank.
+"""Creates and completes rounds: `prepare -> sample -> finish`, with equal results on every rank.
 
-Sampling (`swift.rollout.runner`) touches the engine and the reward workers only, so it may run on another thread than
-the trainer's; `prepare` and `finish` are collective and belong to the main thread. Rank 0 scores. Completions that an
-engine gave up are excluded from training and from the statistics of their group, with the reason.
+Sampling (`swift.rollout.runner`) uses the engine and the reward workers only, so it may run on a background thread.
+`prepare` and `finish` are collective and must be called on the main thread. Rank 0 scores. Completions that an engine
+has aborted are excluded from training and from the statistics of their group, with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -35,12 +36,13 @@ if TYPE_CHECKING:
 class RolloutCollector:
     """Samples and scores groups.
 
-    source: what this rank asks for completions, or None. sampling: the training distribution; the seed of each sample
-    is filled in. decode: token ids to the text that rewards see. share: what of a round the engine samples.
-    around: entered by every rank around sampling, also by one without requests (a sharded policy needs it).
+    source: source of completions on this rank, or None. sampling: the training distribution; each sample gets its own
+    seed. decode: converts token ids to the text for reward functions. share: part of a round that the engine samples.
+    around: context of sampling, entered by every rank, also without requests (needed for a sharded policy).
     progress: called for each completion.
-    mailbox: messages between the ranks while they sample; needed for dynamic sampling on several.
-    max_new_tokens: length limit by prompt; None is that of `sampling`.
+    mailbox: messages between ranks during sampling; required for dynamic sampling on several ranks.
+    max_new_tokens: length limit by prompt; None: that of `sampling`.
+    limit_s: time limit of a request in seconds; see `Request.limit_s`.
     """
 
     source: Source | None
@@ -54,15 +56,16 @@ class RolloutCollector:
     progress: Callable[[], None] = lambda: None
     mailbox: Mailbox | None = None
     max_new_tokens: Callable[[Prompt], int] | None = None
-    _late_told: int = 0
+    limit_s: float = math.inf
+    _num_late: int = 0  # as reported so far
 
     @property
     def engine(self) -> InferenceEngine | None:
-        """What samples on this rank."""
-        return self.source.inner.engine if self.source is not None else None
+        """The engine of this rank."""
+        return self.source.inner if self.source is not None else None
 
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
-        """A round of the launches in `log`, or with a filter of those that it draws; `settings` of `Round`."""
+        """A round of the launches in `log`; with a group filter, of those that it draws. settings: those of `Round`."""
         current = Round(self, log, **settings)
         if current.group_filter is None:
             current.begin()
@@ -73,15 +76,10 @@ class RolloutCollector:
         sampling = replace(self.sampling, seed=seed)
         if self.max_new_tokens is not None:
             sampling = replace(sampling, max_new_tokens=self.max_new_tokens(launch.prompt))
-        return Request(f"{launch.group_id}/{sample}", launch.prompt.token_ids, sampling, launch.prompt)
+        name = f"{launch.group_id}/{sample}"
+        return Request(name, launch.prompt.token_ids, sampling, launch.prompt, self.limit_s)
 
     # --- the end of a round -------------------------------------------------------------------------------------
-
-    def _new_late(self) -> int:
-        """Requests of this rank that were aborted for their time since the last call."""
-        late = self.source.late if self.source is not None else 0
-        new, self._late_told = late - self._late_told, late
-        return new
 
     def finish(
         self,
@@ -90,17 +88,17 @@ class RolloutCollector:
         timer: Callable[[str], Any],
         meanwhile: Callable[[list[RolloutGroup]], None] | None = None,
     ) -> RoundResult:
-        """Bring a round to every rank and wait for its scores; collective; what failed on any rank is raised on all.
+        """Gather a round on every rank and wait for its scores; collective. An error of any rank is raised on all.
 
         Args:
             current: the round.
             timer: context manager factory for the phases "generate" and "reward".
-            meanwhile: called on every rank with the groups of a fixed round, if reward functions still work on them.
+            meanwhile: called on every rank with the groups of a fixed round, if their scores are not ready yet.
         """
         fixed = current.group_filter is None
         with timer("generate"):
             late = self._exchange(current)
-        # the answer of the moment decides when something is done, never what
+        # timing decides when `meanwhile` runs, never its result
         if fixed and meanwhile is not None and self._agree(lambda: self._still_scoring(current)):
             meanwhile([current.groups[launch.index] for launch in current.log.launches])
         with timer("reward"):
@@ -109,7 +107,8 @@ class RolloutCollector:
             self.mailbox.sweep()
         if late:
             end["metrics"]["health/rollout_timeouts"] = float(late)
-        current.catch_up(end["launches"])
+        if not fixed:
+            current.catch_up(end["launches"])
         kept = {}
         for index, (completions, scores) in end["kept"].items():
             group = kept[index] = current.groups.get(index) or current.group(index, completions)
@@ -126,30 +125,32 @@ class RolloutCollector:
         )
 
     def _exchange(self, current: Round) -> int:
-        """Raise the first failure of any rank on all, and give every rank all completions of a fixed round.
+        """Raise the first failure of any rank on all ranks; gather all completions of a fixed round on every rank.
 
-        Returns how many requests were late.
+        Returns the number of requests that exceeded their time limit since the last round.
         """
-        failure, late, parts = current.failure, self._new_late(), current.parts
+        num_late = self.source.late if self.source is not None else 0
+        failure, late, parts = current.failure, num_late - self._num_late, current.parts
+        self._num_late = num_late
         if self.collectives.active:
             sends = current.group_filter is None and self.share is not None and self.share.reports
             reports = self.collectives.all_gather((portable(failure), late, parts if sends else {}))
             failure, late, parts = _merged(reports)
         if failure is not None:
             if failure is not current.failure:
-                failure.__cause__ = current.failure  # the traceback of this rank's own
+                failure.__cause__ = current.failure  # keeps this rank's traceback
             raise failure
         if current.group_filter is None:
             current.complete_groups(parts)
         return late
 
     def _still_scoring(self, current: Round) -> bool:
-        """Whether reward workers have anything of a round left, now that they were given all; rank 0 only."""
+        """Submit all groups of a round, and whether reward workers still have any of them; rank 0 only."""
         self._submit(current)
         return not current.all_scored
 
     def _submit(self, current: Round) -> None:
-        """Give the reward workers what they did not get while it was sampled; rank 0 only."""
+        """Submit the groups that were not submitted during sampling to the reward workers; rank 0 only."""
         groups = [current.groups[launch.index] for launch in current.log.launches]
         waiting = [group for group in groups if group.launch_index not in current.futures]
         if waiting and self.scorer.needs_whole_batch:
@@ -160,7 +161,7 @@ class RolloutCollector:
             current.futures[group.launch_index] = self.scorer.submit(group, current.progress)
 
     def _end(self, current: Round) -> dict[str, Any]:
-        """What the other ranks need to know of a round; rank 0 only."""
+        """Wait for the scores of a round; returns the data that other ranks need; rank 0 only."""
         group_filter = current.group_filter
         if group_filter is None:
             self._submit(current)
@@ -181,7 +182,7 @@ class RolloutCollector:
         scored = sum(is_scored(current.groups[index]) for index in selection.dropped)
         return {
             "launches": len(current.log.launches),
-            # every rank has the completions of a fixed round
+            # completions of a fixed round are on every rank already
             "kept": {
                 index: ([] if group_filter is None else current.groups[index].completions, current.groups[index].scores)
                 for index in [*trained, *selection.carried]
@@ -202,21 +203,23 @@ class RolloutCollector:
         }
 
     def _agree(self, work: Callable[[], Any]) -> Any:
-        """Rank 0 works, every rank gets the result; a failure of rank 0 ends every rank with the same error."""
+        """Call `work` on rank 0; its result is returned, or its error raised, on every rank."""
+        if not self.collectives.active:
+            return work()
         outcome, failure = None, None
         if self.collectives.rank == 0:
             try:
                 outcome = work()
-            except Exception as error:  # travels to the other ranks, then is raised on all
+            except Exception as error:  # sent to the other ranks, then raised on all
                 failure = error
-        outcome, told = self.collectives.broadcast((outcome, portable(failure)))
-        if told is not None:
-            raise failure or told
+        outcome, received = self.collectives.broadcast((outcome, portable(failure)))
+        if received is not None:
+            raise failure or received
         return outcome
 
 
 def _merged(reports: Sequence[tuple[Exception | None, int, Any]]) -> tuple[Exception | None, int, Any]:
-    """The failure that counts, one with a reason of its own if there is any; late requests; completions of all."""
+    """The failure to raise, preferably one with its own reason; the number of late requests; all completions."""
     failures = [failure for failure, _, _ in reports if failure is not None]
     own = [error for error in failures if not isinstance(error, OtherRankFailed)]
     parts: dict[int, dict[int, Completion]] = {}
@@ -227,7 +230,7 @@ def _merged(reports: Sequence[tuple[Exception | None, int, Any]]) -> tuple[Excep
 
 
 def _sampling_metrics(current: Round, group_filter: GroupFilter, selection: Selection) -> dict[str, float]:
-    dropped = (one for index in selection.dropped for one in current.groups[index].completions)
+    dropped = (completion for index in selection.dropped for completion in current.groups[index].completions)
     return {
         "dynamic_sample/launched": float(group_filter.launched),
         "dynamic_sample/informative": float(group_filter.informative),
@@ -236,19 +239,19 @@ def _sampling_metrics(current: Round, group_filter: GroupFilter, selection: Sele
         "dynamic_sample/budget_exhausted": float(group_filter.budget_exhausted),
         "dynamic_sample/carried_in": float(len(current.log.carried)),
         "dynamic_sample/carried_out": float(len(selection.carried)),
-        "dynamic_sample/dropped_tokens": float(sum(len(one.token_ids) for one in dropped)),
+        "dynamic_sample/dropped_tokens": float(sum(len(completion.token_ids) for completion in dropped)),
     }
 
 
 def portable(error: Exception | None) -> Exception | None:
-    """An error of ours itself, which can travel to other processes; for any other one that says the same."""
+    """An error that can be sent to other processes: a SwiftError as it is, any other one as an EngineError."""
     if error is None or isinstance(error, SwiftError):
         return error
     return EngineError(f"{type(error).__name__}: {error}")
 
 
 def launches_of(prompts: Iterable[Prompt]) -> list[Launch]:
-    """Launches for evaluation: each prompt once, equal prompts told apart by their launch count."""
+    """Launches for evaluation: each prompt once; equal prompts differ in their launch count."""
     earlier: Counter[str] = Counter()
     launches = []
     for index, prompt in enumerate(prompts):

@@ -1,24 +1,24 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476): which groups of a batch are sampled, replaced, trained on, carried over.
+"""Dynamic sampling (DAPO, arXiv:2503.14476): groups of a batch that are sampled, replaced, trained on, carried over.
 
-A batch wants Q informative groups. It begins with the groups that the batch before carried over and launches enough new
-ones to fill the rest, by the share of groups that were informative lately:
+A batch needs Q informative groups. It begins with the groups carried over from the last batch, and launches enough new
+ones for the rest, given the recent share of informative groups:
 
     first launches   ceil(W / rate + 1.5 * sqrt(W * (1 - rate)) / rate),   W = Q - carried
-    rate             an average kept within [1/2, 1] and frozen for the batch
+    rate             a moving average, clamped to [1/2, 1] and constant during the batch
 
-W / rate launches suffice on average only; in nearly every second batch they would fall short, and one late replacement
-costs as long as the longest completion. The second term is one and a half standard deviations of the launches needed,
-so shortage becomes rare. Surplus groups are not lost: they are carried, and fewer are launched next time. More
-deviations mean shorter rounds and older groups.
+W / rate launches suffice on average only: in nearly half of the batches they would not, and a late replacement takes as
+long as the longest completion. The second term is 1.5 standard deviations of the launches needed, so that shortage is
+rare. Surplus groups are carried over, and the next batch launches fewer. A larger margin gives shorter rounds and older
+groups.
 
-A zero-variance group is dropped as soon as it is scored, and a new prompt takes its place at once while
-kept + in flight < Q - carried and the budget of Q * (1 + max_resample_times) launches lasts. When nothing is in flight
-the kept groups are sorted by launch index: the first ones are trained, the rest is carried over. If the budget is
-spent, zero-variance groups fill the gap, in launch order.
+A zero-variance group is dropped as soon as it is scored. A new prompt replaces it at once, while kept + in flight < Q -
+carried and within the budget of Q * (1 + max_resample_times) launches. When nothing is in flight the kept groups are
+sorted by launch index: the first ones are trained on, the others carried over. If the budget is exhausted,
+zero-variance groups fill the gap, in launch order.
 
-The filter looks at the launch index and the reward variance only, never at arrival, length or age. So the result does
-not depend on the order in which groups finish, and there is no length bias. As the rate is at least 1/2, hardly ever
-more than Q groups are carried, and each waits one batch (two at most, when nearly all groups suddenly are informative).
+The filter depends on launch index and reward variance only, not on arrival, length or age. So the result does not
+depend on the order in which groups finish, and there is no length bias. As the rate is at least 1/2, more than Q groups
+are rarely carried, over one batch as a rule (two at most, if nearly all groups become informative).
 Pure: no engine, clock or thread.
 """
 
@@ -28,24 +28,24 @@ import math
 from dataclasses import dataclass
 
 RATE_FLOOR = 0.5
-"""Below this, launching ahead would carry more than a batch over."""
+"""Minimum of the rate; with a lower one more than a batch could be carried over."""
 MARGIN = 1.5
-"""Standard deviations of the launches needed that are launched beyond their mean."""
+"""Launches beyond the mean number needed, in standard deviations."""
 RATE_MEMORY = 0.8
-"""Weight of the past in the moving average of the informative share."""
+"""Decay of the moving average of the informative share."""
 
 
 def updated_rate(rate: float, informative: int, launched: int) -> float:
-    """The moving average of the informative share after a batch; one that launched nothing changes nothing."""
+    """The moving average of the informative share after a batch; unchanged by a batch without launches."""
     return RATE_MEMORY * rate + (1 - RATE_MEMORY) * informative / launched if launched else rate
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How the launches of a batch ended; launch indexes in ascending order, each in exactly one list.
+    """Result of the launches of a batch: launch indexes in ascending order, each in exactly one list.
 
-    trained: kept and wanted. filled: zero-variance groups trained because the budget is spent. carried: kept, for the
-    next batch. dropped: zero-variance groups.
+    trained: informative groups of this batch. filled: zero-variance groups that are trained on because the budget is
+    exhausted. carried: informative groups for the next batch. dropped: zero-variance groups.
     """
 
     trained: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ class GroupFilter:
 
     @property
     def budget_exhausted(self) -> bool:
-        """Whether the batch ends short of informative groups."""
+        """Whether the batch has ended with too few informative groups."""
         return self.complete and len(self._kept) < self.wanted
 
     def due(self) -> int:
@@ -113,7 +113,7 @@ class GroupFilter:
         return not self.in_flight and not self.due()
 
     def selection(self) -> Selection:
-        """How it ended."""
+        """Result of a complete batch."""
         assert self.complete, f"{self.in_flight} groups in flight, {self.due()} due"
         kept, dropped = sorted(self._kept), sorted(self._zero_variance)
         gap = max(0, self.wanted - len(kept))

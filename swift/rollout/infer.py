@@ -183,7 +183,7 @@ def answers(
         requests.append(Request(str(one.index), one.prompt.token_ids, seeded))
     finished: dict[int, Completion] = {}
     waiting = deque(order)
-    for completion in engine.generate(requests):
+    for completion in engine.sample(requests):
         finished[int(completion.request_id)] = completion
         while waiting and waiting[0] in finished:
             row = waiting.popleft()
@@ -264,9 +264,15 @@ class Chat:
         request = Request("chat", self.template.encode_prompt([*system, *messages]), replace(self.sampling, seed=seed))
         self.num_turns += 1
         printer = StreamPrinter(self.template, out)
+
+        def show_so_far() -> None:
+            if token_ids := self.engine.so_far("chat")[0]:  # none once the request has ended
+                printer.show(token_ids)
+
         try:
-            for token in _tokens(self.engine, request):
-                printer.add(token)
+            self.engine.after_step = show_so_far
+            for done in self.engine.sample([request]):
+                printer.show(done.token_ids)
             said = printer.finish()
         except KeyboardInterrupt:
             said = printer.finish()
@@ -278,29 +284,17 @@ class Chat:
         self.history = [*messages, {"role": "assistant", "content": said}]
 
 
-def _tokens(engine: InferenceEngine, request: Request) -> Iterator[int]:
-    """The tokens of an answer: as they come from the in-process engine, together from others."""
-    stream = getattr(engine, "stream_tokens", None)
-    if stream is not None:
-        yield from (token for token, _ in stream(request))
-        return
-    for completion in engine.generate([request]):
-        yield from completion.token_ids
-
-
 class StreamPrinter:
     """Prints text while its tokens arrive; a character whose bytes are not complete yet waits."""
 
     def __init__(self, template: Template, out: TextIO) -> None:
         self.template, self.out = template, out
-        self.ids: list[int] = []
         self.text = ""
         self._printed = 0
 
-    def add(self, token: int) -> None:
-        """One more token of the answer."""
-        self.ids.append(token)
-        self.text = self.template.decode(self.ids)
+    def show(self, token_ids: Sequence[int]) -> None:
+        """The answer so far."""
+        self.text = self.template.decode(token_ids)
         complete = len(self.text.rstrip("\ufffd"))
         self.out.write(self.text[self._printed : complete])
         self.out.flush()

@@ -1,11 +1,11 @@
-"""The event loop of sampling: in the thread that asks for it, or on a thread of its own while the trainer trains.
+"""The event loop of sampling: on the calling thread, or on a background thread while the trainer trains.
 
-    run(coroutine)     until it is done
-    begin(coroutine)   goes on by itself; only on a thread
-    await idle()       everything else that could run has run, and now waits
+    run(coroutine)     runs it to completion
+    begin(coroutine)   starts it in the background; only on a thread
+    await idle()       returns once every other task of the loop waits
 
-An engine in this process is stepped by a coroutine that waits for `idle` before each step: whatever is ready (turns,
-scores, new requests) comes first, in the order in which it was begun, so that runs repeat however fast anything was.
+A coroutine steps an engine of this process, and awaits `idle` before each step. So all that is ready (turns, scores,
+new requests) runs first, in the order in which it was started, and runs are reproducible whatever the timing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from swift.errors import EngineError
 
 POLL_S = 1.0
-"""How often a waiting thread looks whether the loop's thread lives."""
+"""Interval at which a waiting thread checks that the loop's thread is alive, in seconds."""
 
 T = TypeVar("T")
 
 
 class RolloutLoop:
-    """See the module's docstring. threaded: on a thread of its own with this name, started when it is needed."""
+    """See the module's docstring. threaded: on a background thread of this name, started by the first use."""
 
     def __init__(self, *, threaded: bool = False, name: str = "rollout") -> None:
         self.threaded, self.name = threaded, name
@@ -37,17 +37,17 @@ class RolloutLoop:
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The loop's own, once it has begun."""
+        """The background thread, once it is started."""
         return self._thread
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call a function on the loop's thread soon; nothing on a loop that is closed."""
+        """Schedule a function on the loop's thread; no effect on a closed loop."""
         self._start()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine. Raises what it raises; EngineError: the loop's thread has ended."""
+        """Run a coroutine and return its result. Raises its error, or EngineError: the loop's thread has ended."""
         if not self.threaded:
             return self._loop.run_until_complete(work)
         return self.wait(self.begin(work))
@@ -61,7 +61,7 @@ class RolloutLoop:
         self.run(work())
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Let a coroutine run on the loop's thread."""
+        """Start a coroutine on the loop's thread."""
         if self._loop.is_closed():
             work.close()
             raise EngineError(f"{self.name}: it is closed")
@@ -75,7 +75,7 @@ class RolloutLoop:
             self._thread.start()
 
     def wait(self, future: Future[T]) -> T:
-        """What a coroutine that was begun returns or raises."""
+        """Wait for a coroutine that was begun; returns its result or raises its error."""
         while not future.done() and self._thread is not None and self._thread.is_alive():
             with contextlib.suppress(TimeoutError, CancelledError):
                 return future.result(POLL_S)
@@ -83,13 +83,10 @@ class RolloutLoop:
             raise EngineError(f"{self.name}: closed with work unfinished")
         return future.result()
 
-    @property
-    def alive(self) -> bool:
-        """Whether it was not closed."""
-        return not self._loop.is_closed()
-
     def close(self, limit_s: float) -> bool:
-        """Cancel what runs and end the thread; whether it has ended within so long. Repeatable."""
+        """Cancel all tasks and end the thread. Returns whether it has ended within the limit. Idempotent."""
+        if self._loop.is_closed():
+            return True
         if self._thread is None:
             self._loop.run_until_complete(_cancel_all())
         elif self._thread.is_alive():
@@ -108,48 +105,41 @@ class RolloutLoop:
 
 
 async def idle() -> None:
-    """Until nothing else on this loop is ready to run."""
+    """Wait until no other task or callback of this loop is ready to run."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, EventLoop)
-    await loop.idle()
+    waiting: asyncio.Future[None] = loop.create_future()
+    loop.idle_waiters.append(waiting)
+    await waiting
 
 
 async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:  # tasks that are cancelled may start others
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class EventLoop(asyncio.SelectorEventLoop):
-    """An event loop that knows when it is about to wait."""
+    """An event loop that resolves `idle_waiters` when nothing else is ready to run."""
 
     def __init__(self) -> None:
-        self._idlers: list[asyncio.Future[None]] = []
+        self.idle_waiters: list[asyncio.Future[None]] = []
         super().__init__(_Selector(self))
-
-    def idle(self) -> asyncio.Future[None]:
-        """Done when nothing else is ready to run."""
-        waiting: asyncio.Future[None] = self.create_future()
-        self._idlers.append(waiting)
-        return waiting
-
-    def about_to_wait(self) -> bool:
-        """Whether somebody wanted to know."""
-        idlers, self._idlers = self._idlers, []
-        for one in idlers:
-            if not one.done():
-                one.set_result(None)
-        return bool(idlers)
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Is asked with a time-out of zero while anything is ready to run."""
+    """Detects an idle loop: `select` gets a timeout of zero while anything is ready to run."""
 
     def __init__(self, loop: EventLoop) -> None:
         super().__init__()
         self._owner = loop
 
     def select(self, timeout: float | None = None) -> Any:
-        waits = timeout is None or timeout > 0
-        return super().select(0 if waits and self._owner.about_to_wait() else timeout)
+        waiters = self._owner.idle_waiters
+        if waiters and (timeout is None or timeout > 0):
+            self._owner.idle_waiters, timeout = [], 0
+            for waiting in waiters:
+                if not waiting.done():
+                    waiting.set_result(None)
+        return super().select(timeout)

@@ -1,14 +1,14 @@
 """Messages between ranks while a round of dynamic sampling is sampled: through the rendezvous store, in order.
 
-A collective needs every rank at the same point. While groups are sampled ranks are busy for different times, so what
-they tell each other then (a group is finished, sample this one next) goes into the store instead. A channel is written
-by any rank and read by those that need it, each at its own pace:
+A collective needs every rank at the same point, but ranks sample for different times. So their messages (a group is
+finished, sample these groups next) are sent through the store. Any rank may write to a channel; each reader has its own
+position in it:
 
     post   ticket = add(channel)      key channel/ticket = message
     read   the key after the last one that this rank has read, if it is there
 
-Whoever reaches the store can read and write it. On one node it therefore listens on loopback only (`swift.rendezvous`),
-and messages are data of known types: decoding one runs no code.
+Every process that reaches the store can read and write it. So on one node it listens on loopback only
+(`swift.rendezvous`), and messages are data of known types: decoding them runs no code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PREFIX = "swift/mailbox"
 
 
 class Sampled(msgspec.Struct, tag=True):
-    """A completion of a launch that one engine has finished; the store takes at most 8 MiB at once.
+    """A completion of an engine's part of a launch, sent once the part is complete; messages are limited to 8 MiB.
 
-    last: the engine has no other of this launch.
+    last: whether it is the last one of the part.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Sampled(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """A rank cannot go on with the round."""
+    """A rank has failed in this round."""
 
     rank: int
 
@@ -52,14 +52,14 @@ class Sample(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """Nothing more will be launched in this round."""
+    """The end of the launches of this round."""
 
 
 Message = Sampled | Failed | Sample | End
 
 
 class Mailbox:
-    """The mailbox of one rank; every call raises EngineError when the store is gone, and with it rank 0."""
+    """The mailbox of one rank; every call raises EngineError if the store, a part of rank 0, is gone."""
 
     def __init__(self) -> None:
         self._store = connect(STORE_LIMIT_S)
@@ -74,7 +74,7 @@ class Mailbox:
         self._posted.append(key)
 
     def read(self, channel: str) -> Message | None:
-        """The next message that this rank has not read, or None; never waits for one."""
+        """The next message that this rank has not read, or None; does not wait."""
         key = f"{PREFIX}/{channel}/{self._read[channel] + 1}"
         with reachable():
             if not self._store.check([key]):
@@ -84,7 +84,7 @@ class Mailbox:
         return decode(content)
 
     def sweep(self) -> None:
-        """Delete the messages that this rank posted; the ranks have met since, so all have been read."""
+        """Delete the messages of this rank, after a collective: all ranks have read them by then."""
         with reachable():
             for key in self._posted:
                 self._store.delete_key(key)
@@ -92,7 +92,7 @@ class Mailbox:
 
 
 def decode(content: bytes) -> Message:
-    """A message from its bytes. Raises EngineError: it is no message of swift."""
+    """Decode a message. Raises EngineError: it is not a message of swift."""
     try:
         return saved_state.decode(content, Message)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:  # msgspec's errors are of these types

@@ -1,13 +1,13 @@
-"""Which process and which engine owns which device of a node. Pure: callers count the devices and the cores.
+"""Placement of training processes and engines on the devices of a node. Pure: callers count devices and cores.
 
-    in_process   no engine of its own: each training process generates with its own model
+    in_process   no engine: each training process generates with its own model
     colocate     rank r and its engine share device r; TP consecutive ranks form one engine
-    dedicated    ranks on the first L devices, engines on devices of their own (the last W unless named)
-    server       engines live elsewhere, behind URLs
+    dedicated    ranks on the first L devices, engines on other devices (the last W unless named)
+    server       engines of other processes, addressed by URLs
 
 D = devices of the node, L = training processes of the node (NPROC_PER_NODE), W = num_infer_workers (devices for
-inference), TP = vllm_tensor_parallel_size; W/TP engines. Without an accelerator the allowed CPU cores are cut into
-D contiguous groups `cpu:k`, so every mode runs on a laptop.
+inference), TP = vllm_tensor_parallel_size; W/TP engines. Without an accelerator the allowed CPU cores are divided into
+D contiguous groups `cpu:k`, so that every mode runs on a laptop.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from swift.errors import ConfigError, counted, join_problems
 
 Mode = Literal["in_process", "colocate", "dedicated", "server"]
 OWN_SERVER = "a server of this run"
-"""Stands for the address of a server that is not started yet."""
+"""Placeholder for the address of a server that is not started yet."""
 OFFLOADS = ("offload_model", "offload_optimizer", "gc_collect_after_offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What the user and the machine say.
+    """Settings of the user, and devices of the machine.
 
-    use_vllm: completions come from an engine beside the trainer's model, of whatever backend. accelerators: visible
+    use_vllm: whether an engine of any backend generates, not the trainer's model. accelerators: number of visible
     devices of the node; 0 selects the CPU rules. cores: ids of the allowed CPU cores. vllm_mode, num_infer_workers:
-    None infers them. vllm_device: ["auto"] or one entry per inference device. servers: addresses given.
-    prefetch_given: `prefetch_depth` was set by the user. num_attention_heads: where known. shares_ranks: the backend
-    can shard one engine over training processes. offloads: the flags given that move the trainer off the device.
+    None infers them. vllm_device: ["auto"] or one entry per inference device. servers: addresses of servers.
+    prefetch_given: whether the user has set `prefetch_depth`. num_attention_heads: None if unknown. shares_ranks:
+    whether the backend can shard one engine over training processes. offloads: flags in use that offload the trainer.
     """
 
     use_vllm: bool
@@ -61,11 +61,11 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where everything of one node runs.
+    """Devices of all processes and engines of one node.
 
-    trainer_devices[r] belongs to local rank r; engines[e] are the devices of engine e (none for in_process and
-    server). cores[k] are the CPU cores of `cpu:k` (empty with accelerators). spare_devices are unused. sleep_level is
-    the effective one. notes: one-line remarks for the user, warnings among them.
+    trainer_devices[r]: device of local rank r. engines[e]: devices of engine e; () for in_process and server. cores[k]:
+    CPU cores of `cpu:k`; () with accelerators. spare_devices: unused devices. sleep_level: the effective one. notes:
+    one-line remarks and warnings for the user.
     """
 
     mode: Mode
@@ -84,7 +84,7 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
     "dedicated": ("object_store", "broadcast"),
     "server": ("disk", "http", "broadcast"),
 }
-"""`--weight_transport` by mode; the others share the trainer's process."""
+"""`--weight_transport` by mode; engines of other modes run in the trainer's processes."""
 
 
 def check_transport(mode: Mode, *, weight_transport: str, ray_address: str | None, ray_token_file: str | None) -> None:
@@ -114,9 +114,9 @@ def request_from(
     prefetch_given: bool = False,
     heads: Callable[[], int | None] = lambda: None,
 ) -> PlacementRequest:
-    """The request of resolved arguments; modes without an engine (sft) ask for none.
+    """The request of resolved arguments; modes without an engine (sft) need none.
 
-    heads: number of the model's attention heads, asked where it matters.
+    heads: returns the number of the model's attention heads; called with tensor parallelism only.
     """
     machine: dict[str, Any] = {
         "local_ranks": local_ranks,
@@ -147,7 +147,7 @@ def request_from(
 
 
 def has_own_engine(args: Any) -> bool:
-    """Whether completions come from an engine beside the trainer's model: another backend, or another place."""
+    """Whether an engine generates, not the trainer's model: another backend, or another mode."""
     backend = getattr(args, "infer_backend", None)
     asks = getattr(args, "use_vllm", False) or getattr(args, "use_lmdeploy", False)
     return bool(asks or getattr(args, "vllm_mode", None) or backend not in (None, "transformers"))
@@ -168,9 +168,9 @@ def _is_host(text: str) -> bool:
 
 
 def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[int]) -> list[str]:
-    """The addresses of the servers; base URLs win, one port serves all hosts.
+    """The addresses of the servers; base URLs take precedence, and one port applies to all hosts.
 
-    Raises ConfigError: neither one port nor one per host, or a text that is no URL or no host.
+    Raises ConfigError: neither one port nor one per host, or an invalid URL or host.
     """
     if base_urls:
         join_problems(
@@ -201,33 +201,48 @@ def server_urls(base_urls: Sequence[str], hosts: Sequence[str], ports: Sequence[
 
 
 def place(request: PlacementRequest) -> Placement:
-    """Decides the mode and gives out the devices.
+    """Choose the mode and assign the devices.
 
     Raises:
-        ConfigError: no mode fits, or the numbers contradict the mode; the line names every valid choice.
+        ConfigError: no mode fits, or the numbers contradict the mode; the message lists all valid choices.
 
     Example:
         8 devices, NPROC_PER_NODE=7, --num_infer_workers 1: dedicated, ranks on cuda:0..6, the engine on cuda:7.
     """
     ranks = request.local_ranks
     kind = request.accelerator_kind if request.accelerators else "cpu"
-    devices = _count_devices(request)
+    apart = request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate)
+    engines = (request.num_infer_workers or 1) if apart else 0
+    devices = request.accelerators or request.cpu_devices or ranks + engines
     if request.accelerators and ranks > devices:
         raise ConfigError(
             f"NPROC_PER_NODE: {ranks}: more than {counted(devices, f'visible {kind} device')}; "
             f"NPROC_PER_NODE={devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)"
         )
-    workers = _count_workers(request, devices)
-    mode = _mode(request, devices, workers)
+    workers = request.num_infer_workers
+    if workers is None:
+        workers = ranks if request.vllm_mode == "colocate" or ranks == devices else 1
+    mode: Mode = _mode(request, devices, workers) if request.use_vllm else "in_process"
     join_problems(_contradictions(request, mode, devices, workers))
 
     names = tuple(f"{kind}:{index}" for index in range(max(devices, ranks)))
     trainers = names[:ranks]
-    engine_devices = _engine_devices(request, mode, names[:devices], workers)
+    engine_devices: tuple[str, ...] = ()
+    if mode in ("colocate", "dedicated"):
+        engine_devices = _engine_devices(request, mode, names[:devices], workers)
     tp = request.tensor_parallel_size if engine_devices else 1
-    cores, notes = ((), []) if request.accelerators else _cut_cores(request.cores, len(names))
-    used = {*trainers, *engine_devices}
-    spare = tuple(name for name in names if name not in used) if request.accelerators else ()
+    notes: list[str] = []
+    cores: tuple[tuple[int, ...], ...] = ()
+    spare: tuple[str, ...] = ()
+    if request.accelerators:
+        spare = tuple(name for name in names if name not in {*trainers, *engine_devices})
+    else:
+        allowed = list(request.cores) or [0]
+        edges = [index * len(allowed) // len(names) for index in range(len(names) + 1)]
+        cores = tuple(tuple(allowed[start:end]) for start, end in pairwise(edges))
+        if len(allowed) < len(names):
+            notes.append(f"warning: {len(allowed)} CPU cores for {len(names)} devices: some devices share a core")
+            cores = tuple((allowed[index % len(allowed)],) for index in range(len(names)))
     return Placement(
         mode=mode,
         local_ranks=ranks,
@@ -243,7 +258,7 @@ def place(request: PlacementRequest) -> Placement:
 
 
 def describe(placement: Placement) -> str:
-    """The placement in one line, for people."""
+    """The placement in one line, for messages."""
     p = placement
     line = f"placement: {p.mode}; {counted(p.local_ranks, 'training process')} on {_span(p.trainer_devices)}"
     if p.mode == "in_process":
@@ -261,37 +276,16 @@ def describe(placement: Placement) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """`cuda:0..3` for neighbours, a list otherwise."""
+    """`cuda:0..3` for consecutive devices, a list otherwise."""
     indexes = [int(name.rpartition(":")[2]) for name in names]
     if len(names) > 2 and indexes == list(range(indexes[0], indexes[0] + len(names))):
         return f"{names[0]}..{indexes[-1]}"
     return ", ".join(names)
 
 
-def _count_devices(request: PlacementRequest) -> int:
-    """D."""
-    if request.accelerators:
-        return request.accelerators
-    if request.cpu_devices is not None:
-        return request.cpu_devices
-    if request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate):
-        return request.local_ranks + (request.num_infer_workers or 1)
-    return request.local_ranks
-
-
-def _count_workers(request: PlacementRequest, devices: int) -> int:
-    """W."""
-    if request.num_infer_workers is not None:
-        return request.num_infer_workers
-    if request.vllm_mode == "colocate":
-        return request.local_ranks
-    return request.local_ranks if request.local_ranks == devices else 1
-
-
 def _mode(request: PlacementRequest, devices: int, workers: int) -> Mode:
+    """The mode of an engine, as given or inferred."""
     ranks = request.local_ranks
-    if not request.use_vllm:
-        return "in_process"
     if request.vllm_mode is not None:
         return request.vllm_mode
     if request.servers:
@@ -356,7 +350,7 @@ def _contradictions(request: PlacementRequest, mode: Mode, devices: int, workers
 
 
 def _no_room_for_server(request: PlacementRequest, devices: int) -> list[str]:
-    """The server that this run starts takes the last devices, or those of `--vllm_device`."""
+    """Problems of the server of this run, which uses the last devices or those of `--vllm_device`."""
     width, given = request.tensor_parallel_size, list(request.vllm_device)
     own = [f"{request.accelerator_kind}:{index}" for index in range(request.local_ranks)]
     if request.local_ranks + width > devices:
@@ -391,8 +385,7 @@ def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> l
 
 
 def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...], workers: int) -> tuple[str, ...]:
-    if mode not in ("colocate", "dedicated"):
-        return ()
+    """The devices of the engines in colocate or dedicated mode."""
     own, given = names[: request.local_ranks], tuple(request.vllm_device)
     if given == ("auto",):
         return own if mode == "colocate" else names[-workers:]
@@ -411,19 +404,9 @@ def _engine_devices(request: PlacementRequest, mode: Mode, names: tuple[str, ...
     return given
 
 
-def _cut_cores(cores: Sequence[int], groups: int) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-    """The cores in `groups` contiguous parts of nearly equal size; with too few cores the parts overlap."""
-    cores = list(cores) or [0]
-    if len(cores) < groups:
-        note = f"warning: {len(cores)} CPU cores for {groups} devices: some devices share a core"
-        return tuple((cores[index % len(cores)],) for index in range(groups)), [note]
-    edges = [index * len(cores) // groups for index in range(groups + 1)]
-    return tuple(tuple(cores[start:end]) for start, end in pairwise(edges)), []
-
-
 def _notes(request: PlacementRequest, mode: Mode, spare: tuple[str, ...]) -> list[str]:
     notes = []
-    own_server = OWN_SERVER in request.servers  # it takes devices
+    own_server = OWN_SERVER in request.servers  # it uses devices
     if spare and not own_server:
         notes.append(f"warning: {', '.join(spare)}: used by nobody; raise NPROC_PER_NODE or --num_infer_workers")
     if mode == "server":

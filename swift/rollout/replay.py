@@ -1,14 +1,14 @@
-"""Replay buffer: groups of high scores, kept for a while to stand in for zero-variance groups.
+"""Replay buffer: groups of high scores that replace zero-variance groups of later batches.
 
-What is stored is what was sampled: token ids, the sampler's log-probs, the versions of the weights, and the advantages
-as trained on. Everything that depends on the policy of now (old and reference log-probs, correction weights, token
-counts) is computed anew when an entry is used.
+An entry has the sampled data: token ids, sampler log-probs, policy versions, and the advantages as trained on. Data
+that depends on the current policy (old and reference log-probs, correction weights, token counts) is recomputed when an
+entry is used.
 
     score of a group = sum_i |A_i| * sum_k s_k        s_k: standard deviation of reward function k in the group
 
 The buffer keeps the entries of the highest scores (of equal ones the newest). Entries are drawn in proportion to their
-scores, without replacement, and forgotten `max_age` optimizer steps after they were stored: that bounds how often one
-can be used. A group is never drawn for the batch that stored it, because a batch draws before it stores.
+scores, without replacement, and removed `max_age` optimizer steps after they were stored, which bounds the number of
+uses. A batch draws before it stores, so that it never draws its own groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swift.rollout.samples import TrainSample
 
 @dataclass(frozen=True, slots=True)
 class ReplayEntry:
-    """A group as it was trained on. number: counts the entries of the run; step: optimizer steps done when stored."""
+    """A group as it was trained on. number: index of the entry in the run. step: optimizer steps done when stored."""
 
     number: int
     group_id: str
@@ -34,7 +34,7 @@ class ReplayEntry:
 
 @dataclass(frozen=True, slots=True)
 class ReplayState:
-    """What a checkpoint holds of a buffer: its entries, and how many were ever stored and drawn."""
+    """State of a buffer in a checkpoint. stored, draws: number of entries stored, and of draws, since the start."""
 
     entries: list[ReplayEntry]
     stored: int
@@ -44,8 +44,8 @@ class ReplayState:
 class ReplayBuffer:
     """At most `size` groups, each for `max_age` optimizer steps.
 
-    Draws depend on `seed` and on the number of the draw only. recompute: whether old log-probs are computed anew;
-    otherwise the sampler's stand in for them, so that the ratio spans the whole age of the sample.
+    Draws depend on `seed` and on the number of the draw only. recompute: whether old log-probs are recomputed; if not,
+    the sampler's are used, so that the ratio compares with the policy that sampled the entry.
     """
 
     def __init__(self, size: int, *, max_age: int, seed: int, recompute: bool = True) -> None:
@@ -58,23 +58,23 @@ class ReplayBuffer:
         return len(self._entries)
 
     def store(self, group_id: str, step: int, score: float, samples: Sequence[TrainSample]) -> None:
-        """Keep a group if its score is among the highest; one without a positive score never is."""
+        """Keep a group if its score is positive and among the highest."""
         if not score > 0:
             return
-        kept = tuple(replace(one, old_logprobs=None, ref_logprobs=None) for one in samples)
+        kept = tuple(replace(sample, old_logprobs=None, ref_logprobs=None) for sample in samples)
         self._entries.append(ReplayEntry(self._stored, group_id, step, score, kept))
         self._stored += 1
         if len(self._entries) > self.size:
-            self._entries.remove(min(self._entries, key=lambda one: (one.score, one.number)))
+            self._entries.remove(min(self._entries, key=lambda entry: (entry.score, entry.number)))
 
     def draw(self, count: int, step: int, *, without: Collection[str] = ()) -> list[ReplayEntry]:
         """Up to `count` entries, none of them older than `max_age` at `step` or of a group in `without`."""
-        self._entries = [one for one in self._entries if step - one.step <= self.max_age]
-        candidates = [one for one in self._entries if one.group_id not in without]
+        self._entries = [entry for entry in self._entries if step - entry.step <= self.max_age]
+        candidates = [entry for entry in self._entries if entry.group_id not in without]
         count = min(count, len(candidates))
         if not count:
             return []
-        scores = np.array([one.score for one in candidates], dtype=np.float64)
+        scores = np.array([entry.score for entry in candidates], dtype=np.float64)
         generator = np.random.Generator(np.random.Philox(key=[self.seed % 2**64, self._draws]))
         self._draws += 1
         # exponential race: the smallest arrival times of rates `score` are a draw without replacement
@@ -82,18 +82,18 @@ class ReplayBuffer:
         return [candidates[i] for i in np.argsort(arrivals, kind="stable")[:count]]
 
     def samples_of(self, entry: ReplayEntry, group: int) -> list[TrainSample]:
-        """Copies of an entry's samples, to be trained on as group number `group` of a rollout batch."""
-        old = [None if self.recompute else one.sampler_logprobs for one in entry.samples]
+        """Copies of an entry's samples for training, as group number `group` of a rollout batch."""
+        old = [None if self.recompute else sample.sampler_logprobs for sample in entry.samples]
         return [
-            replace(one, group=group, old_logprobs=logprobs, versions=list(one.versions))
-            for one, logprobs in zip(entry.samples, old, strict=True)
+            replace(sample, group=group, old_logprobs=logprobs, versions=list(sample.versions))
+            for sample, logprobs in zip(entry.samples, old, strict=True)
         ]
 
     def state(self) -> ReplayState:
         return ReplayState(list(self._entries), self._stored, self._draws)
 
     def load(self, state: ReplayState) -> None:
-        """Continue after `state`; of more entries than fit now the best stay."""
+        """Continue after `state`; if the buffer is smaller now, the entries of the highest scores stay."""
         self._stored, self._draws = state.stored, state.draws
-        best = sorted(state.entries, key=lambda one: (one.score, one.number), reverse=True)[: self.size]
-        self._entries = sorted(best, key=lambda one: one.number)
+        best = sorted(state.entries, key=lambda entry: (entry.score, entry.number), reverse=True)[: self.size]
+        self._entries = sorted(best, key=lambda entry: entry.number)

@@ -1,17 +1,17 @@
-"""`--rollout_func`: a function of the user makes the completions of a round, with the engine as its tool.
+"""`--rollout_func`: a function of the user makes the completions of a round, with the engine.
 
     def my_rollout(prompts, rollout):
-        answers = rollout.generate(rollout.repeated_prompt_ids)          # one per completion wanted
-        return {"completion_ids": [one.token_ids for one in answers],
-                "logprobs": [one.logprobs for one in answers],
+        answers = rollout.generate(rollout.repeated_prompt_ids)          # one per completion
+        return {"completion_ids": [answer.token_ids for answer in answers],
+                "logprobs": [answer.logprobs for answer in answers],
                 "tries": [1] * len(answers)}                             # a column for reward functions
 
-A call gets whole what the rank was asked for: prompts, each with the same number of completions. Tokens in, tokens out.
-What a function returns is checked before it counts (`swift.rollout.rollout_output`).
+A call gets all prompts of the rank, each with the same number of completions. Tokens in, tokens out. The returned
+values are checked (`swift.rollout.rollout_output`).
 
-The function runs on a thread of its own, the engine on the rollout loop. A call that takes longer than its limit is
-given up: its completions end with "error", which leaves them out of training, and its tool is taken away. A function
-that is given up every time ends the run.
+The function runs on a background thread, the engine on the rollout loop. A call that exceeds its time limit is
+abandoned: its completions end with "error", which excludes them from training, and it cannot sample any more. Several
+abandoned calls in a row stop the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 
 from swift.devices import own_device
 from swift.errors import ConfigError, EngineError, SwiftError, Unsupported, suggest
-from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.loop import idle
 from swift.rollout.rollout_output import FLAG, OutputReader
@@ -39,7 +39,7 @@ from swift.rollout.source import Source
 from swift.types import Completion, Request, SamplingParams
 
 GIVEN_UP_LIMIT = 3
-"""So many calls in a row that were given up end the run."""
+"""Number of abandoned calls in a row that stops the run."""
 
 RolloutFunc = Callable[[list[list[dict[str, Any]]], "Rollout"], Mapping[str, Any]]
 
@@ -47,7 +47,7 @@ RolloutFunc = Callable[[list[list[dict[str, Any]]], "Rollout"], Mapping[str, Any
 def load_rollout_func(text: str) -> RolloutFunc:
     """The function of `--rollout_func`: a registered name, or `path.py:function`.
 
-    Raises ConfigError: no such name, file or function; the nearest are named.
+    Raises ConfigError with the nearest names: no such name, file or function.
     """
     from swift.plugin import load_external_plugins, rollout_funcs
 
@@ -61,7 +61,7 @@ def load_rollout_func(text: str) -> RolloutFunc:
             ) from error
         found = getattr(module, name, None)
         if found is None:
-            known = [one for one, value in vars(module).items() if callable(value) and not one.startswith("_")]
+            known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             raise ConfigError(f"{FLAG}: {text}: {file} has no function {name!r}; {suggest(name, known)}")
     elif text in rollout_funcs:
         found = rollout_funcs[text]
@@ -76,10 +76,10 @@ def load_rollout_func(text: str) -> RolloutFunc:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """What a rollout function works with; one per call, its lists per prompt, in the order of `prompts`.
+    """Interface of a rollout function to the engine; one per call, with lists in the order of `prompts`.
 
-    args: the settings of the run. tokenizer: the policy's, also as `processing_class`, as TRL's trainer calls it.
-    sampling: the distribution asked for. version: of the policy.
+    args: the settings of the run. tokenizer: the policy's, also named `processing_class`, as in TRL's trainer.
+    sampling: the training distribution. version: policy version.
     """
 
     prompt_ids: list[list[int]]
@@ -91,10 +91,11 @@ class Rollout:
     end_token_ids: tuple[int, ...]
     version: int
     max_model_len: int
-    _engine: AwaitedEngine
+    _engine: InferenceEngine
     _loop: asyncio.AbstractEventLoop
     _seeds: list[int]
     _number: int
+    _limit_s: float
     _turn: int = 0
     _revoked: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -106,30 +107,34 @@ class Rollout:
 
     @property
     def repeated_prompt_ids(self) -> list[list[int]]:
-        """The ids of each prompt, once per completion that is wanted of it."""
+        """The ids of each prompt, once per completion."""
         return [list(ids) for ids in self.prompt_ids for _ in range(self.num_generations)]
 
     def generate(self, prompt_ids: Sequence[Sequence[int]], sampling: SamplingParams | None = None) -> list[Completion]:
-        """Sample one continuation of each entry, in order; `text` is filled in.
+        """Sample one continuation of each entry, in order; sets `text`.
 
-        Each entry has a seed that depends on the completion it stands for and on how often this was called, so a run
-        can be repeated. With as many entries as completions are wanted the first call samples what a run without a
-        rollout function would.
+        The seed of an entry depends on its index and on the number of earlier calls, so that runs are reproducible.
+        With one entry per completion the first call returns the samples of a run without a rollout function.
 
         Args:
-            prompt_ids: what the engine is to continue.
+            prompt_ids: token ids to continue.
             sampling: other settings than those of the run; its seed is ignored.
 
         Raises:
             PromptTooLong: an entry leaves no room.
-            EngineError: the call has been given up, or the engine failed.
+            EngineError: the call was abandoned, or the engine failed.
         """
         with self._busy:
             if self._revoked:
                 raise EngineError(f"{FLAG}: this call was given up; its engine is used by others now")
             wanted = sampling or self.sampling
             requests = [
-                Request(f"call-{self._number}-{self._turn}/{place}", list(ids), replace(wanted, seed=self._seed(place)))
+                Request(
+                    f"call-{self._number}-{self._turn}/{place}",
+                    list(ids),
+                    replace(wanted, seed=self._seed(place)),
+                    limit_s=self._limit_s,
+                )
                 for place, ids in enumerate(prompt_ids)
             ]
             self._turn += 1
@@ -151,9 +156,9 @@ class Rollout:
             raise EngineError(f"{FLAG}: this call was given up; its engine is used by others now")
         self._task = asyncio.current_task()
         for request in requests:
-            self._engine.engine.check_length(request)
+            self._engine.check_length(request)
         try:
-            async with asyncio.TaskGroup() as group:  # one that fails ends the others
+            async with asyncio.TaskGroup() as group:  # an error cancels the others
                 tasks = [group.create_task(self._engine.generate(request)) for request in requests]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -165,26 +170,26 @@ class Rollout:
         return seed_of(self._seeds[place % len(self._seeds)], self._turn, place)
 
     def _revoke(self) -> None:
-        """Take the engine away: what runs in it ends, and nothing more begins."""
+        """Cancel the requests of this call, and refuse further ones."""
         self._revoked = True
         if self._task is not None:
             self._task.cancel()
 
     async def _ended(self) -> None:
-        """Until nothing of it is in the engine."""
+        """Wait until the engine has no request of this call."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
 
 @dataclass(eq=False)
 class FunctionSource(Source):
-    """Completions that a function makes.
+    """Completions made by a rollout function.
 
-    inner: the engine that it uses. name: of the function, for messages. args: the settings of the run. tokenizer,
-    vocab_size: the policy's. end_token_ids: tokens that end a completion. limit_s: bound on one call.
+    inner: the engine. name: name of the function, for messages. args: the settings of the run. tokenizer, vocab_size:
+    the policy's. end_token_ids: tokens that end a completion. limit_s: time limit of a call.
     """
 
-    inner: AwaitedEngine
+    inner: InferenceEngine
     function: RolloutFunc
     name: str
     args: Any
@@ -194,7 +199,7 @@ class FunctionSource(Source):
     limit_s: float
     _waiting: dict[str, tuple[Request, asyncio.Future[Completion]]] = field(default_factory=dict)
     _calling: asyncio.Task[None] | None = None
-    _rollout: Rollout | None = None  # of the call that is under way
+    _rollout: Rollout | None = None  # of the running call
     _calls: int = 0
     _given_up: int = 0
     _late: int = 0
@@ -204,18 +209,18 @@ class FunctionSource(Source):
         return self._late + super().late
 
     def hold(self) -> None:
-        """A call cannot be kept."""
+        """Raises Unsupported during a call, which cannot be paused."""
         if self._rollout is not None:
             raise Unsupported(f"{FLAG}: {self.name}: cannot be paused between two tokens; --in_flight_updates false")
         super().hold()
 
     def close(self) -> None:
-        """What runs was cancelled with the loop; its function is not given the engine again."""
+        """Refuse further requests of a running call, whose tasks were cancelled with the loop."""
         if self._rollout is not None:
             self._rollout._revoked = True
 
     async def generate(self, request: Request) -> Completion:
-        self.inner.engine.check_length(request)
+        self.inner.check_length(request)
         if request.request_id in self._waiting:
             raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
         ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -228,11 +233,11 @@ class FunctionSource(Source):
             self._waiting.pop(request.request_id, None)
 
     async def _call_while_asked(self) -> None:
-        """One call after the other, until nothing is wanted."""
+        """Call the function repeatedly, until no request is left."""
         called: set[str] = set()
         try:
             while True:
-                await idle()  # whoever else wants something has asked
+                await idle()  # until all requests have arrived
                 called &= self._waiting.keys()
                 waiting = [request for name, (request, _) in self._waiting.items() if name not in called]
                 if not waiting:
@@ -248,7 +253,7 @@ class FunctionSource(Source):
             self._calling = None
 
     async def _call(self, requests: Sequence[Request]) -> None:
-        """Call the function with the prompts of these requests, and bring each what it returned."""
+        """Call the function with the prompts of these requests, and set their completions."""
         groups = [list(group) for _, group in groupby(requests, _launch_of)]
         rollout = self._rollout = self._tool(groups)
         self._calls += 1
@@ -258,20 +263,20 @@ class FunctionSource(Source):
         called = asyncio.wrap_future(on_thread(lambda: self._called(messages, rollout), f"rollout {self.name}"))
         try:
             await asyncio.wait([called, unwanted], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if unwanted.done():  # all of it was aborted
+            if unwanted.done():  # all requests were aborted
                 return
             made = self._returned(called, rollout, requests) if called.done() else self._expired(requests)
         finally:
             rollout._revoke()
             await rollout._ended()
-            called.add_done_callback(lambda one: one.cancelled() or one.exception())  # that of one given up is nobody's
+            called.add_done_callback(lambda call: call.cancelled() or call.exception())  # an abandoned call may raise
             self._rollout = None
         for completion, ended in zip(made, wanted, strict=True):
             if not ended.done():
                 ended.set_result(completion)
 
     def _tool(self, groups: Sequence[Sequence[Request]]) -> Rollout:
-        requests, engine = [request for group in groups for request in group], self.inner.engine
+        requests, engine = [request for group in groups for request in group], self.inner
         return Rollout(
             prompt_ids=[list(group[0].prompt_ids) for group in groups],
             columns=[dict(group[0].prompt.columns) for group in groups if group[0].prompt is not None],
@@ -286,10 +291,11 @@ class FunctionSource(Source):
             _loop=asyncio.get_running_loop(),
             _seeds=[request.sampling.seed for request in requests],
             _number=self._calls,
+            _limit_s=requests[0].limit_s,
         )
 
     def _called(self, messages: list[list[dict[str, Any]]], rollout: Rollout) -> Any:
-        """On a thread of its own."""
+        """Call the function, on a background thread."""
         if (device := own_device()).type == "cuda":  # each thread has its own
             torch.cuda.set_device(device)
         return self.function(messages, rollout)
@@ -302,26 +308,26 @@ class FunctionSource(Source):
                 f"{FLAG}: {self.name}: {self._given_up} calls in a row took longer than --rollout_timeout "
                 f"{self.limit_s:g} s; make the function faster, or raise the limit"
             )
-        return [Completion(one.request_id, [], [], "error") for one in requests]
+        return [Completion(request.request_id, [], [], "error") for request in requests]
 
     def _returned(self, called: asyncio.Future[Any], rollout: Rollout, requests: Sequence[Request]) -> list[Completion]:
-        """Check what a call returned."""
+        """The completions of a call, checked."""
         if (error := called.exception()) is not None:
             raise self._explained(error) from error
         self._given_up = 0
-        reader = OutputReader(self.name, rollout, self.vocab_size, self.inner.engine.room)
+        reader = OutputReader(self.name, rollout, self.vocab_size, self.inner.room)
         return reader.completions(called.result(), requests)
 
     def _explained(self, error: BaseException) -> SwiftError:
-        """What went wrong in the function, with its place there."""
+        """The error of the function, with its place."""
         if isinstance(error, SwiftError):
             return error
         code = getattr(self.function, "__code__", None)
         file = code.co_filename if code is not None else ""
         places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
         where = f"{Path(file).name}:{places[-1].lineno}: " if places else ""
-        said = traceback.format_exception_only(error)[-1].strip()
-        return EngineError(f"{FLAG}: {self.name}: {where}raised {said}; correct the function")
+        raised = traceback.format_exception_only(error)[-1].strip()
+        return EngineError(f"{FLAG}: {self.name}: {where}raised {raised}; correct the function")
 
 
 def _launch_of(request: Request) -> str:
@@ -329,7 +335,7 @@ def _launch_of(request: Request) -> str:
 
 
 def _of_equal_number(requests: Sequence[Request]) -> list[Request]:
-    """The requests of the launches that want as many completions as the first one; those of a launch together."""
+    """The requests of all launches with as many completions as the first one, launch by launch."""
     groups: dict[str, list[Request]] = {}
     for request in requests:
         groups.setdefault(_launch_of(request), []).append(request)

@@ -1,7 +1,7 @@
-"""What a rollout function returned, as completions: checked to the last number before it counts.
+"""Conversion of the output of a rollout function to completions, with checks of every value.
 
-Tokens in, tokens out: ids and log-probs are what the engine gave, the prompt's ids are those that were sent. The first
-wrong entry ends the run, with its place.
+Tokens in, tokens out: ids and log-probs are those of the engine, prompt ids those of the request. The first invalid
+entry stops the run; the message has its place.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ RESERVED = frozenset(
         "completion_ids",
     }
 )  # fmt: skip
-"""Names that reward functions get from swift; a column may not have one."""
+"""Names of swift's own arguments of reward functions; columns may not have them."""
 RESULTS = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "finish_reasons", "env_mask")
-"""Entries of what a function returns that are no columns."""
+"""Entries of the output that are not columns."""
 SEQUENCES = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "env_mask")
-"""Those of which each completion has a list."""
+"""Entries with a list for each completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputReader:
-    """Reads what one call returned.
+    """Converts the output of one call.
 
-    name: of the function. rollout: what it was called with. vocab_size: of the policy. room: most sampled tokens of a
-    request.
+    name: name of the function. rollout: its argument. vocab_size: the policy's. room: returns the maximum number of
+    sampled tokens of a request.
     """
 
     name: str
@@ -47,7 +47,7 @@ class OutputReader:
     room: Callable[[Request], int]
 
     def completions(self, output: Any, requests: Sequence[Request]) -> list[Completion]:
-        """Completions from what the function returned. Raises EngineError: the first entry that is wrong."""
+        """The completions of an output. Raises EngineError: the first invalid entry."""
         if not isinstance(output, Mapping):
             raise self._wrong(f"returned {type(output).__name__}; return a dict with completion_ids and logprobs")
         if output.get("completion_ids") is None:
@@ -63,7 +63,7 @@ class OutputReader:
         made = []
         for place, request in enumerate(requests):
             entry = {name: values[place] for name, values in lists.items()}
-            for name in (one for one in SEQUENCES if entry[one] is not None and not _is_row(entry[one])):
+            for name in (key for key in SEQUENCES if entry[key] is not None and not _is_row(entry[key])):
                 raise self._wrong(f"{name}[{place}] is {type(entry[name]).__name__}; return a list or an array")
             ids = self._ids(entry["completion_ids"], place, self.rollout.max_model_len - len(request.prompt_ids))
             mask = self._mask(entry["env_mask"], ids, place, self.room(request))
@@ -88,7 +88,7 @@ class OutputReader:
         return made
 
     def _list(self, output: Mapping[str, Any], name: str, count: int) -> list[Any]:
-        """An entry as one value per completion; None for each where it is missing."""
+        """An entry as one value per completion; None for each if it is missing."""
         values = output.get(name)
         if values is None:
             return [None] * count
@@ -102,7 +102,7 @@ class OutputReader:
         return list(values)
 
     def _column(self, name: str, values: Any, count: int) -> list[Any]:
-        """A further entry: a list has one value per completion, anything else goes to all."""
+        """A column: a list has one value per completion, other values apply to all."""
         if name in RESERVED:
             raise self._wrong(f"the column {name!r} has a name that swift gives to reward functions; rename it")
         if isinstance(values, list) and len(values) != count:
@@ -127,7 +127,7 @@ class OutputReader:
         return ids
 
     def _mask(self, given: Any, ids: Sequence[int], place: int, room: int) -> list[int]:
-        """1 for each token that the policy sampled, 0 for those of the environment."""
+        """1 for each token sampled by the policy, 0 for those of the environment."""
         mask = [1] * len(ids) if given is None else _integers(given)
         if len(mask) != len(ids) or not {1} <= set(mask) <= {0, 1}:
             raise self._wrong(
@@ -147,7 +147,7 @@ class OutputReader:
                 values.append(0.0)
                 continue
             where = f"logprobs[{place}][{position}]"
-            if isinstance(entry, list | tuple):  # of several candidates, as TRL returns them
+            if isinstance(entry, list | tuple):  # several candidates, as in TRL
                 named = token_ids is not None and position < len(token_ids) and _is_row(token_ids[position])
                 names = list(token_ids[position]) if named else [token] * (len(entry) == 1)
                 if token not in names[: len(entry)]:
@@ -160,7 +160,7 @@ class OutputReader:
         return values
 
     def _reason(self, given: Any, ids: Sequence[int], place: int, full: bool) -> FinishReason:
-        """The reason that the function gave; by default "length" for what is as long as it may be without an end."""
+        """The given finish reason; by default "length" at the maximum length without an end token, else "stop"."""
         if given is None:
             return "length" if full and ids[-1] not in self.rollout.end_token_ids else "stop"
         if given not in ("stop", "length"):
@@ -172,7 +172,7 @@ class OutputReader:
 
 
 def _is_row(values: Any) -> bool:
-    """Whether values stand one after the other: a list, tuple, array or tensor of one dimension or more."""
+    """Whether values are a list, tuple, or array or tensor of one dimension or more."""
     return (
         hasattr(values, "__getitem__")
         and getattr(values, "shape", None) != ()
@@ -181,9 +181,9 @@ def _is_row(values: Any) -> bool:
 
 
 def _integers(values: Any) -> list[int]:
-    """Values as whole numbers; none if one of them is something else."""
+    """Values as integers; [] if a value is not a number."""
     try:
-        return [int(one) if int(one) == one else -1 for one in values]
+        return [int(value) if int(value) == value else -1 for value in values]
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return []
 

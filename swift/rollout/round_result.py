@@ -1,4 +1,4 @@
-"""How a round ended: its groups with their scores, and what became of the others."""
+"""Result of a round: its scored groups, and counts of the groups that were dropped."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
 @dataclass(slots=True)
 class RoundResult:
-    """How a round ended, the same on every rank but for `dropped`; a checkpoint can hold it.
+    """Result of a round, equal on every rank except `dropped`; part of checkpoints.
 
-    groups: to train on, those carried in included, in launch order. The rest is of dynamic sampling. carried: for the
-    next round. dropped: rank 0 only, for the log; `num_dropped` of them were scored, `num_excluded` had no score at
-    all. failed: prompts of dropped groups on which every completion failed. launched, informative: of this round.
-    carried_in: how many of `groups`, the first ones, were scored in an earlier round. num_samples: completions of this
-    round, those of dropped groups too; `reasons`: how many of them are excluded, for each reason.
+    groups: groups to train on, in launch order; the first `carried_in` of them were scored in an earlier round.
+    carried: groups for the next round. dropped: rank 0 only, for the log; `num_dropped` of them were scored,
+    `num_excluded` had no score. failed: prompts of dropped groups on which every completion failed.
+    launched, informative: number of groups of this round; 0 without dynamic sampling.
+    num_samples: completions of this round, including those of dropped groups; `reasons`: number of excluded ones for
+    each reason.
     """
 
     groups: list[RolloutGroup]
@@ -33,18 +34,14 @@ class RoundResult:
     num_samples: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
 
-    def sampled(self) -> list[RolloutGroup]:
-        """The groups that this round sampled and scored itself; of dropped ones, those that this rank knows."""
-        return [*self.groups[self.carried_in :], *self.carried, *self.dropped]
-
 
 @dataclass(slots=True)
 class ScoredRound:
     """Groups with their rewards and advantages, for logs: one per round of training or evaluation.
 
-    advantages: as trained on, in the order of the completions; None for excluded completions.
-    excluded: why a completion takes no part, beyond the faults of reward functions ("overlong"), or None.
-    used: false for completions of groups that were replaced.
+    rewards, advantages: one per completion; None for excluded completions.
+    excluded: reason of an exclusion other than faults of reward functions ("overlong"), or None.
+    used: False for completions of replaced groups.
     """
 
     split: str
@@ -59,13 +56,17 @@ class ScoredRound:
 
 
 def set_scores(group: RolloutGroup, scores: GroupScores) -> None:
-    """Give a group its scores, with the completions that the engine gave up excluded."""
-    scores.excluded = [fault(one) or why for one, why in zip(group.completions, scores.excluded, strict=True)]
+    """Set the scores of a group, and exclude completions with a fault of the engine or environment."""
+    pairs = zip(group.completions, scores.excluded, strict=True)
+    scores.excluded = [fault(completion) or reason for completion, reason in pairs]
     group.scores = scores
 
 
 def fault(completion: Completion) -> str | None:
-    """Why a completion is not to be trained on, whatever its reward: it was given up, or its log-probs do not fit."""
+    """Reason why a completion cannot be trained on, whatever its reward; None if it can.
+
+    Either it was aborted, or its log-probs are not finite or not one per token.
+    """
     if completion.episode is not None and completion.episode.problem:
         return f"environment: {completion.episode.problem}"
     if completion.finish_reason in ("error", "abort"):
@@ -77,11 +78,11 @@ def fault(completion: Completion) -> str | None:
     return None
 
 
-def lost(request_id: str) -> EngineError:
-    """What is wrong when an engine has ended its stream without a request."""
+def missing(request_id: str) -> EngineError:
+    """The error of a request without a completion."""
     return EngineError(f"engine: request {request_id}: it never came back; this is a defect of the engine")
 
 
 def is_scored(group: RolloutGroup) -> bool:
-    """Whether any completion of a group takes part in anything."""
+    """Whether any completion of a group has a score."""
     return group.scores is not None and any(reason is None for reason in group.scores.excluded)

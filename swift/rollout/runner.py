@@ -1,16 +1,16 @@
-"""Samples rounds: here and now, or on a thread of its own, so that the trainer trains meanwhile.
+"""Samples rounds: synchronously, or on a background thread while the trainer trains.
 
-    sample(round)                          the round is complete, or carries its failure
-    start(round)  ->  ... wait(round)      likewise, in the background
-    hold() release()  between them the engine is paused and the caller's (weights are swapped in mid-flight)
+    sample(round)                          returns when the round is complete or has failed
+    start(round)  ->  ... wait(round)      the same in the background
+    hold() release()                       the engine is paused between them, so that its weights can be updated
 
-Nothing that runs on the thread enters a collective or touches the trainer's model. Rounds are sampled in the order
-given, one after the other: which requests share a batch of the engine changes the last bits of their log-probs, so it
-must not depend on how fast anything was. Only where that is given up anyway (weights that change in mid-flight) they
-overlap, so that the stragglers of one do not idle the engine.
+The background thread enters no collective and does not use the trainer's model. Rounds are sampled in the order given,
+one after the other: the requests that share a batch of the engine change the last bits of each other's log-probs, so
+batches must not depend on timing. With in-flight weight updates, which give up reproducibility, rounds overlap: the
+longest completions of one round do not idle the engine.
 
-When `wait` or `drain` returns and nothing else is under way, the engine is free. After a failure no further round is
-sampled in the background: each carries that failure.
+When `wait` or `drain` returns and no other round is being sampled, the engine is free. After a failure no further round
+is sampled in the background: each gets that failure.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ from swift.rollout.loop import RolloutLoop
 from swift.rollout.round import Round
 
 CLOSE_S = 10.0
-"""How long `close` waits for the thread; what is still in the engine then ends with the engine."""
+"""Timeout of `close` for the thread, in seconds; outstanding requests then end with the engine."""
 AGAIN_S = 0.2
-"""How often an engine that keeps the thread is asked to end meanwhile."""
+"""Interval at which `close` aborts the requests of an engine that blocks the thread, in seconds."""
 
 
 class RoundRunner:
-    """Samples rounds of a collector. threaded: in the background. overlap: one may begin before another is complete."""
+    """Samples rounds of a collector.
+
+    threaded: whether rounds can be sampled in the background. overlap: whether a round may begin before the last one
+    is complete.
+    """
 
     def __init__(self, collector: RolloutCollector, *, threaded: bool = False, overlap: bool = False) -> None:
         self.collector, self.overlap = collector, overlap
@@ -41,20 +45,20 @@ class RoundRunner:
         self._under_way: dict[int, tuple[Round, Future[None]]] = {}
         self._failure: Exception | None = None
         self._idle_s = 0.0
-        self._idle_since: float | None = None  # since the last round that was started ended
+        self._idle_since: float | None = None  # end of the last round in the background
 
     def sample(self, current: Round) -> None:
-        """Sample a round now; a failure is kept for `finish`, where every rank learns of it."""
+        """Sample a round; a failure is stored for `RolloutCollector.finish`, which raises it on every rank."""
         with self.collector.around():
             if not current.samples_here:
                 return
             try:
-                self.loop.run(self._sampled(current))
-            except EngineError as error:  # of the loop's thread; the other ranks wait in `finish` by now
+                self.loop.run(self._run(current))
+            except EngineError as error:  # of the loop's thread; the other ranks are in `finish` by now
                 current.fail(error)
 
     def start(self, current: Round) -> None:
-        """Sample a round from now on; returns at once."""
+        """Start to sample a round in the background."""
         if not current.samples_here:
             return
         if self._failure is not None:
@@ -64,11 +68,11 @@ class RoundRunner:
         self._under_way[id(current)] = current, self.loop.begin(self._in_turn(current))
 
     def samples(self, current: Round) -> bool:
-        """Whether a round is under way."""
+        """Whether a round is being sampled in the background."""
         return id(current) in self._under_way and not self._under_way[id(current)][1].done()
 
     def wait(self, current: Round) -> None:
-        """Until a round is complete or has failed, and the engine is free unless other rounds are under way."""
+        """Wait until a round is complete or has failed; the engine is then free, unless it samples other rounds."""
         _, future = self._under_way.get(id(current), (current, None))
         if future is None:
             return
@@ -79,12 +83,12 @@ class RoundRunner:
         del self._under_way[id(current)]
 
     def drain(self) -> None:
-        """Until nothing is under way and the engine is free."""
+        """Wait for all rounds in the background; the engine is then free."""
         for current, _ in list(self._under_way.values()):
             self.wait(current)
 
     def take_idle_s(self) -> float:
-        """Seconds in which there was nothing to sample, since the last call."""
+        """Seconds without a round to sample since the last call."""
         self._count_idle()
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
@@ -96,12 +100,12 @@ class RoundRunner:
             self._idle_since = now
 
     def hold(self) -> None:
-        """Pause the engine and take it from the thread; what runs in it goes on after `resume` and `release`."""
+        """Pause the engine and stop its use by the thread; requests continue after `resume` and `release`."""
         source = self.collector.source
         if source is None:
             return
         self.loop.do(source.hold)
-        source.inner.engine.pause()
+        source.inner.pause()
         self.loop.run(source.inner.rest())
 
     def release(self) -> None:
@@ -109,10 +113,10 @@ class RoundRunner:
             self.loop.do(self.collector.source.release)
 
     def close(self) -> None:
-        """End the thread; rounds that run are given up."""
+        """Cancel running rounds and end the thread."""
         deadline = time.monotonic() + CLOSE_S
-        while self.loop.alive and not self.loop.close(AGAIN_S) and time.monotonic() < deadline:
-            with contextlib.suppress(SwiftError):  # it is closed next, whether it has heard this or not
+        while not self.loop.close(AGAIN_S) and time.monotonic() < deadline:
+            with contextlib.suppress(SwiftError):  # the engine is closed next in any case
                 if self.collector.engine is not None:
                     self.collector.engine.abort()
 
@@ -122,17 +126,18 @@ class RoundRunner:
         async with contextlib.nullcontext() if self.overlap else self._turn:
             if self._failure is not None:
                 current.fail(self._failure)
-            elif (error := await self._sampled(current)) is not None:
+            elif (error := await self._run(current)) is not None:
                 self._failure = error
         self._idle_since = time.monotonic()
 
-    async def _sampled(self, current: Round) -> Exception | None:
+    async def _run(self, current: Round) -> Exception | None:
+        """Sample a round; returns its error."""
         try:
             await current.run()
         except asyncio.CancelledError:
             current.fail(EngineError("rollout: closed with a round unfinished"))
             raise
-        except Exception as error:  # the other ranks wait in `finish` by now
+        except Exception as error:  # the other ranks are in `RolloutCollector.finish` by now
             current.fail(error)
             return error
         return None

@@ -1,4 +1,4 @@
-"""What is trained on: the samples of a rollout batch, and which of them a global batch (one optimizer step) holds.
+"""Training samples of a rollout batch, and their division into global batches, one for each optimizer step.
 
 A rollout batch holds all samples of one round, in launch order, the same on every rank. It feeds `num_global_batches`
 global batches, `num_iterations` times each:
@@ -6,7 +6,7 @@ global batches, `num_iterations` times each:
     rollout batch   [ g0 g0 g0 g0 | g1 g1 g1 g1 | g2 ... ]        samples in launch order
     global batch    consecutive samples
 
-`swift.trainers.micro_batches` cuts a global batch over the ranks and into micro-batches.
+`swift.trainers.micro_batches` divides a global batch over the ranks and into micro-batches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TrainSample:
-    """One completion as the trainer sees it.
+    """One completion as training data.
 
-    token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: what may carry loss.
-    versions: of the weights that sampled the tokens, run-length coded as (version, start, end).
-    `old_logprobs` and `ref_logprobs`, float32 [T], are None until a forward pass has produced them.
-    token_advantages: float32 [T] where tokens have advantages of their own; `advantage` is their mean then.
+    token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: tokens that contribute to
+        the loss.
+    versions: policy versions of the tokens, run-length encoded as (version, start, end).
+    old_logprobs, ref_logprobs: float32 [T]; None until a forward pass has computed them.
+    token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
     """
 
     group: int
@@ -50,13 +51,13 @@ class TrainSample:
 
     @property
     def num_trained(self) -> int:
-        """T_i of the papers: tokens under the data mask."""
+        """Number of tokens under the data mask; T_i of the papers."""
         return int(self.trained.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Samples of a rollout batch that have arrived, as indexes; `last` of them all."""
+    """Indexes of samples that were added to a rollout batch; `last`: the batch is complete with them."""
 
     samples: range
     last: bool
@@ -64,12 +65,12 @@ class Arrival:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """The samples of one round and how far training has come with them.
+    """The samples of one round, and the number of optimizer steps taken on them.
 
-    `position` counts the optimizer steps taken on it, of `num_global_batches * num_iterations`. A batch that is trained
-    on while it is sampled hands out its samples by `arriving`, an iterator of `Arrival` that adds them to `samples`;
-    until its end it holds a part of its samples only. It is used up in the first step, before any checkpoint.
-    `references` are answers whose cross-entropy is part of the loss.
+    position: optimizer steps taken, of `num_global_batches * num_iterations`.
+    arriving: of a batch that is trained on while it is sampled, an iterator of `Arrival` that appends to `samples`;
+        until its end the batch is incomplete. Such a batch lasts one step, so no checkpoint holds it.
+    references: answers whose cross-entropy is part of the loss.
     """
 
     samples: list[TrainSample]
@@ -84,25 +85,22 @@ class RolloutBatch:
         return self.position >= self.updates_per_rollout
 
     @property
-    def global_batch_index(self) -> int:
-        """Which global batch the next step trains on."""
-        return self.position % self.num_global_batches
-
-    @property
     def updates_per_rollout(self) -> int:
-        """U: optimizer steps that it feeds."""
+        """Optimizer steps per rollout batch, U."""
         return self.num_global_batches * self.num_iterations
 
-    def global_batch(self, index: int) -> range:
+    def global_batch(self, index: int | None = None) -> range:
+        """Indexes of the samples of a global batch; None: of the one that the next step trains on."""
+        index = self.position % self.num_global_batches if index is None else index
         size = len(self.samples) // self.num_global_batches
         return range(index * size, (index + 1) * size)
 
 
 class TrainerScores(Protocol):
-    """What scores groups with passes of the trainer's own models, after reward functions have."""
+    """Scores from forward passes of the trainer's models, added to those of the reward functions."""
 
     def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Add to their scores; collective. Returns metrics."""
+        """Add to the groups' scores; collective. Returns metrics."""
         ...
 
     def reference_samples(self, groups: Sequence[RolloutGroup]) -> list[TrainSample]:

@@ -1,10 +1,10 @@
 """The codec of a run's state and of messages between ranks: msgpack of declared types, exact to the last bit.
 
-Dataclasses and msgspec structs go in as they are, arrays as their type and bytes. Decoding checks types and runs no
-code, so a checkpoint or a message from elsewhere is only data.
+Dataclasses and msgspec structs are encoded field by field, arrays as dtype and bytes. Decoding checks types and runs no
+code, so checkpoints and messages from elsewhere are only data.
 
-Columns of a prompt reach reward functions again after a resume, so they must come back as they were: what msgpack
-lacks (dates, tuples, decimals, arrays) gets a tag. A row with anything else is refused when it is drawn.
+Reward functions get the columns of a prompt again after a resume, with equal values: types that msgpack lacks (dates,
+tuples, decimals, arrays) are tagged. A row with other types is refused when it is drawn.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from swift.errors import ConfigError
 from swift.types import Completion, Episode, Prompt, RolloutGroup
 
 FORMAT = 4
-"""Of a checkpoint's state; 1 and 2 were JSON."""
+"""Format version of a checkpoint's state; 1 and 2 were JSON."""
 NO_TOKEN = -1
-"""Stands for a token of which only the number was saved; no vocabulary has it."""
+"""Placeholder of tokens that are not saved; no vocabulary has this id."""
 T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
-    """A value of dataclasses, structs and one-dimensional arrays as bytes."""
+    """Encode a value of dataclasses, structs and one-dimensional arrays."""
     return msgspec.msgpack.encode(_with_columns(value, _tagged), enc_hook=_from_array)
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """The inverse of `encode`. Raises ValueError: it is something else."""
+    """The inverse of `encode`. Raises ValueError: the content is not of this type."""
     value: T = msgspec.msgpack.decode(content, type=kind, dec_hook=_to_array)
     return _with_columns(value, _untagged)
 
 
 def _with_columns(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of a state with what rows and rollout functions brought changed, wherever it is in it."""
+    """A copy of a state in which `change` is applied to columns and messages of all prompts and completions."""
     if isinstance(value, list) and value and _is_record(value[0]):
-        return [_with_columns(one, change) for one in value]
+        return [_with_columns(entry, change) for entry in value]
     if isinstance(value, dict) and any(map(_is_record, value.values())):
-        return {key: _with_columns(one, change) for key, one in value.items()}
+        return {key: _with_columns(entry, change) for key, entry in value.items()}
     if not _is_record(value):
         return value
     names = value.__struct_fields__ if isinstance(value, msgspec.Struct) else value.__dataclass_fields__
@@ -77,22 +77,22 @@ def _to_array(_: Any, value: Any) -> np.ndarray:
 
 
 def without_tokens(group: RolloutGroup) -> RolloutGroup:
-    """A copy of a group that nobody trains on, for logs: each token is `NO_TOKEN`, without log-probs."""
+    """A copy of a group for logs only: each token is `NO_TOKEN`, without log-probs."""
     completions = [
-        replace(one, token_ids=[NO_TOKEN] * len(one.token_ids), logprobs=[], log_mass=[], versions=one.versions[:1])
-        for one in group.completions
+        replace(c, token_ids=[NO_TOKEN] * len(c.token_ids), logprobs=[], log_mass=[], versions=c.versions[:1])
+        for c in group.completions
     ]
     prompt = replace(group.prompt, token_ids=[NO_TOKEN] * len(group.prompt.token_ids))
     return replace(group, prompt=prompt, completions=completions)
 
 
 TAG = "@"
-"""Only key of a dict that stands for a value msgpack lacks: [name of its type, content]."""
+"""The only key of a dict that encodes a value of a type that msgpack lacks: [name of the type, content]."""
 _DATES = {kind.__name__: kind for kind in (datetime.datetime, datetime.date, datetime.time)}
 
 
 def require_plain(prompt: Prompt) -> None:
-    """Refuse a row that a checkpoint could not hold. Raises ConfigError, naming the column and the type."""
+    """Check that a checkpoint can hold a row. Raises ConfigError with the column and the type."""
     for name, value in prompt.columns.items():
         try:
             _tagged(value)
@@ -108,9 +108,9 @@ def _tagged(value: Any) -> Any:
     if kind in (bool, float, bytes, type(None)) or (kind in (int, str) and _is_msgpack(value)):
         return value
     if kind is list:
-        return [_tagged(one) for one in value]
+        return [_tagged(entry) for entry in value]
     if kind is dict and all(type(key) is str and _is_msgpack(key) for key in value) and set(value) != {TAG}:
-        return {key: _tagged(one) for key, one in value.items()}
+        return {key: _tagged(entry) for key, entry in value.items()}
     return {TAG: _tag(kind, value)}
 
 
@@ -122,12 +122,12 @@ def _is_msgpack(value: int | str) -> bool:
 
 
 def _tag(kind: type, value: Any) -> list[Any]:
-    """The name of the type, and what makes the value again."""
+    """The name of the type, and the content that restores the value."""
     content: Any
     if kind is dict:
-        content = [[_tagged(key), _tagged(one)] for key, one in value.items()]
+        content = [[_tagged(key), _tagged(entry)] for key, entry in value.items()]
     elif kind is tuple:
-        content = [_tagged(one) for one in value]
+        content = [_tagged(entry) for entry in value]
     elif kind is str:
         content = value.encode("utf-8", "surrogatepass")
     elif kind in (int, decimal.Decimal):
@@ -144,7 +144,7 @@ def _tag(kind: type, value: Any) -> list[Any]:
 
 
 def _has_plain_zone(value: Any) -> bool:
-    """Whether a date has no time zone or a fixed offset; others would lose their name."""
+    """Whether a date has no time zone or a fixed offset; the name of others would be lost."""
     zone = getattr(value, "tzinfo", None)
     return zone is None or type(zone) is datetime.timezone
 
@@ -169,11 +169,11 @@ _RESTORERS: dict[str, Callable[[Any], Any]] = {
 
 def _untagged(value: Any) -> Any:
     if isinstance(value, list):
-        return [_untagged(one) for one in value]
+        return [_untagged(entry) for entry in value]
     if not isinstance(value, dict):
         return value
     if set(value) != {TAG}:
-        return {key: _untagged(one) for key, one in value.items()}
+        return {key: _untagged(entry) for key, entry in value.items()}
     name, content = value[TAG]
     if name not in _RESTORERS:
         raise ValueError(f"a value of type {name}")

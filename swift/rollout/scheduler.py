@@ -1,17 +1,17 @@
-"""Which prompts are sampled next, and what has become of those sampled before. Pure: no engine, clock or device.
+"""The order in which prompts are sampled, and counts of how launches ended. Pure: no engine, clock or device.
 
-Every launch takes the next launch index and, as a rule, the next prompt of the stream. An index ends exactly once:
-trained, excluded, or dropped because its group has zero variance (dynamic sampling, replay). Groups that dynamic
-sampling kept beyond what a batch wanted are carried: they wait here for the next round. At every moment
+Each launch takes the next launch index and, without re-rolls, the next prompt of the stream. An index ends exactly
+once: trained, excluded, or dropped because its group has zero variance (dynamic sampling, replay). Dynamic sampling
+carries surplus informative groups over: they are kept here until the next round. Invariant:
 
     launched == trained + excluded + dropped + carried + in flight
 
-A round samples the groups of one rollout batch: one generation batch, or several when one optimizer step needs several.
-What does not fill the last batch of an epoch is left out of that epoch; with dynamic sampling, whose rounds draw as
-many prompts as they need, epochs follow each other without a gap.
+A round samples the groups of one rollout batch: one generation batch, or several if one optimizer step needs several.
+Rows that do not fill the last batch of an epoch are dropped; with dynamic sampling, whose rounds draw a variable number
+of prompts, epochs follow each other without a gap.
 
-Re-roll (`RerollConfig`): prompts on which every completion failed wait in a bounded queue without duplicates and take
-the last of the first launches of a later round; the prompts they displace come next.
+Re-roll (`RerollConfig`): prompts on which every completion failed are kept in a bounded queue without duplicates. They
+take the last of the first launches of a later round; the prompts that they displace come next.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from swift.data.source import PromptSource
 
 REROLL_QUEUE = 1024
-"""Most prompts that wait for a re-roll; the oldest one makes room."""
+"""Capacity of the re-roll queue; the oldest prompt is removed if it is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A group to sample. `launch` counts the earlier launches of this prompt (it goes into the seeds)."""
+    """A group to sample. `launch`: number of earlier launches of this prompt, part of the seeds."""
 
     index: int
     launch: int
@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerollConfig:
-    """When prompts are re-rolled: at most `max_groups` per round, from optimizer step `start_step` (from 1) on."""
+    """Schedule of re-rolls: at most `max_groups` per round, from optimizer step `start_step` (counted from 1) on."""
 
     start_step: int
     max_groups: int = 1
@@ -56,10 +56,10 @@ class RerollConfig:
 
 @dataclass(slots=True)
 class LaunchLog:
-    """What one round took from the scheduler: enough to put it back.
+    """Prompts and groups that one round took from the scheduler, so that the round can be undone.
 
     carried: groups of earlier rounds. rerolls: prompts to sample again. launches: in launch order. source: state of the
-    prompt stream before the first of them; None before.
+    prompt stream before the first launch; None without launches.
     """
 
     carried: list[RolloutGroup] = field(default_factory=list)
@@ -69,7 +69,7 @@ class LaunchLog:
 
 
 class SchedulerState(msgspec.Struct):
-    """What a checkpoint holds of a scheduler."""
+    """State of a scheduler in a checkpoint."""
 
     source: dict[str, Any]
     rounds: int
@@ -85,12 +85,12 @@ class SchedulerState(msgspec.Struct):
 
 @dataclass(kw_only=True, eq=False)
 class RolloutScheduler:
-    """Hands out launches and keeps the books.
+    """Draws the launches of rounds, and counts how they end.
 
-    source: the prompt stream. groups_per_batch: of one rollout batch. batches_per_epoch: whole ones; None without
-    epochs (streaming data, dynamic sampling). reroll: sampling failed prompts again; None is off. saves_prompts:
-    prompts can get into checkpoints, so their columns must be plain data. rate: moving average of the share of
-    informative groups.
+    source: the prompt stream. groups_per_batch: groups of one rollout batch. batches_per_epoch: number of full rollout
+    batches; None without epochs (streaming data, dynamic sampling). reroll: schedule of re-rolls; None is off.
+    saves_prompts: whether checkpoints may hold prompts, so that their columns must be plain data. rate: moving average
+    of the share of informative groups.
     """
 
     source: PromptSource = field(kw_only=False)
@@ -110,11 +110,11 @@ class RolloutScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Launches that have not ended and are not carried."""
+        """Number of launches that have not ended and are not carried."""
         return self.launched - self.trained - self.excluded - self.dropped - len(self.carried)
 
     def begin_round(self, step: int) -> LaunchLog:
-        """What the next round, for optimizer step `step` (from 1), begins with."""
+        """Begin the next round, for optimizer step `step` (counted from 1): its carried groups and re-rolls."""
         self.rounds += 1
         carried = [self.carried.popleft() for _ in range(min(len(self.carried), self.groups_per_batch))]
         rerolls: list[Prompt] = []
@@ -135,23 +135,17 @@ class RolloutScheduler:
         if log.source is None:
             log.source = self.source.state_dict()
         rerolls = [] if log.launches else log.rerolls[:count]
-        new = [self._launch(self._next_prompt()) for _ in range(count - len(rerolls))]
-        new += [self._launch(prompt) for prompt in rerolls]
+        prompts = [self.source.next() for _ in range(count - len(rerolls))]
+        if self.saves_prompts:
+            for prompt in prompts:
+                require_plain(prompt)
+        new = []
+        for prompt in [*prompts, *rerolls]:
+            new.append(Launch(self.launched, self._launches_of[prompt.prompt_id], prompt))
+            self._launches_of[prompt.prompt_id] += 1
+            self.launched += 1
         log.launches += new
         return new
-
-    def _next_prompt(self) -> Prompt:
-        prompt = self.source.next()
-        if self.saves_prompts:
-            require_plain(prompt)
-        return prompt
-
-    def _launch(self, prompt: Prompt) -> Launch:
-        earlier = self._launches_of[prompt.prompt_id]
-        self._launches_of[prompt.prompt_id] += 1
-        launch = Launch(self.launched, earlier, prompt)
-        self.launched += 1
-        return launch
 
     def end_round(self, *, trained: int, excluded: int, dropped: int = 0) -> None:
         self.trained += trained
@@ -159,12 +153,8 @@ class RolloutScheduler:
         self.dropped += dropped
         assert self.in_flight >= 0, "a launch ended twice"
 
-    def carry(self, groups: Sequence[RolloutGroup]) -> None:
-        """Keep groups for the next round that begins."""
-        self.carried.extend(groups)
-
     def queue_reroll(self, prompt: Prompt) -> None:
-        """Queue a prompt on which every completion failed; one that waits already keeps its place."""
+        """Queue a prompt on which every completion failed; a prompt in the queue keeps its place."""
         if self.reroll is None or prompt.prompt_id in self._rerolls:
             return
         if len(self._rerolls) >= REROLL_QUEUE:
@@ -176,7 +166,7 @@ class RolloutScheduler:
         return len(self._rerolls)
 
     def state(self, without: Sequence[LaunchLog] = ()) -> SchedulerState:
-        """A copy of the state, as if the last rounds, those of `without`, had not begun; what has ended stays ended."""
+        """A copy of the state before the last rounds, those of `without`; launches that have ended stay ended."""
         undone = [launch for log in without for launch in log.launches]
         launches_of = Counter(self._launches_of)
         launches_of.subtract(launch.prompt.prompt_id for launch in undone)
@@ -201,6 +191,6 @@ class RolloutScheduler:
         self.rounds, self.launched = state.rounds, state.launched
         self.trained, self.excluded, self.dropped = state.trained, state.excluded, state.dropped
         self.carried = deque(state.carried)
-        self._rerolls = {one.prompt_id: one for one in state.rerolls} if self.reroll is not None else {}
+        self._rerolls = {prompt.prompt_id: prompt for prompt in state.rerolls} if self.reroll is not None else {}
         self.rate = state.rate
         self._launches_of = Counter(state.launches_of)

@@ -1,7 +1,7 @@
-"""Counter-based sampling: the randomness of a token is a pure function of what is sampled, not of when.
+"""Counter-based sampling: the random numbers of a token are a pure function of the sample and the token's position.
 
-A sample's seed depends on (run seed, prompt id, launch of that prompt, sample index) only, so that step, rank,
-batch and worker count never change a sample. This is what makes exact resume possible.
+The seed of a sample depends on (run seed, prompt id, launch of that prompt, sample index) only. Step, rank, batch and
+number of workers do not change a sample, which makes exact resume possible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def sample_seed(run_seed: int, prompt_id: str, launch: int, sample: int) -> int:
-    """The 63-bit seed of one sample; `launch` is the number of earlier launches of that prompt.
+    """The 63-bit seed of a sample. launch: number of earlier launches of the prompt.
 
     >>> sample_seed(42, "p0", 0, 0)
     3416702877527238213
@@ -30,7 +30,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 def sample_uniforms(seed: int, count: int) -> np.ndarray:
-    """`count` uniforms in [0, 1) as float64, the first of which belong to the first tokens whatever `count` is."""
+    """`count` uniforms in [0, 1) as float64, one per token; a larger count does not change the first ones."""
     import numpy as np
 
     return np.random.Generator(np.random.Philox(key=seed)).random(count)

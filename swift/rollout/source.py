@@ -1,56 +1,57 @@
-"""What completions are asked of: an engine, or something that makes them with one.
+"""Sources of completions: an engine, or code that samples with an engine.
 
-`await generate(request)` is one sample, whoever makes it: the engine (`EngineSource`), an environment of several turns,
-a function of the user, or environments of other processes. A caller that is cancelled takes its request back.
+`await generate(request)` returns one sample: of the engine (`EngineSource`), of an environment of several turns, of a
+rollout function of the user, or of environments in other processes. Cancelling the caller aborts its request.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
-from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.base import InferenceEngine
 from swift.types import Completion, Request
 
 
 class Source(ABC):
-    """Makes completions, on the thread of the rollout loop. inner: the engine that samples."""
+    """Provides completions, on the thread of the rollout loop. inner: the engine that samples."""
 
-    inner: AwaitedEngine
+    inner: InferenceEngine
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
-        """One sample. Raises EngineError, or another SwiftError that ends the run."""
+        """One sample. Raises EngineError, or another SwiftError that stops the run."""
 
     @property
     def late(self) -> int:
-        """Requests that took too long, once for each try."""
-        return self.inner.late + self.inner.engine.late
+        """Number of attempts of requests that exceeded their time limit."""
+        return self.inner.counters.late
 
     def drain_metrics(self) -> dict[str, float]:
-        """What there is to log of the sampling since the last call; by name as logged."""
-        return self.inner.engine.drain_metrics()
+        """Metrics of the sampling since the last call, by the name in the log."""
+        return self.inner.drain_metrics()
 
     async def free(self) -> None:
-        """Until the engine has nothing of those who have left. Raises what nobody was told."""
+        """Wait until the engine has no request of a cancelled caller. Raises an error that no caller has received."""
         await self.inner.free()
 
     def hold(self) -> None:
-        """Ask nothing of the engine until `release`, which is about to be paused. Raises Unsupported: not now."""
+        """Submit no request until `release`, before a pause of the engine. Raises Unsupported: it cannot be paused."""
         self.inner.hold()
 
     def release(self) -> None:
-        """Go on after `hold`."""
+        """Continue after `hold`."""
         self.inner.release()
 
-    def close(self) -> None:  # noqa: B027 - most have nothing of their own
-        """End what it started; its engine is closed by its owner."""
+    def close(self) -> None:  # noqa: B027 - most sources have no resources of their own
+        """Release resources of the source; the owner of the engine closes it."""
 
 
+@dataclass(eq=False)
 class EngineSource(Source):
-    """An engine samples each request once."""
+    """Samples each request once with an engine."""
 
-    def __init__(self, inner: AwaitedEngine) -> None:
-        self.inner = inner
+    inner: InferenceEngine
 
     async def generate(self, request: Request) -> Completion:
         return await self.inner.generate(request)

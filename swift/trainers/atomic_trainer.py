@@ -1,16 +1,16 @@
 """A transformers.Trainer whose checkpoints are valid or do not exist.
 
-What the subclass overrides, and why:
+Overridden methods:
 
     _prepare_for_training  shards the model (ZeRO-3, FSDP2) layer by layer
-    _load_from_checkpoint, _load_optimizer_and_scheduler, _load_rng_state   no code runs: see `loading`
+    _load_from_checkpoint, _load_optimizer_and_scheduler, _load_rng_state   load tensors and data only: see `loading`
     _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
     _get_output_dir        while that is being written, the staging folder
-    _save                  weights that were gathered are stored as if they had never been sharded
-    _load_best_model       its seconds count as saving
-    _issue_warnings_after_load  tied weights are stored once
-    create_optimizer       16-bit weights are updated through float32 masters
-    train, get_batch_samples, training_step   what fails before the weights change: see `saved_if_it_fails`
+    _save                  stores gathered weights as if they had never been sharded
+    _load_best_model       counts its time as saving
+    _issue_warnings_after_load  accepts that tied weights are stored once
+    create_optimizer       updates 16-bit weights through float32 masters
+    train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`
 
 A subclass may add to a checkpoint: `state_beside_weights` gathers on all ranks, `add_to_checkpoint` writes on rank 0.
 """
@@ -31,7 +31,7 @@ from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
-from swift.models.sharded import shard
+from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
@@ -72,8 +72,9 @@ class AtomicTrainer(Trainer):
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
-        """Trainer's, for a model that is sharded already."""
-        shard(self.model, self.accelerator)
+        """Trainer's, for a model that is already sharded."""
+        if is_sharding(self.accelerator):
+            shard(self.model, self.accelerator)
         return super()._prepare_for_training(*arguments, **named)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
@@ -86,15 +87,15 @@ class AtomicTrainer(Trainer):
         return optimizer
 
     def state_beside_weights(self) -> Any:
-        """What a checkpoint holds beyond Trainer's files and the settings; collective."""
+        """State that a checkpoint holds beside Trainer's files and the settings; collective."""
 
     def add_to_checkpoint(self, folder: Path, state: Any) -> None:
-        """Write that, on rank 0."""
+        """Write the result of `state_beside_weights`, on rank 0."""
 
     # --- an end between two updates -----------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | None = None, **arguments: Any) -> Any:
-        """Trainer's; a checkpoint that it continues from is not saved again."""
+        """Trainer's; the checkpoint that it resumes from is not saved again."""
         if resume_from_checkpoint is not None:
             self._saved_step = step_of(Path(resume_from_checkpoint)) or -1
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
@@ -102,7 +103,7 @@ class AtomicTrainer(Trainer):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Trainer's; a metric that evaluation does not give is refused."""
         name = str(self.args.metric_for_best_model).removeprefix("eval_")
-        known = [one.removeprefix("eval_") for one in metrics if one.startswith("eval_")]
+        known = [metric.removeprefix("eval_") for metric in metrics if metric.startswith("eval_")]
         if self.args.metric_for_best_model is not None and name not in known:
             raise ConfigError(f"--metric_for_best_model: {name}: not measured; there are: {', '.join(sorted(known))}")
         return bool(super()._determine_best_metric(metrics, trial))
@@ -116,7 +117,7 @@ class AtomicTrainer(Trainer):
             self.args.dataloader_drop_last = drops
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, Any]:
-        """Trainer's; the first thing in a step."""
+        """Trainer's; the first call of a step."""
         self.begin_step()
         with self.saved_if_it_fails():
             return super().get_batch_samples(*arguments, **named)
@@ -127,14 +128,14 @@ class AtomicTrainer(Trainer):
             return super().training_step(*arguments, **named)
 
     def begin_step(self) -> None:
-        """Weights and state are those after the last step; what follows may draw random numbers before it fails."""
+        """Remember the random state after the last step, because the next step may draw numbers before it fails."""
         self._reset_random = random_state()
 
     @contextlib.contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
-        """A failure inside leaves weights and state as the last step did, so that is saved before the failure goes on.
+        """Save the last step if the block fails, before the failure propagates.
 
-        Only where a run continues from there exactly as if nothing had failed.
+        Only if weights and state are still those of the last step, so that a resumed run continues exactly.
         """
         try:
             yield
@@ -158,7 +159,7 @@ class AtomicTrainer(Trainer):
     # --- reading and writing ------------------------------------------------------------------------------------
 
     def _load_best_model(self) -> None:
-        """Trainer's; reading a large model is progress of its own kind, as saving it is."""
+        """Trainer's; in the phase "save", since reading a large model takes as long as saving it."""
         with self.metrics.timer("save"), loading(str(self.state.best_model_checkpoint)):
             if hasattr(self.model, "adapter_start"):
                 load_relative(self.model, Path(self.state.best_model_checkpoint))
@@ -196,7 +197,8 @@ class AtomicTrainer(Trainer):
         """Weights that were gathered to be saved are written as if they had never been sharded."""
         if state_dict is None or is_peft(self.model):
             super()._save(output_dir, state_dict)
-            make_relative(self.model, Path(output_dir or self.args.output_dir))
+            if hasattr(self.model, "adapter_start"):
+                make_relative(self.model, Path(output_dir or self.args.output_dir))
             return
         super()._save(output_dir, as_saved_unsharded(self.model, state_dict))
         if (dtype := computing_dtype(self.model)) is not None:  # the config got that of the masters
@@ -225,9 +227,15 @@ class AtomicTrainer(Trainer):
         self._staging = staging
         try:
             with self.collectives.together(), writing(run_dir):
-                with self._without_best():
+                # without it Trainer does not look for the best checkpoint in the staging folder, behind a barrier of
+                # its own, which a rank whose disk is full would never reach
+                best, self.state.best_global_step = self.state.best_global_step, None
+                try:
                     super()._save_checkpoint(model, trial)
-                self.state.best_model_checkpoint = self._best_checkpoint(run_dir)
+                finally:
+                    self.state.best_global_step = best
+                if best and (best == step or (run_dir / f"checkpoint-{best}").exists()):
+                    self.state.best_model_checkpoint = str(run_dir / f"checkpoint-{best}")
                 if self.collectives.is_main:
                     self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
                     write_json(staging / final.name / "args.json", self.run_settings, indent=1)
@@ -235,27 +243,9 @@ class AtomicTrainer(Trainer):
             with self.collectives.together(), writing(run_dir):
                 if self.collectives.is_main:
                     commit_checkpoint(staging / final.name, final, step=step)
-                    rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
+                    if self.save_total_limit:
+                        rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
         finally:
             self._staging = None
             if self.collectives.is_main:
                 shutil.rmtree(staging, ignore_errors=True)
-
-    @contextlib.contextmanager
-    def _without_best(self) -> Iterator[None]:
-        """Keep Trainer from looking for the best checkpoint in the staging folder, behind a barrier of its own.
-
-        A rank whose disk is full would never come to that barrier, and the others would wait there.
-        """
-        best, self.state.best_global_step = self.state.best_global_step, None
-        try:
-            yield
-        finally:
-            self.state.best_global_step = best
-
-    def _best_checkpoint(self, run_dir: Path) -> str | None:
-        """Where the best weights that were saved lie, or will lie in a moment."""
-        best = self.state.best_global_step
-        folder = run_dir / f"checkpoint-{best}"
-        saved = best and (best == self.state.global_step or folder.exists())
-        return str(folder) if saved else self.state.best_model_checkpoint

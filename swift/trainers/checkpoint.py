@@ -5,8 +5,8 @@ file), synced to the disk and renamed to `checkpoint-<step>`; the rename is what
 leaves a staging folder, which the next start removes; a kill after it leaves a valid checkpoint. Removal renames
 first too, so no folder called checkpoint-<step> is ever incomplete.
 
-Staging folders carry no process id, because all ranks write into the same one: the lock of the run folder sees to
-it that only one run is alive.
+Staging folders carry no process id, because all ranks write into the same one: the lock of the run folder prevents a
+second run.
 """
 
 from __future__ import annotations
@@ -171,7 +171,11 @@ def verify(checkpoint: Path) -> Manifest:
     seen = dict(zip(present, _map_files(_entry, [checkpoint / name for name in present]), strict=True))
     problems = {name: _difference(expected, seen.get(name)) for name, expected in manifest.files.items()}
     join_problems(
-        [f"{_FLAG}: {checkpoint / name}: {one}; choose another checkpoint" for name, one in problems.items() if one]
+        [
+            f"{_FLAG}: {checkpoint / name}: {problem}; choose another checkpoint"
+            for name, problem in problems.items()
+            if problem
+        ]
     )
     return manifest
 

@@ -3,9 +3,9 @@
 Objects travel over a gloo group of their own, so that nothing is copied to an accelerator. All calls are made on
 the main thread, by every rank, in the same order.
 
-Rank 0 may be at work for long while the others have nothing to do: it collects what engines sample and score. So they
-begin a call when it does. Until then they look at a count of its calls in the rendezvous store, which has no time
-limit: rank 0 holds the store, and `swift.trainers.supervision.heartbeat` sees whether it lives.
+Rank 0 may work for long while the others are idle: it collects samples and rewards from engines. So the others begin a
+collective only when rank 0 does. Until then they poll a count of its calls in the rendezvous store, without a time
+limit: rank 0 holds the store, and `swift.trainers.supervision.heartbeat` detects whether it is alive.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from swift.rendezvous import connect, reachable
 CALLS = "swift/calls"
 """Key of the count of rank 0's calls."""
 STORE_LIMIT_S = 60.0
-LOOK_S = 0.05
-"""Longest time between two looks at it."""
+POLL_S = 0.05
+"""Longest time between two polls of the count."""
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Collectives:
         self.active = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.active else 0
         self.world_size = dist.get_world_size() if self.active else 1
+        self.is_main = self.rank == 0
         self._group: Any = None
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around every collective."""
@@ -47,11 +48,6 @@ class Collectives:
         self._store: Any = None
         if self.active:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
 
     def gather(self, value: Any) -> list[Any] | None:
         """On rank 0 the values of all ranks in rank order, elsewhere None."""
@@ -91,7 +87,7 @@ class Collectives:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return self.sum([float(flag)])[0] > 0
+        return self.sum([float(flag)])[0] > 0 if self.active else flag
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -108,11 +104,11 @@ class Collectives:
             failure = error
         if not self.active:
             return
-        found = self.broadcast(next((one for one in self.gather(failure) or [] if one is not None), None))
+        first = self.broadcast(next((error for error in self.gather(failure) or [] if error is not None), None))
         if failure is not None:
             raise failure  # with its own traceback
-        if found is not None:
-            raise found
+        if first is not None:
+            raise first
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -122,7 +118,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Begins when rank 0 makes this call too. Raises EngineError: its store is gone, and rank 0 with it."""
+        """Begin when rank 0 makes this call too. Raises EngineError: its store, and so rank 0, is gone."""
         with self.waiting():
             if self.watched:
                 self._await_main()
@@ -138,4 +134,4 @@ class Collectives:
                 return
             began = time.monotonic()
             while self._store.add(CALLS, 0) < self._calls:
-                time.sleep(min(LOOK_S, (time.monotonic() - began) / 20))
+                time.sleep(min(POLL_S, (time.monotonic() - began) / 20))

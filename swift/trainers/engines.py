@@ -1,11 +1,11 @@
-"""Makes the engines of a run: which of them this rank owns, on which device, and how its weights will reach them.
+"""Makes the engines of a run: which of them this rank owns, on which device, and how weights are sent to them.
 
     in_process   every rank samples with the trainer's own model
     colocate     every rank (or tensor-parallel group of ranks) owns an engine on its own device
     dedicated    rank 0 owns the engines of all nodes, each in a Ray actor of its own; the nodes form one Ray cluster
     server       rank 0 owns the connections to `swift rollout` servers
 
-What differs between these is decided here, by placement, and nowhere else.
+All that depends on the placement is decided here.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ if TYPE_CHECKING:
 
 
 COLOCATED_SHARE = 0.45
-"""Of a device's memory for vLLM beside a trainer, which has its weights there when the engine starts."""
+"""Share of a device's memory for vLLM beside a trainer, whose weights are there when the engine starts."""
 
 
 @dataclass(slots=True)
 class EngineSetup:
-    """The engine of this rank (None when another rank samples for it) and what follows from its place.
+    """The engine of this rank (None if another rank samples for it) and what follows from its placement.
 
-    share: what of a round it samples. placement: of the node. engine_logs: folder of the engines' own output.
-    own_limit_s: how long an engine may be silent by its own bounds: one of another process, a restart included, or one
-    whose completions others make; 0 where there is none. node: what of the run's Ray cluster this process started.
-    sources: what environments sample and report with, on rank 0. begin: called when engine and trainer agree, before
-    the first rollout.
+    share: its part of each round. placement: of the node. engine_logs: folder of the engines' own output. own_limit_s:
+    time without progress that the engine's own time limits allow: of an engine in another process, a restart included,
+    or of completions that environments make; 0 without such a limit. node: the part of the run's Ray cluster that this
+    process started. sources: the servers that environments sample from and report to, on rank 0. begin: called after
+    the parity check, before the first rollout.
     """
 
     engine: InferenceEngine | None
@@ -153,8 +153,8 @@ def require_backend(args: Any) -> None:
 
 
 def bind_trainer(placement: Placement, local_rank: int) -> None:
-    """Keep this process to the cores of its device where CPU cores stand for devices and an engine has its own."""
-    if not placement.cores or not placement.engines or len(placement.cores) == 1:
+    """Bind this process to the cores of its device, if CPU cores stand for devices; for engines with own cores."""
+    if not placement.cores or len(placement.cores) == 1:
         return
     import torch
 
@@ -166,10 +166,14 @@ def bind_trainer(placement: Placement, local_rank: int) -> None:
 
 
 def build_engines(parts: Parts, model: Any) -> EngineSetup:
-    """The engine of this rank, started, where its placement wants one; collective: if one fails, all ranks raise."""
-    args, placement = parts.args, parts.placement
-    own_limit_s = _own_limit(args, placement.mode)
-    if parts.rollout_func is not None or parts.play is not None:  # may take so long beside what the engine takes
+    """The engine of this rank, started, if its placement has one; collective: if one fails, all ranks raise.
+
+    An engine with the trainer's weights has a cache of a fixed share of the device, so that batch shapes are the same
+    in every run.
+    """
+    args, placement, template = parts.args, parts.placement, parts.template
+    own_limit_s = _own_limit(args, placement.mode) if placement.mode in ("dedicated", "server") else 0.0
+    if parts.rollout_func is not None or parts.play is not None:  # in addition to the time of the engine
         own_limit_s += args.rollout_timeout
     if args.rollout_source == "atropos":
         own_limit_s += args.atropos_timeout
@@ -179,7 +183,14 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
     try:
         with parts.collectives.together():
             if placement.mode == "in_process":
-                setup.engine = _in_trainer(parts, model)
+                from swift.rollout.engines.transformers import TransformersEngine
+
+                setup.engine = TransformersEngine(
+                    model,
+                    eos_token_ids=template.stop_token_ids,
+                    tokenizer=template.tokenizer,
+                    cache_bytes=cache_room(own_device()),
+                )
                 setup.share = EngineShare(parts.collectives.rank, parts.collectives.world_size)
             else:
                 spec = _engine_spec(parts)
@@ -188,27 +199,17 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
                 _make(setup, args, parts.collectives, spec)
             if setup.engine is not None:
                 setup.engine.check_sampling(args.sampling_params())
-                check_in_flight(setup.engine, wanted=args.in_flight_updates)
+                if args.in_flight_updates:
+                    check_in_flight(setup.engine)
     except BaseException:
         setup.close()
         raise
     return setup
 
 
-def _in_trainer(parts: Parts, model: Any) -> InferenceEngine:
-    """The engine that shares the trainer's weights.
-
-    Its cache is a fixed share of the device, so that batch shapes are the same in every run.
-    """
-    from swift.rollout.engines.transformers import TransformersEngine
-
-    ends, room = parts.template.stop_token_ids, cache_room(own_device())
-    return TransformersEngine(model, eos_token_ids=ends, tokenizer=parts.template.tokenizer, cache_bytes=room)
-
-
-def check_in_flight(engine: InferenceEngine, *, wanted: bool) -> None:
+def check_in_flight(engine: InferenceEngine) -> None:
     """Raises ConfigError for in-flight updates of an engine that cannot be paused between two tokens."""
-    if wanted and not engine.capabilities.in_flight_updates:
+    if not engine.capabilities.in_flight_updates:
         raise ConfigError(
             f"--in_flight_updates: true: the engine {engine.capabilities.name} cannot be paused between two tokens; "
             "--in_flight_updates false"
@@ -216,7 +217,7 @@ def check_in_flight(engine: InferenceEngine, *, wanted: bool) -> None:
 
 
 def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineSpec) -> None:
-    """Set the engine with weights of its own, and its share of a round."""
+    """Set the engine, which has weights of its own, and its share of a round."""
     placement = setup.placement
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     node, nodes = collectives.rank // placement.local_ranks, collectives.world_size // placement.local_ranks
@@ -240,7 +241,7 @@ def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineS
 
 
 def _start_sources(setup: EngineSetup, args: Any, spec: EngineSpec) -> None:
-    """The message API and the policy server, as far as `--atropos_env` asks for them and no others are given."""
+    """Start the message API and the policy server that `--atropos_env` needs, unless their addresses are given."""
     from swift.rollout.atropos.launch import Sources
 
     sources = setup.sources = Sources(args)
@@ -276,7 +277,7 @@ def _engine_spec(parts: Parts) -> EngineSpec:
 
 
 def attention_heads(args: Any) -> int | None:
-    """Of the model of these settings, from its config; None where it has no such number."""
+    """Number of attention heads of the model, from its config; None if the config has no such number."""
     from swift.models.policy import load_config
     from swift.models.source import locate
 
@@ -284,7 +285,7 @@ def attention_heads(args: Any) -> int | None:
 
 
 def _build_here(spec: EngineSpec) -> InferenceEngine:
-    """The engine in this process. A failure ends the process if other ranks wait for it in the engine's own start."""
+    """The engine in this process. If other ranks wait for it in the engine's own start, a failure ends the process."""
     try:
         return build_engine(spec)
     except SwiftError as error:
@@ -306,13 +307,13 @@ def _on_device(spec: EngineSpec, placement: Placement, devices: tuple[str, ...],
 def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: Collectives) -> None:
     """One Ray cluster of the inference devices of all nodes: node 0 has the head, the others join it.
 
-    Local rank 0 of each node starts what runs there. The token travels between the ranks, not over their store.
+    Local rank 0 of each node starts its part. The token is sent between the ranks, not over their store.
     """
     from swift.rollout.engines import cluster
 
     node, local_rank = divmod(collectives.rank, setup.placement.local_ranks)
     seen = collectives.all_gather(cluster.own_address(os.environ["MASTER_ADDR"]))
-    host = seen[collectives.rank][0] if node else seen[-1][1]  # node 0 may know itself as 127.0.1.1
+    host = seen[collectives.rank][0] if node else seen[-1][1]  # node 0 may resolve its own name to 127.0.1.1
     devices = tuple(name for engine in setup.placement.engines for name in engine)
     offer = cluster.Offer(f"node {node}", host, devices, cluster.store_bytes(spec))
     with collectives.together():
@@ -357,7 +358,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
 def _timeouts(args: Any) -> Timeouts:
     from swift.rollout.engines.events import Timeouts
 
-    return Timeouts(server_s=args.vllm_server_timeout, request_s=args.rollout_timeout, stall_s=args.stall_timeout)
+    return Timeouts(server_s=args.vllm_server_timeout, stall_s=args.stall_timeout)
 
 
 def _weight_transport(args: Any) -> str | None:
@@ -365,12 +366,10 @@ def _weight_transport(args: Any) -> str | None:
 
 
 def _own_limit(args: Any, mode: str) -> float:
-    """See `EngineSetup.own_limit_s`: until it is ended, made anew and given its weights."""
-    if mode not in ("dedicated", "server"):
-        return 0.0
+    """`EngineSetup.own_limit_s` of an engine in another process: until it is restarted and has its weights."""
     own = _timeouts(args)
     again = own.start_s + own.sync_s + own.sleep_s + own.pause_s
-    return again + (own.stall_s + 2 * own.close_s if mode == "dedicated" else own.request_s + own.server_s)
+    return again + (own.stall_s + 2 * own.close_s if mode == "dedicated" else args.rollout_timeout + own.server_s)
 
 
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:

@@ -1,14 +1,14 @@
 """Micro-batches of a global batch: which rank computes which completions, in which forward/backward pass.
 
-The cut changes no gradient, because normalisers count the global batch; it decides time and memory. What it is made
-from is the same on every rank (samples and settings), so every rank computes the same plan and nothing is communicated.
-It does not depend on the update either: a sample is on the same rank at every visit of its rollout batch, which is what
-the log-probs that ranks remember rely on.
+The cut changes no gradient, because normalisers count the global batch; it decides time and memory. Its inputs (samples
+and settings) are the same on every rank, so every rank computes the same plan and nothing is communicated. It does not
+depend on the update either: a sample is on the same rank in every pass over its rollout batch, as the log-probs that
+ranks keep require.
 
     1. ranks     Prompts with all their completions, the most work first, each to the rank that has least so far
                  (longest processing time first). Then single completions move from the busiest rank to the idlest while
                  that gains more than it costs: the prompt is computed on both.
-    2. number    The fewest micro-batches that keep the limits; the rank that needs most decides for all, since every
+    2. number    The fewest micro-batches within the limits; the rank that needs most decides for all, since every
                  forward pass may be a collective.
     3. cut       On each rank that many, as even as they get: the smallest bound that suffices, found by bisection.
 
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How long tokens take, in units of one prompt token through the linear layers.
+    """Computing time of tokens, in units of one prompt token through the linear layers.
 
     completion: one completion token, with its share of the head. attention: a token attending to one other token.
     """
@@ -74,7 +74,7 @@ class MicroBatchPlan:
     @property
     def first(self) -> int:
         """The first sample that any rank computes."""
-        return next(i for rank in self.micro_batches for one in rank for i in one)
+        return next(i for rank in self.micro_batches for micro_batch in rank for i in micro_batch)
 
 
 def plan_micro_batches(
@@ -139,7 +139,7 @@ def _by_prompt(loads: Iterable[_Load]) -> list[list[_Load]]:
 
 @dataclass(slots=True)
 class _Share:
-    """What one rank computes, and how long that takes."""
+    """The samples of one rank, and their computing time."""
 
     work: Work
     loads: list[_Load] = field(default_factory=list)
@@ -194,11 +194,13 @@ def _level(shares: list[_Share], most: float) -> None:
     least_gain = LEAST_GAIN * sum(share.time for share in shares) / len(shares)
     for _ in range(sum(len(share.loads) for share in shares)):
         slow = max(shares, key=lambda share: share.time)  # the first of equals, on every rank alike
-        open_ones = [share for share in shares if share is not slow and len(share.loads) < most]
-        if not open_ones:
+        candidates = [share for share in shares if share is not slow and len(share.loads) < most]
+        if not candidates:
             return
-        fast = min(open_ones, key=lambda share: share.time)
-        times = [(max(slow.time - slow.saved(one), fast.time + fast.added(one)), one.sample, one) for one in slow.loads]
+        fast = min(candidates, key=lambda share: share.time)
+        times = [
+            (max(slow.time - slow.saved(load), fast.time + fast.added(load)), load.sample, load) for load in slow.loads
+        ]
         slower, _, best = min(times)
         if slow.time - slower <= least_gain:
             return
@@ -209,16 +211,17 @@ def _level(shares: list[_Share], most: float) -> None:
 # --- 2. and 3.: micro-batches ----------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True)
 class _MicroBatch:
-    """One that is being filled with blocks: completions of one prompt that stay together."""
+    """A micro-batch that is filled with blocks: completions of one prompt that stay together."""
 
-    def __init__(self, packed: bool) -> None:
-        self.packed = packed
-        self.loads: list[_Load] = []
-        self.tokens = self.longest = 0
+    packed: bool
+    loads: list[_Load] = field(default_factory=list)
+    tokens: int = 0
+    longest: int = 0
 
     def tokens_with(self, block: Sequence[_Load]) -> int:
-        """The tokens if this block came too."""
+        """The tokens if this block is added."""
         if not self.packed:
             return (len(self.loads) + len(block)) * max(self.longest, *(load.tokens for load in block))
         shared = bool(self.loads) and self.loads[-1].prompt == block[0].prompt
@@ -235,7 +238,7 @@ class _MicroBatch:
 
 
 def _blocks(loads: Sequence[_Load], limits: Limits, packed: bool, *, whole: bool) -> list[list[_Load]]:
-    """What micro-batches are filled with, in order: neighbours share a prompt, or are rows of similar length.
+    """The blocks that micro-batches are filled with, in order: neighbours share a prompt, or have similar length.
 
     With `whole`, completions of a prompt are one block where that fits into a micro-batch. Those that exceed the limit
     by themselves come last, so that others need not be parted.
@@ -260,18 +263,19 @@ def _fill(blocks: Sequence[list[_Load]], limits: Limits, packed: bool) -> list[_
 
 
 def _fewest(loads: Sequence[_Load], limits: Limits, packed: bool) -> int:
-    """The micro-batches that this rank wants: few, unless whole prompts in more of them spare enough tokens."""
+    """Number of micro-batches that suits this rank: few, unless whole prompts in more of them save enough tokens."""
     prices = []
     for whole in (True, False):
         filled = _fill(_blocks(loads, limits, packed, whole=whole), limits, packed)
-        prices.append((sum(one.tokens for one in filled) + MICRO_BATCH_PRICE_TOKENS * len(filled), len(filled)))
+        tokens = sum(micro_batch.tokens for micro_batch in filled)
+        prices.append((tokens + MICRO_BATCH_PRICE_TOKENS * len(filled), len(filled)))
     return min(prices)[1]
 
 
 def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> list[list[int]]:
     """`number` micro-batches within the limits and as even as they get, the largest first.
 
-    Memory that suffices for the first then suffices for all, and the ranks' micro-batches meet in this order.
+    Memory that suffices for the first then suffices for all, and ranks compute micro-batches of similar size at once.
     """
     blocks = _blocks(loads, limits, packed, whole=True)
     if len(_fill(blocks, limits, packed)) > number:
@@ -279,10 +283,9 @@ def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> l
     alone = [_MicroBatch(packed).tokens_with(block) for block in blocks]
     low = max((tokens for tokens in alone if limits.tokens is None or tokens <= limits.tokens), default=0)
     high = limits.tokens or max(sum(alone), len(loads) * low)
-
-    def filled(bound: int) -> list[_MicroBatch]:
-        return _fill(blocks, Limits(limits.samples, bound), packed)
-
-    bound = low + bisect_left(range(low, high), True, key=lambda bound: len(filled(bound)) <= number)
-    made = sorted(filled(bound), key=lambda one: -one.tokens)
-    return [[load.sample for load in one.loads] for one in made] + [[] for _ in range(number - len(made))]
+    best = low + bisect_left(
+        range(low, high), True, key=lambda bound: len(_fill(blocks, Limits(limits.samples, bound), packed)) <= number
+    )
+    filled = sorted(_fill(blocks, Limits(limits.samples, best), packed), key=lambda micro_batch: -micro_batch.tokens)
+    empty: list[list[int]] = [[] for _ in range(number - len(filled))]
+    return [[load.sample for load in micro_batch.loads] for micro_batch in filled] + empty

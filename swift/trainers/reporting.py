@@ -1,11 +1,12 @@
-"""What a GRPO run shows and writes: logs, completions, warnings, curves, the summary. Rank 0 only.
+"""Output of a GRPO run: logs, completions, warnings, curves, the summary. Rank 0 only.
 
-`RunReport` is fed by the pipeline (scored rounds), by the trainer (logs, saves) and after every step. It changes
-nothing in the run; its state (that of the health monitor) is small and goes into checkpoints.
+The pipeline passes scored rounds to `RunReport`, the trainer passes logs and saves. It changes nothing in the run; its
+state (that of the health monitor) is small and goes into checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -25,12 +26,12 @@ from swift.rollout.round_result import ScoredRound
 COMPLETIONS = "completions.jsonl"
 
 
-class RunReport:
-    """Everything a person or a program can see of a run; a context manager that closes it and draws the last curves.
+class RunReport(contextlib.ExitStack):
+    """The output of a run; a context manager that closes files and draws the last curves at its end.
 
     attempt: number of this start. metrics: the trainer's; train rounds add to it. reward_names: columns of the scores.
-    health: watches the training log lines. metric_names: further names of metrics. trackers: show sample completions at
-    log steps. diagnosis: what the reward functions know about their last values.
+    health: checks the training log lines. metric_names: further names of metrics. trackers: show sample completions at
+    log steps. diagnosis: findings of the reward functions on their last values.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RunReport:
         trackers: CompletionTrackers | None,
         diagnosis: Callable[[], Sequence[str]],
     ) -> None:
+        super().__init__()
         self.run_dir = run_dir
         self.attempt = attempt
         self.metrics = metrics
@@ -60,6 +62,13 @@ class RunReport:
         self.trackers = trackers
         self.curves = Curves(run_dir)
         self._last_rows: list[dict[str, Any]] = []
+        self.push(self.curves)  # drawn last, from complete files
+        if trackers is not None:
+            self.callback(trackers.close)
+        self.callback(self.completions.close)
+        self.callback(self.alerts.close)
+        self.callback(self.logging.close)
+        self.callback(progress.close)
 
     def on_round(self, scored: ScoredRound) -> None:
         """A round of rollouts was scored."""
@@ -71,7 +80,7 @@ class RunReport:
         self._last_rows = rows
 
     def examined(self, step: int, logs: Mapping[str, Any]) -> dict[str, Any]:
-        """A training log line after the health rules, whose alerts it counts."""
+        """A training log line, checked by the health rules, with the number of their alerts."""
         alerts = self.health.update(step, logs, diagnosis=self.diagnosis)
         for alert in alerts:
             self.last_alert = alert
@@ -90,7 +99,7 @@ class RunReport:
         self.progress.log(step, {name: value for name, value in logs.items() if isinstance(value, int | float)})
 
     def on_save(self) -> None:
-        """Before a checkpoint counts: what was reported so far is on the disk."""
+        """Write everything reported so far to the disk, before a checkpoint is committed."""
         self.logging.sync()
         self.alerts.sync()
         self.completions.flush()
@@ -98,25 +107,7 @@ class RunReport:
             self.progress.line(sample_line(self._last_rows[0]), cut=True)
         self.curves.draw()
 
-    def __enter__(self) -> RunReport:
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        try:
-            self.close()
-        finally:
-            self.curves.__exit__(*failure)
-
-    def close(self) -> None:
-        """Write what is left; repeatable."""
-        self.progress.close()
-        self.logging.close()
-        self.alerts.close()
-        self.completions.close()
-        if self.trackers is not None:
-            self.trackers.close()
-
     def summary(self, *, best: Path | None, last: Path | None) -> str:
-        """What the run has reached, after `close`."""
+        """The summary of the run, after the end of the context."""
         rows = read_log(self.run_dir / LOGGING)
         return summarise(rows, run_dir=self.run_dir, best_checkpoint=best, last_checkpoint=last)

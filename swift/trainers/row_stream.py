@@ -1,6 +1,6 @@
 """Rows of a method that are read and tokenised while training.
 
-A stream has no end and depends on files and settings only. A resumed run reads it again up to its place.
+A stream is endless and depends on files and settings only. A resumed run reads it again up to its position.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("swift.trainers")
 
-SAID = tuple(10**power for power in range(12))
-"""Numbers of rows left out at which the log says so."""
+WARNED_COUNTS = tuple(10**power for power in range(12))
+"""Numbers of rows left out at which a warning is logged."""
 
 
 @dataclass
 class RowStream:
-    """Makes the stream from its beginning, as often as it is called; rows left out are counted in `left_out`."""
+    """Each call opens the stream from its beginning; rows left out are counted in `left_out`."""
 
     args: StreamArguments
     encoder: Encoder
@@ -39,17 +39,17 @@ class RowStream:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def open(self) -> ExampleStream[list[dict[str, Any]]]:
-        """The rows of each example, ready to be read; raises what the first of them show, as `ExampleStream` does."""
+        """The rows of each example, ready to be read; raises as `ExampleStream` for problems of the first rows."""
         return ExampleStream(self.args, self.encoded, purpose=self.purpose)
 
     def __call__(self) -> Iterator[dict[str, Any]]:
-        """Row after row, as the encoder makes them."""
+        """The encoded rows, one by one."""
         stream, num_bad = self.open(), 0
         while True:
             yield from stream.next()
             if stream.report.num_skipped > num_bad:
                 num_bad = stream.report.num_skipped
-                if num_bad in SAID:
+                if num_bad in WARNED_COUNTS:
                     logger.warning(stream.report.lines()[-1])
 
     def encoded(self, example: Example) -> list[dict[str, Any]] | None:
@@ -59,7 +59,7 @@ class RowStream:
             ConfigError: (strict) the encoder refuses one.
         """
         found = []
-        for row in chain.from_iterable(self.encoder.rows(*given) for given in self.encoder.given(example)):
+        for row in chain.from_iterable(self.encoder.rows(*inputs) for inputs in self.encoder.inputs(example)):
             if problem := row["problem"]:
                 self._leave_out(problem, example.origin)
             else:
@@ -70,7 +70,7 @@ class RowStream:
         if self.args.strict and problem != TOO_LONG:
             raise ConfigError(f"{origin}: {problem}")
         self.left_out[problem] += 1
-        if (count := self.left_out.total()) in SAID:
+        if (count := self.left_out.total()) in WARNED_COUNTS:
             logger.warning("stream: %s: left out: %s; %d rows so far", origin, problem, count)
 
 
@@ -78,7 +78,7 @@ def open_stream(rows: RowStream, packing: Packing | None) -> tuple[IterableDatas
     """The stream as a dataset, packed if `packing` is given, and lines to print about its columns.
 
     Raises:
-        ConfigError, ResourceError: for what the first rows show.
+        ConfigError, ResourceError: for problems of the first rows.
     """
     from datasets import IterableDataset
 

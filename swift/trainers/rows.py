@@ -1,7 +1,7 @@
-"""Rows of a method as the token ids that its trainer takes, in a table.
+"""Rows of a method as token ids for its trainer, in a table.
 
-A row is used whole or not at all. Left out and counted are rows that the encoder refuses (`--strict` makes those an
-error), and those longer than `max_length`.
+A row is never truncated. Rows that the encoder refuses (an error with `--strict`), and those longer than `max_length`,
+are left out and counted.
 
 Tokenised rows are kept in the cache of `datasets`, under a digest of the rows, the tokenizer, the template and the
 settings. The first process that needs them tokenises, the others wait for it and map the file into memory.
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from swift.trainers.sft_packing import Packing
 
 IGNORED = -100
-"""The label of a token that takes no part in the loss."""
+"""The label of a token that the loss ignores."""
 
 ENCODING = 3
-"""Version of the encoders as far as the values of their columns depend on them."""
+"""Version of the encoders, increased when the values of their columns change."""
 
 TOO_LONG = "longer than max_length"
 
 COUNTS = {"num_tokens": "int64", "num_trained": "int64", "moved": "bool", "problem": "string"}
-"""What an encoder gives beside its columns, and its type."""
+"""Further columns of every encoder, and their types."""
 
 PLACE = {"place": "int64"}
-"""What a row was made from: a place in the list of all `given`."""
+"""Column of the index of a row's inputs in the list of all inputs."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns examples into rows; picklable, so that worker processes can run it.
+    """Encodes examples as rows; picklable, so that worker processes can run it.
 
-    A subclass has `columns` (names of a row's columns, and their types: a list of integers, "ids", or one of Arrow),
-    `given` and `encode`; its fields are settings that decide what a row becomes.
+    A subclass has `columns` (names of a row's columns, and their types: "ids", a list of integers, or a type of Arrow),
+    `inputs` and `encode`; its fields are settings that determine the encoded row.
     """
 
     template: Template
@@ -55,47 +55,50 @@ class Encoder:
 
     columns: ClassVar[Mapping[str, str]] = {}
 
-    def given(self, example: Example) -> Iterator[list[Any]]:
-        """The arguments, in terms of JSON, of each row that an example gives."""
+    def inputs(self, example: Example) -> Iterator[list[Any]]:
+        """The arguments of `encode`, as JSON values, for each row of an example."""
         raise NotImplementedError
 
-    def encode(self, *given: Any) -> dict[str, Any]:
-        """A row, and `COUNTS`: `moved` tells that the template writes the prompt alone in another way than before an
-        answer. A RefusedChat tells why there is none.
+    def encode(self, *inputs: Any) -> dict[str, Any]:
+        """A row, and `COUNTS`: `moved` is whether the template renders the prompt alone in another way than before an
+        answer.
+
+        Raises:
+            RefusedChat: the row cannot be used.
         """
         raise NotImplementedError
 
-    def __call__(self, *given: Any) -> dict[str, Any]:
-        """The same; `problem` tells why it is left out, else ""."""
+    def __call__(self, *inputs: Any) -> dict[str, Any]:
+        """As `encode`; `problem` is the reason why the row is left out, or ""."""
         try:
-            return self.encode(*given)
+            return self.encode(*inputs)
         except RefusedChat as error:
-            return self.left_out(str(error))
+            return self.excluded_row(str(error))
 
-    def rows(self, *given: Any) -> Iterator[dict[str, Any]]:
-        """All rows of what is given, for an encoder that knows their number only then; the others make one."""
-        yield self(*given)
+    def rows(self, *inputs: Any) -> Iterator[dict[str, Any]]:
+        """The rows of these inputs: one, or several of an encoder that overrides this."""
+        yield self(*inputs)
 
     def check_length(self, size: int) -> None:
-        """Refuses rows of more tokens than `max_length`."""
+        """Raises RefusedChat for rows of more tokens than `max_length`."""
         if self.max_length is not None and size > self.max_length:
             raise RefusedChat(TOO_LONG)
 
     def from_json(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """The same for rows of a table with JSON text in the column `given` (Arrow needs one type per column)."""
-        pairs = zip(batch["place"], batch["given"], strict=True)
-        found = [{"place": place, **row} for place, given in pairs for row in self.rows(*json.loads(given))]
+        """The rows of a table with JSON text in the column `inputs` (Arrow needs one type per column)."""
+        pairs = zip(batch["place"], batch["inputs"], strict=True)
+        found = [{"place": place, **row} for place, inputs in pairs for row in self.rows(*json.loads(inputs))]
         return {name: [row[name] for row in found] for name in {**self.columns, **COUNTS, **PLACE}}
 
-    def left_out(self, problem: str) -> dict[str, Any]:
+    def excluded_row(self, problem: str) -> dict[str, Any]:
         """A row that is not used."""
-        nothing = {"ids": [], "string": "", "bool": False, "float64": 0.0}
-        row = {name: nothing[kind] for name, kind in self.columns.items()}
+        empty = {"ids": [], "string": "", "bool": False, "float64": 0.0}
+        row = {name: empty[kind] for name, kind in self.columns.items()}
         return {**row, **counts(), "problem": problem}
 
     @property
     def identity(self) -> str:
-        """All that decides what a row becomes, beside the row."""
+        """All settings and versions that determine the encoded row."""
         import tokenizers
         import transformers
 
@@ -104,19 +107,19 @@ class Encoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
         texts = [tokenizer.chat_template, template.training_template, template.kwargs, template.stop_token_ids]
-        settings = [getattr(self, one.name) for one in fields(self) if one.name != "template"]
+        settings = [getattr(self, item.name) for item in fields(self) if item.name != "template"]
         libraries = [transformers.__version__, tokenizers.__version__, ENCODING]
         return json.dumps([type(self).__name__, type(tokenizer).__name__, vocabulary, texts, settings, libraries])
 
 
 def counts(num_tokens: int = 0, num_trained: int = 0, *, moved: bool = False) -> dict[str, Any]:
-    """What an encoder tells of a row that is used: all tokens, and those trained on."""
+    """`COUNTS` of a row that is used: its tokens, and those that are trained on."""
     return {"num_tokens": num_tokens, "num_trained": num_trained, "moved": moved, "problem": ""}
 
 
 @dataclass
 class EncodingReport:
-    """What became of the rows: `num_kept` trained on, `dropped` counted by reason; `num_packed` if they were packed.
+    """Numbers of rows: `num_kept` trained on, `dropped` by reason; `num_packed` if they were packed.
 
     firsts: the first place of each reason. num_moved: see `Encoder`.
     """
@@ -135,7 +138,7 @@ class EncodingReport:
         self.firsts.setdefault(problem, origin)
 
     def lines(self, split: str) -> list[str]:
-        """The report in words: one line, and more if rows were dropped or prompts moved."""
+        """The report as lines to print: one, and more if rows were dropped or `moved`."""
         rows, tokens = counted(self.num_kept, "row"), counted(self.num_tokens, "token")
         lines = [f"{split}: {rows}, {tokens}, {self.num_trained_tokens} of them trained on"]
         if self.num_packed is not None:
@@ -164,11 +167,11 @@ def encode_table(
     """The rows of examples in their order as a datasets table; packed ones have seq_lengths, too.
 
     Args:
-        examples: what was read.
-        encoder: makes rows of them.
-        num_proc: processes that tokenise.
-        split: the rows' name in errors.
-        cached: whether the result is kept in the cache of `datasets`, and used again.
+        examples: the rows of the dataset.
+        encoder: encodes them.
+        num_proc: number of processes that tokenise.
+        split: name of the rows in errors.
+        cached: whether the result is written to the cache of `datasets`, and read from it the next time.
         strict: whether rows that the encoder refuses are an error.
         packing: how rows are packed.
 
@@ -181,17 +184,17 @@ def encode_table(
     disable_progress_bars()
     origins, texts = [], []
     for example in examples:
-        for given in encoder.given(example):
+        for inputs in encoder.inputs(example):
             origins.append(example.origin)
-            texts.append(json.dumps(given))
+            texts.append(json.dumps(inputs))
     with cache_of(texts, encoder.identity) if cached else contextlib.nullcontext() as file:
-        encoded = Dataset.from_dict({"given": texts, "place": range(len(texts))}).map(
+        encoded = Dataset.from_dict({"inputs": texts, "place": range(len(texts))}).map(
             encoder.from_json,
             batched=True,
-            remove_columns=["given"],
+            remove_columns=["inputs"],
             num_proc=num_proc if num_proc > 1 else None,
             features=features_of({**encoder.columns, **COUNTS, **PLACE}),
-            **kept_in(file),
+            **cache_options(file),
         )
         problems = list(encoded["problem"])
         kept = encoded.select([index for index, problem in enumerate(problems) if not problem])
@@ -207,17 +210,17 @@ def encode_table(
         join_problems([f"{origin}: {why}" for why, origin in report.firsts.items() if strict and why != TOO_LONG])
         if not report.num_kept:
             flag = "--dataset" if split == "train" else "--val_dataset"
-            raise ConfigError(f"{flag}: no usable row for training; {_why(report, encoder)}")
+            raise ConfigError(f"{flag}: no usable row for training; {_main_reason(report, encoder)}")
         table = kept.select_columns(list(encoder.columns))
         if packing is not None:
             place = file.with_name(f"{file.stem}-{packing.strategy}-{packing.length}.arrow") if file else None
-            table = packing(table, kept_in(place))
+            table = packing(table, cache_options(place))
             report.num_packed = len(table)
     return table, report
 
 
 def features_of(columns: Mapping[str, str]) -> Any:
-    """Columns in terms of `datasets`."""
+    """The columns as features of `datasets`."""
     from datasets import Features, List, Value
 
     return Features({name: List(Value("int64")) if kind == "ids" else Value(kind) for name, kind in columns.items()})
@@ -225,7 +228,7 @@ def features_of(columns: Mapping[str, str]) -> Any:
 
 @contextlib.contextmanager
 def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
-    """The file of these rows as an encoder of this identity makes them, for one process at a time.
+    """The cache file of these rows and the encoder of this identity, locked for one process at a time.
 
     Raises:
         ResourceError: the cache cannot be written.
@@ -239,7 +242,7 @@ def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{file}.lock"):
             yield file
-    except ConnectionError:  # of the processes that encode
+    except ConnectionError:  # an error of the processes that encode
         raise
     except OSError as error:
         raise ResourceError(
@@ -248,14 +251,14 @@ def cache_of(rows: Sequence[str], identity: str) -> Iterator[Path]:
         ) from error
 
 
-def kept_in(file: Path | None) -> dict[str, Any]:
-    """What `Dataset.map` is told so that its result is read from `file`, or written into it."""
+def cache_options(file: Path | None) -> dict[str, Any]:
+    """Arguments of `Dataset.map` with which its result is read from `file`, or written to it."""
     if file is None:
         return {}
     return {"cache_file_name": str(file), "new_fingerprint": file.stem, "load_from_cache_file": True}
 
 
-def _why(report: EncodingReport, encoder: Encoder) -> str:
+def _main_reason(report: EncodingReport, encoder: Encoder) -> str:
     if not report.dropped:
         return "the data set is empty"
     (reason, count), *_ = report.dropped.most_common(1)

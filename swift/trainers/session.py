@@ -1,6 +1,6 @@
-"""What every training mode does around its trainer: join processes, find where to start, answer signals, end.
+"""Setup and end of every training run: process group, checkpoint to start from, run folder, signals.
 
-Shared by `trl` and `grpo`; knows no algorithm.
+Shared by `trl` and `grpo`.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 LAUNCH_VARIABLES = ("NNODES", "NODE_RANK", "NPROC_PER_NODE")
-"""What the launcher needs to start the same number of processes again."""
+"""Environment variables of the launcher that set the number of processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
     """Where a run begins: anew, or in `run_dir` from `checkpoint`.
 
-    settings: what checkpoints write into args.json. changed: of them since the checkpoint, (then, now).
+    settings: written into args.json of checkpoints. changed: those that differ from the checkpoint's, (then, now).
     """
 
     settings: Mapping[str, Any]
@@ -80,14 +80,15 @@ SAME_IN_TRANSFORMERS = (
 
 
 def require_packages(args: Any) -> None:
-    """Checks, before anything is loaded, that the optional packages behind settings are there, and can be used so."""
+    """Checks, before anything is loaded, that the optional packages behind settings are installed and usable."""
     import torch
 
     from swift.trainers.arguments import OPTIMIZER_PACKAGES
     from swift.trainers.optimizers.choice import check_optimizer
     from swift.trainers.parallel.sharding import require_sharding
 
-    require_sharding(args)
+    if args.deepspeed or args.fsdp:
+        require_sharding(args)
     if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
         raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]
@@ -168,7 +169,7 @@ def resume_command(mode: str, checkpoint: Path | None) -> str:
 
 
 def continuation(mode: str, checkpoint: Path | None) -> str:
-    """How a run goes on from its last checkpoint, if it has one and that can be resumed."""
+    """The command that resumes a run from its last checkpoint, or starts it again if there is none to resume."""
     from swift.trainers.checkpoint import has_training_state
 
     if checkpoint is None or has_training_state(checkpoint):
@@ -179,7 +180,7 @@ def continuation(mode: str, checkpoint: Path | None) -> str:
 def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     """Joins the launcher's process group, when there is one (WORLD_SIZE > 1). timeout_s: bound on every collective.
 
-    always: make a group of one process where nobody launched several (DeepSpeed and FSDP want one).
+    always: make a group of one process without a launcher (DeepSpeed and FSDP need one).
     """
     import torch
     import torch.distributed as dist
@@ -204,7 +205,7 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
 
 
 def leave_processes(collectives: Collectives) -> None:
-    """The end of a run that went well, on all ranks: NCCL complains of a group that is there when its process ends."""
+    """End the process group after a successful run, on all ranks; NCCL warns of groups left at process exit."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -230,7 +231,7 @@ class OpenRun:
         self.log.line(line)
 
     def advice(self, mode: str) -> str:
-        """Where the run is, what of it is saved, and how it goes on."""
+        """One line: the run's folder and log, its last checkpoint, and the command that continues it."""
         from swift.trainers.checkpoint import last_checkpoint, step_of
 
         last, step = last_checkpoint(self.folder), self.steps()
@@ -250,19 +251,19 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     from swift.trainers.checkpoint import clean_staging
 
     args: Any = resolved.args
-    sys.argv = mask_argv(sys.argv)  # trackers of --report_to send it away
-    home = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
+    sys.argv = mask_argv(sys.argv)  # trackers of --report_to upload it
+    run_dir = RunDirectory(args.output_dir, add_version=args.add_version, resume_run=start.run_dir)
     opened: tuple[str, int] | None = None
     if collectives.is_main:
-        home.open(
+        run_dir.open(
             argv=sys.argv,
             settings=resolved.to_json(),
             config_file=Path(resolved.config).expanduser() if resolved.config else None,
             changed=start.changed,
             start_step=start.step,
         )
-        clean_staging(home.path)
-        opened = str(home.path), home.attempt
+        clean_staging(run_dir.path)
+        opened = str(run_dir.path), run_dir.attempt
     folder, attempt = collectives.broadcast(opened)
     log = RankLog(rank_log_file(Path(folder), attempt, collectives.rank))
     run = OpenRun(Path(folder), attempt, log, lambda: start.step)
@@ -281,23 +282,22 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     finally:
         log.close()
         if collectives.is_main:
-            home.finish(end_step=max(start.step, run.steps()), exit_code=code, reason=reason)
+            run_dir.finish(end_step=max(start.step, run.steps()), exit_code=code, reason=reason)
 
 
 class SignalTrap(contextlib.ExitStack):
-    """Notes signals that ask to stop instead of dying of them; a second SIGINT is a KeyboardInterrupt.
+    """Handles signals that ask to stop by recording them; a second SIGINT is a KeyboardInterrupt.
 
-    Use as a context manager on the main thread; the former handlers come back at its end.
+    Use as a context manager on the main thread; the former handlers are restored at its end.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.caught: str | None = None
+    caught: str | None = None
+    """Name of the signal that asked to stop."""
 
     def __enter__(self) -> SignalTrap:
         with kept_from_children():
             resource_tracker.ensure_running()  # multiprocessing needs it until the end
-        self.enter_context(answered(self._note))
+        self.enter_context(answered(self._record))
         return super().__enter__()
 
     def check(self, mode: str, collectives: Collectives, start: Start) -> None:
@@ -328,7 +328,7 @@ class SignalTrap(contextlib.ExitStack):
             f"{continuation(mode, last)}"
         )
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.caught is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.caught = signal.Signals(number).name
@@ -341,7 +341,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
     from swift.trainers.optimizers.choice import is_registered
     from swift.trainers.parallel.sharding import sharding_options
 
-    logging.getLogger("transformers.training_args").addFilter(_not_about_others)
+    logging.getLogger("transformers.training_args").addFilter(_is_relevant)
     on_gpu = torch.cuda.is_available()
     eval_strategy = args.eval_strategy if evaluates else "no"
     checkpointing = {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
@@ -366,14 +366,14 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         # for TensorBoard see `equip`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
-        **sharding_options(args),
+        **(sharding_options(args) if args.deepspeed or args.fsdp else {}),
     }
 
 
-def _not_about_others(record: logging.LogRecord) -> bool:
-    """Drops hints at a process group that an engine made for itself, and at a setting of accelerate."""
-    said = record.getMessage()
-    return not said.startswith("torch.distributed process group is initialized") and "activation_check" not in said
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Filters out warnings about the process group of an engine, and about a setting of accelerate."""
+    text = record.getMessage()
+    return not text.startswith("torch.distributed process group is initialized") and "activation_check" not in text
 
 
 def on_one_device(arguments: TrainingArguments) -> TrainingArguments:
@@ -387,16 +387,17 @@ def on_one_device(arguments: TrainingArguments) -> TrainingArguments:
 
 
 def equip(trainer: Trainer, args: Any, folder: Path) -> None:
-    """Gives a trainer the optimizer of `--optim` and TensorBoard files in `<run>/runs`; it does not speak itself.
+    """Give a trainer the optimizer of `--optim` and TensorBoard files in `<run>/runs`, and turn off its printing.
 
     transformers takes that folder from an environment variable, which a second run in this process would inherit.
     """
     from transformers import PrinterCallback
     from transformers.integrations import TensorBoardCallback
 
-    from swift.trainers.optimizers.choice import set_own_optimizer
+    from swift.trainers.optimizers.choice import is_registered, set_own_optimizer
 
-    set_own_optimizer(trainer, args)
+    if is_registered(args.optim):
+        set_own_optimizer(trainer, args)
     trainer.remove_callback(PrinterCallback)
     if "tensorboard" in args.report_to:
         board = TensorBoardCallback()

@@ -1,6 +1,6 @@
 """`swift sft` and `swift pt`: supervised tuning and pre-training with TRL's SFTTrainer.
 
-Rows are encoded here (`sft_data`), put together (`sft_packing`) or streamed (`row_stream`).
+Rows are encoded (`sft_data`), packed (`sft_packing`) or streamed (`row_stream`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from swift.data.loading import Purpose
     from swift.models.template import Template
 
-MOST = 2048
-"""Length of packed rows where no flag gives it and the model has a longer context."""
+DEFAULT_PACKED_TOKENS = 2048
+"""Length of packed rows if no flag sets it and the model has a longer context."""
 
 
 def training_template(template: Template) -> str | None:
@@ -30,14 +30,14 @@ def training_template(template: Template) -> str | None:
 
     try:
         return get_training_chat_template(template.tokenizer)
-    except ValueError:  # one that TRL does not know
+    except ValueError:  # TRL has no variant of this template
         return None
 
 
 def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     """Training rows, evaluation rows (None without any), and lines to print about both."""
     with collector_resting():
-        import datasets  # noqa: F401  # what encoding needs
+        import datasets  # noqa: F401  # which encoding needs
 
         from swift.models.policy import context_length
         from swift.trainers.sft_data import ChatEncoder
@@ -46,7 +46,8 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         template.training_template = training_template(template)
     length, packing = args.max_length or context_length(args), None
     if args.packing:
-        packing = Packing(args.packing_strategy, args.packing_length or args.max_length or min(length or MOST, MOST))
+        default = min(length or DEFAULT_PACKED_TOKENS, DEFAULT_PACKED_TOKENS)
+        packing = Packing(args.packing_strategy, args.packing_length or args.max_length or default)
         length = min(length or packing.length, packing.length)
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
@@ -56,10 +57,10 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
 
 
 def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
-    """The tokens that the loss counts, and a line where empty thoughts are left out unasked.
+    """The tokens that the loss counts, and a line to print if empty thoughts are excluded by default.
 
-    A template that can switch thinking off puts empty thoughts before answers without one. As in ms-swift they are not
-    learnt, unless TRL's flags say which tokens are.
+    A template that can disable thinking puts empty thoughts before answers without one. As in ms-swift, these are not
+    trained on, unless TRL's flags select the tokens.
     """
     loss: str = args.loss_tokens
     jinja = str(template.tokenizer.get_chat_template())
@@ -84,7 +85,7 @@ def _parts(args: Any, model: Any) -> dict[str, Any]:
 
 
 def _options(args: Any) -> dict[str, Any]:
-    """What SFTConfig has beside the settings of every method."""
+    """The arguments of SFTConfig beside the settings of every method."""
     return {
         "max_length": None,  # rows over it are left out already, never cut
         "dataset_kwargs": {"skip_prepare_dataset": True},

@@ -1,7 +1,7 @@
-"""Supervised rows as token ids and labels: the loss covers what the assistant says, unless settings say otherwise.
+"""Supervised rows as token ids and labels: by default the loss covers the assistant turns.
 
-A chat is used whole or not at all: cutting one would teach the model to stop in mid-sentence. A document
-(`swift.data.texts`) has no template: its text, and the end-of-text token.
+A chat is never truncated, which would train the model to stop in mid-sentence; a chat that is too long is left out. A
+document (`swift.data.texts`) has no template: its text, and the end-of-text token.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NO_ANSWER = "no assistant turn to learn from"
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
-    """Turns one chat or document into a training example; see `Encoder`.
+    """Encodes a chat or a document as a training example; see `Encoder`.
 
-    loss: what the loss counts, as `--loss_scale` says.
+    loss: the tokens that the loss counts, in terms of `--loss_scale`.
     """
 
     loss: str = "default"
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
-    def given(self, example: Example) -> Iterator[list[Any]]:
+    def inputs(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`."""
         yield [example.messages, example.columns.get("tools")]
 
@@ -39,7 +39,8 @@ class ChatEncoder(Encoder):
     ) -> dict[str, Any]:
         """`input_ids` and `labels` of equal length; see `Encoder`.
 
-        A ConfigError: the template cannot tell assistant turns apart in any row; see `Template`.
+        Raises:
+            ConfigError: the template cannot mark assistant turns; see `Template`.
         """
         if len(messages) == 1 and messages[0]["role"] == "assistant":
             ids = self._document(messages[0]["content"])

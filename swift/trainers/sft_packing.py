@@ -1,7 +1,7 @@
-"""Rows put together to longer ones, and batches without padding, in which no row attends to another.
+"""Packed rows, and batches without padding, in which no row attends to another.
 
-TRL packs and collates: positions begin at 0 with each row, `seq_lengths` says where. Attention is that of packed
-rollouts (`swift.models.attention`), so scores between rows are not computed at all, on any device.
+TRL packs and collates: positions begin at 0 with each row, and `seq_lengths` has the lengths of the rows. Attention is
+that of packed rollouts (`swift.models.attention`), so scores between rows are not computed, on any device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Packing:
     length: int
 
     def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
-        """A table or stream of rows as one of the same kind, with a column `seq_lengths`: how long its parts are.
+        """A table or stream of packed rows, with a column `seq_lengths`: the lengths of the parts of a row.
 
-        options: further arguments of its method `map`.
+        options: further arguments of the table's method `map`.
         """
         if self.strategy == "wrapped":
             return table.map(self.wrap, batched=True, **(options or {}))
@@ -38,7 +38,7 @@ class Packing:
         return pack_dataset(table, self.length, self.strategy, dict(options or {}))
 
     def wrap(self, rows: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, list[list[int]]]:
-        """A batch of rows one behind the other, cut wherever `length` tokens are full.
+        """A batch of rows, concatenated and cut every `length` tokens.
 
         >>> Packing("wrapped", 4).wrap({"input_ids": [[1, 2, 3], [4, 5, 6]], "labels": [[1, 2, 3], [4, 5, 6]]})
         {'input_ids': [[1, 2, 3, 4], [5, 6]], 'labels': [[1, 2, 3, 4], [5, 6]], 'seq_lengths': [[3, 1], [2]]}
@@ -58,7 +58,7 @@ class Packing:
 
 
 def require_packed(model: nn.Module, args: Any) -> None:
-    """Gives the model packed attention; refuses one in which rows of one stream would see each other."""
+    """Installs packed attention; raises ConfigError if rows of a stream would attend to each other in the model."""
     if (obstacle := choose_attention(model)) is not None:
         flag = "packing" if args.packing else "padding_free"
         raise ConfigError(
@@ -68,15 +68,15 @@ def require_packed(model: nn.Module, args: Any) -> None:
 
 
 def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
-    """Rows of a stream as segments that see themselves only; boundaries: [R + 1] where they begin, and the end."""
+    """Rows of a stream as segments that attend only to themselves; boundaries: [R + 1], their starts and the end."""
     return SegmentLayout([GroupSpans(Span(a, b - a), ()) for a, b in pairwise(boundaries.tolist())], device)
 
 
 class PackedRows:
-    """In front of a trainer of TRL: hands the layout of a batch without padding to the model."""
+    """Mixin before a trainer of TRL: passes the layout of a batch without padding to the model."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """TRL's, with the layout among the inputs."""
+        """As TRL's, with the layout among the inputs."""
         if (boundaries := inputs.get("cu_seq_lens_q")) is not None:
             inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
         return super().compute_loss(model, inputs, *arguments, **named)  # type: ignore[misc]

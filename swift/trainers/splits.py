@@ -1,4 +1,4 @@
-"""What a method trains on and what it is evaluated on: a table or a stream, and a table of each evaluation set."""
+"""Training and evaluation rows of a method: a table or a stream, and a table of each evaluation set."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def encode_splits(
 
 
 def is_of_one(metric: str, names: Iterable[str]) -> bool:
-    """Whether a metric is that of one of several evaluation sets."""
+    """Whether a metric belongs to one of several evaluation sets, by its prefix."""
     return metric.removeprefix("eval_").startswith(tuple(f"{name}_" for name in names))
 
 
 def parts_of(rows: Rows) -> dict[str, list[Example]]:
-    """The rows of each dataset, by the name that metrics have of it: "val" for a single one, nothing for none."""
-    every = rows.examples
+    """The rows of each dataset by its name in metrics: "val" for a single one; empty without rows."""
+    examples = rows.examples
     if len(rows.sizes) < 2:
-        return {"val": every} if every else {}
+        return {"val": examples} if examples else {}
     parts: dict[str, list[Example]] = {}
     for text, size in rows.sizes:
         name = PurePath(text.partition("#")[0]).name.partition(".")[0].replace(":", "_")
         while name in parts:
             name += "_"
-        parts[name], every = every[:size], every[size:]
+        parts[name], examples = examples[:size], examples[size:]
     return parts

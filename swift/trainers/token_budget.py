@@ -1,12 +1,12 @@
 """The token budget of a micro-batch, and micro-batches within it.
 
-`--max_tokens_per_micro_batch` is the budget where it is given. Else it is what the device's free memory holds before
-the first update, when the engine has made room, and at most what runs at full speed: `MOST_TOKENS`, and on a CPU
-`CPU_BYTES` of activations, as larger matrix products are no faster there. On an accelerator it is at most the device
-batch, too: `--per_device_train_batch_size` completions as long as the longest, prompts included.
+If `--max_tokens_per_micro_batch` is given, it is the budget. Otherwise the budget is measured: the tokens that fit into
+the device's free memory before the first update, when the engine has released its own, up to `MOST_TOKENS`; on a CPU,
+up to `CPU_BYTES` of activations, as larger matrix products are no faster there. On an accelerator it is at most the
+device batch, too: `--per_device_train_batch_size` completions as long as the longest, prompts included.
 
-Free memory differs from start to start, and a cut rounds sums differently. So what was found goes into checkpoints, and
-a resumed run keeps it unless the memory of now is less than half of what it needs.
+Free memory differs from start to start, and another cut rounds sums differently. So checkpoints hold the measured
+budget, and a resumed run keeps it unless it needs more than twice the free memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CPU_BYTES, CPU_TOKENS = 1 << 30, 1280
 class MicroBatchPlanner:
     """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
-    `limits` without tokens means the budget that is found, `fitting_tokens`; it is None before memory was measured.
+    `limits` without tokens means the measured budget, `fitting_tokens`; it is None before memory is measured.
     `per_device` are the completions of a device batch, and of a micro-batch until then.
     """
 
@@ -65,13 +65,11 @@ class MicroBatchPlanner:
         self.limits, self.per_device = limits, per_device
         self.fitting_tokens: int | None = None
         self._measured = False
-        self._say = say
-        self._said = False
+        self._report = say
+        self._has_reported = False
         self._shape = shape = ModelShape.of(model.config)
-        self._work = Work(
-            completion=1 + shape.head_flops / shape.linear_flops,
-            attention=shape.attention_flops / shape.linear_flops,
-        )
+        linear_flops, attention_flops, head_flops = shape.forward_flops()
+        self._work = Work(completion=1 + head_flops / linear_flops, attention=attention_flops / linear_flops)
 
     def plan(
         self, samples: Sequence[TrainSample], chosen: Sequence[int], useful: Sequence[bool] | None = None
@@ -95,9 +93,9 @@ class MicroBatchPlanner:
             packed=is_packed(self.model),
             work=self._work,
         )
-        if plan.too_long and self.limits.tokens is not None and not self._said:
-            self._said = True
-            self._say(
+        if plan.too_long and self.limits.tokens is not None and not self._has_reported:
+            self._has_reported = True
+            self._report(
                 f"micro-batches: {counted(len(plan.too_long), 'completion')} over {self.limits.tokens} tokens with the "
                 "prompt: each has a micro-batch of its own"
             )
@@ -105,11 +103,14 @@ class MicroBatchPlanner:
 
     @property
     def ready(self) -> bool:
-        """Whether the budget is known: a given one, or one that this attempt has measured."""
+        """Whether the budget is given, or this attempt has measured it."""
         return self.limits.tokens is not None or self._measured
 
     def measure(self, *, whole_logits: bool, has_state: bool) -> None:
-        """Take what fits on the rank that has least; collective. What a checkpoint brought stays if it nearly fits.
+        """Set the budget to that of the rank with least memory; collective.
+
+        The budget of a checkpoint is kept if it needs at most twice the memory.
+
 
         whole_logits: the head makes all logits of a micro-batch at once. has_state: the optimizer has its state.
         """
@@ -119,8 +120,8 @@ class MicroBatchPlanner:
             self.fitting_tokens = least
 
     def budget(self, *, whole_logits: bool, has_state: bool) -> int:
-        """Tokens of a micro-batch that this rank's free memory holds now, as far as more are faster."""
-        dtype = computing_dtype(self.model) or next(one.dtype for one in self.model.parameters())
+        """Tokens of a micro-batch that fit into this rank's free memory now, up to the number that is fastest."""
+        dtype = computing_dtype(self.model) or next(parameter.dtype for parameter in self.model.parameters())
         per_token = activation_bytes(
             self._shape,
             element=dtype.itemsize,
@@ -142,25 +143,26 @@ def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
 
 
 def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> int:
-    """What gradients and, before the first step, an AdamW's state take on this rank.
+    """Bytes of gradients and, before the first step, of an AdamW's state on this rank.
 
     In a step, the master of one 16-bit weight after the other has a gradient in float32, too.
     """
     state = 0 if has_state else STATE_BYTES
-    sizes = [(_own_elements(one), one.dtype.itemsize) for one in parameters if one.requires_grad]
+    sizes = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            shard: Any = parameter  # what this rank holds of it
+            if is_zero3(parameter):
+                shard = shard.ds_tensor
+            elif is_dtensor(parameter):
+                shard = shard.to_local()
+            sizes.append((int(shard.numel()), parameter.dtype.itemsize))
     largest = max((elements for elements, itemsize in sizes if itemsize == 2), default=0)
     return sum(elements * (itemsize + state) for elements, itemsize in sizes) + 4 * largest
 
 
-def _own_elements(parameter: Any) -> int:
-    """Elements that this rank holds of a parameter, sharded or not."""
-    if is_zero3(parameter):
-        return int(parameter.ds_tensor.numel())
-    return int(parameter.to_local().numel() if is_dtensor(parameter) else parameter.numel())
-
-
 def free_bytes(device: torch.device) -> int:
-    """What this process may still take: of its device; of main memory, its share among the processes here."""
+    """Bytes that this process may still allocate: of its device, or its share of main memory among local processes."""
     figures = measure(device)
     if figures.alloc is None or figures.reserved is None:
         return figures.free // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -46,7 +46,8 @@ def values_for(flag, rng):
 
 
 def refused_by_parser(mode, path):
-    reader = Reader(mode, settings_class(mode))
+    cls = settings_class(mode)
+    reader = Reader(mode, cls, flags_of(cls))
     reader.take(read_config(str(path)).given)
     assert len(reader.broken) == len(reader.problems)
     return reader.broken

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swift.cli.boundary import EXIT_DIR, guarded
+from swift.cli.boundary import EXIT_DIR, run_command
 from swift.errors import (
     ConfigError,
     EngineError,
@@ -26,7 +26,7 @@ def run(error, *, debug=False):
     def action():
         raise error
 
-    return guarded(action, debug=lambda: debug)
+    return run_command(action, debug=lambda: debug)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_debug_adds_the_traceback(capsys):
 
 
 def test_success_is_zero_and_a_mode_may_return_its_own_code():
-    assert guarded(lambda: None, debug=lambda: False) == 0
-    assert guarded(lambda: 5, debug=lambda: False) == 5
+    assert run_command(lambda: None, debug=lambda: False) == 0
+    assert run_command(lambda: 5, debug=lambda: False) == 5
 
 
 def test_an_interruption_is_no_error_and_can_be_resumed(capsys):
@@ -114,7 +114,7 @@ def test_the_phase_is_that_of_the_code_that_ran_out(capsys, modules, phase):
         code = compile("call(names)", "module.py", "exec")
         exec(code, {"__name__": names[0], "call": call, "names": names[1:]})
 
-    assert guarded(lambda: call(modules), debug=lambda: False) == 3
+    assert run_command(lambda: call(modules), debug=lambda: False) == 3
     assert f"in phase {phase}" in capsys.readouterr().err
 
 
@@ -179,7 +179,7 @@ def test_an_error_in_a_run_is_followed_by_how_it_goes_on_and_all_of_it_is_in_its
         note_unfinished(Unfinished(tmp_path / "rank-0.log", lambda: "run x; resume: swift rlhf"))
         raise error
 
-    guarded(action, debug=lambda: False)
+    run_command(action, debug=lambda: False)
     text = capsys.readouterr().err
     assert text.splitlines()[-1] == "swift: run x; resume: swift rlhf"
     assert len(text.splitlines()) > 1
@@ -190,10 +190,10 @@ def test_an_error_in_a_run_is_followed_by_how_it_goes_on_and_all_of_it_is_in_its
 
 def test_a_reader_that_stops_reading_is_no_error():
     code = (
-        "import sys, time; from swift.cli.boundary import guarded\n"
+        "import sys, time; from swift.cli.boundary import run_command\n"
         "def talk():\n"
         "    for _ in range(100000): print('x' * 100)\n"
-        "sys.exit(guarded(talk, debug=lambda: False))"
+        "sys.exit(run_command(talk, debug=lambda: False))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()
@@ -236,7 +236,7 @@ def test_what_a_plugin_leaves_running_keeps_no_process_and_no_code(tmp_path, kee
     source = f"""
 import sys
 from swift.cli import leaving, main
-leaving.TELL_S, leaving.LIMIT_S = 0.2, 0.5
+leaving.WARN_S, leaving.LIMIT_S = 0.2, 0.5
 sys.argv[1:] = {words}
 if __name__ == "__main__":
     sys.exit(main.main())

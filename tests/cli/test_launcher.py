@@ -50,7 +50,7 @@ def test_a_platform_that_starts_a_process_per_node_names_the_nodes(given):
     platform = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}
     environ = {**platform, "NPROC_PER_NODE": "8", **given}
     assert plan_launch(environ) == LaunchPlan(8, 2, 1, "10.0.0.1", 23456)
-    assert world_size(environ) == Machine.look(environ).processes == 16
+    assert world_size(environ) == Machine.detect(environ).processes == 16
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_a_worker_that_ignores_the_end_is_killed_after_the_grace_time(tmp_path):
 
 def test_the_error_lines_of_the_failed_worker_are_printed_once(tmp_path, capsys):
     body = """
-        from swift.cli.boundary import guarded
+        from swift.cli.boundary import run_command
         from swift.errors import EngineError
         def fail():
             if rank == 1:
                 raise EngineError("engine: cuda:1: died")
             time.sleep(60)
-        sys.exit(guarded(fail, debug=lambda: False))
+        sys.exit(run_command(fail, debug=lambda: False))
     """
     assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 4
     assert capsys.readouterr().err == "swift: error: engine: cuda:1: died\n"

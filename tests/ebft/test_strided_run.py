@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from trl_runs import assert_resumes_exactly, in_two, rows, trained, untimed, weights, written
 
 from swift.arguments import parse
-from swift.cli.dry_run import rehearse_trl
+from swift.cli.dry_run import dry_run_trl
 from swift.errors import ConfigError
 from swift.rl.energy import energy_advantages, energy_rewards
 from swift.trainers.checkpoint import list_checkpoints
@@ -158,7 +158,7 @@ def test_a_dry_run_counts_documents_and_blocks_and_writes_nothing(strided_argv, 
     data = tmp_path / "mixed.jsonl"
     data.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (30, 5, 45)))
     flags = f"--dataset {data} --max_length 40 --dry_run true"
-    assert rehearse_trl(parse("rlhf", strided_argv(flags), {})) == 0
+    assert dry_run_trl(parse("rlhf", strided_argv(flags), {})) == 0
     printed = capsys.readouterr().out
     assert "train: 2 rows, 70 tokens, 70 of them trained on" in printed and "train: 7 blocks" in printed
     assert "train: left out 2 rows: 2 (no block fits behind the context" in printed, "a short text and a rest of 5"

@@ -35,10 +35,10 @@ class Hesitant(TransformersEngine):
         time.sleep(random.uniform(0, SECONDS / 20))
         super().submit(request)
 
-    def stream(self):
-        for completion in super().stream():
-            time.sleep(random.uniform(0, SECONDS))
-            yield completion
+    def advance(self):
+        ended = super().advance()
+        time.sleep(sum(random.uniform(0, SECONDS) for _ in ended or ()))
+        return ended
 
     def begin_update(self, manifest, version):
         time.sleep(random.uniform(0, SECONDS))

@@ -21,7 +21,7 @@ def freeze(owner, name, begun):
         return begin(self, *args, **kwargs)
 
     def frozen(self, *args, **kwargs):
-        step = self.progress.global_step if name == "take" else len(steps) - 1
+        step = self.progress.global_step if name == "_sample" else len(steps) - 1
         while step >= 1:
             stand_still()
         return proper(self, *args, **kwargs)
@@ -39,7 +39,7 @@ if "swift.trainers.grpo.run" in sys.modules and rank == os.environ.get("RANK", "
     from swift.rollout.round import Round
     from swift.trainers.grpo.step import GlobalBatchStep
 
-    freeze(*{"generate": (Round, "take", "take"), "train": (GlobalBatchStep, "_micro_batch", "run")}[where])
+    freeze(*{"generate": (Round, "_sample", "_sample"), "train": (GlobalBatchStep, "_micro_batches", "run")}[where])
 '''
 
 

@@ -57,7 +57,7 @@ def working_pool(folder, clusters, places):
         for n, (one, where) in enumerate(zip(clusters, places, strict=True))
     ]  # fmt: skip
     pool, wanted = EnginePool(clients), requests(12)
-    assert tokens(pool.generate(wanted)) == expected_tokens(wanted)
+    assert tokens(pool.sample(wanted)) == expected_tokens(wanted)
     assert pool.load_weights(CountingSource(two_layers(2)), 1).version == 1
     return pool
 
@@ -65,14 +65,14 @@ def working_pool(folder, clusters, places):
 def pid_of(engine):
     """The process that hosts the engine now."""
     assert engine.capabilities
-    return engine.engines[0].life.pid
+    return engine.engines[0].instance.pid
 
 
 def facts_of(engine):
     """What the scripted backend knows of its process."""
     import ray
 
-    return ray.get(engine.engines[0].life.actor.do.remote("facts"))["result"]
+    return ray.get(engine.engines[0].instance.actor.do.remote("facts"))["result"]
 
 
 def requests(count, *, group="g", start=0):
@@ -91,7 +91,7 @@ def expected_tokens(wanted, weights=b""):
     """What the scripted backend samples, without any process."""
     engine = ScriptedEngine()
     engine.weights = weights
-    return tokens(engine.generate(wanted))
+    return tokens(engine.sample(wanted))
 
 
 def family(parent=None):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import weakref
 
 import oracle
 import pytest
 import torch
+from sources import on_a_loop
+
+from swift.rollout.loop import idle
 
 TOLERANCE = 1e-5
 """Of a log-prob at temperature 1; logits that are divided by a temperature have their rounding divided too."""
@@ -33,6 +37,19 @@ def likeliest(model, prompt, length, *, until=None):
         state = output.past_key_values
         ids.append(int(output.logits[0, -1].argmax()))
     return ids
+
+
+def while_it_samples(engine, request, work):
+    """The completion of a request that has begun, and has not ended, when `work()` is done on its thread."""
+
+    async def sample():
+        task = asyncio.create_task(engine.generate(request))
+        await idle()  # it has asked
+        await idle()  # it has begun
+        work()
+        return await task
+
+    return on_a_loop(sample)
 
 
 def need(subject, has, what):

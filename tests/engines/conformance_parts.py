@@ -18,6 +18,7 @@ from engine_traces import Traces, shared_cluster
 from oracle import load
 from preloaded import make_ready
 from rollout_process import RolloutProcess
+from sources import nothing_left
 
 from swift.errors import EngineError
 from swift.rollout.engines.spec import EngineSpec, build_engine
@@ -153,7 +154,7 @@ class Subject:
             self._server.process.kill()
         else:
             for client in self._engine.engines:
-                os.kill(client.life.pid, signal.SIGKILL)
+                os.kill(client.instance.pid, signal.SIGKILL)
 
     def next_version(self):
         self.version = max(self.version, self.engine.version) + 1
@@ -167,13 +168,13 @@ class Subject:
 
     def make_whole(self):
         """After a case: the engine of before, its own weights included, or none."""
+        if self._engine is not None and not nothing_left(self._engine):  # of a case that failed
+            self.close()
         if self._engine is None:
             return
         try:
-            self._engine.abort()
             self._engine.resume()
-            for _ in self._engine.stream():
-                pass
+            self._engine.release()
             if self.backend.place != "server":
                 self._engine.wake()
                 if self._engine.capabilities.lora:

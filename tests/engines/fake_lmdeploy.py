@@ -5,7 +5,7 @@ but a function of the weights it was sent, so that new weights show. Calls are r
 
 Traps that are kept: GenerationConfig's `top_k` 50 and `do_sample` False; `wakeup` ignores a call with a tag that does
 not sleep; nothing answers to `update_params`; a failed update leaves half of it behind; only Ray's executor has
-`update_params` in the PyTorch engine.
+`update_params` in the PyTorch engine; inside of `safe_run` a cancellation is swallowed, and errors lose their words.
 """
 
 from __future__ import annotations
@@ -220,6 +220,14 @@ class _Handle:
         return token, {token: float(logits.log_softmax(-1)[token]), (token + 1) % VOCABULARY: -1.0}
 
 
+class SafeRunException(Exception):
+    pass
+
+
+class RequestError(RuntimeError):
+    pass
+
+
 class _Session:
     def __init__(self, session_id, manager):
         self.session_id, self.manager, self._handle = session_id, manager, None
@@ -229,6 +237,10 @@ class _Session:
         self._handle = await self.manager.pool.get()
         try:
             yield self._handle
+        except SafeRunException:
+            pass
+        except (asyncio.CancelledError, GeneratorExit):
+            await self._handle.async_cancel(self.session_id)
         finally:
             self.manager.pool.put_nowait(self._handle)
             self._handle = None
@@ -266,6 +278,12 @@ class AsyncEngine:
         generator = handle.async_stream_infer(session.session_id, **kwargs)
         try:
             yield generator
+        except (asyncio.CancelledError, GeneratorExit) as error:
+            await asyncio.shield(handle.async_cancel(session.session_id))
+            raise SafeRunException(f"Safe run exception for session {session.session_id}") from error
+        except Exception as error:
+            await asyncio.shield(handle.async_cancel(session.session_id))
+            raise RequestError("An internal server error occurred.") from error
         finally:
             await generator.aclose()
 

@@ -24,18 +24,18 @@ def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):
     with pytest.raises(ConfigError, match="scripted: is refused"):
         assert worker.capabilities
     with pytest.raises(ConfigError):
-        worker.submit(requests(1)[0])
+        list(worker.sample(requests(1)))
 
 
 def test_an_engine_that_cannot_be_made_again_is_dead_at_once(start, tmp_path):
     worker = start(fail=str(tmp_path / "started"), step_s=0.05)
-    stream = worker.generate(requests(8))
+    stream = worker.sample(requests(8))
     next(stream)
     kill(worker)
     with pytest.raises(EngineDead, match=r"ended unexpectedly .*, and cannot be replaced .*starts only once, as told"):
         list(stream)
     with pytest.raises(EngineDead):
-        worker.submit(requests(1, group="later")[0])
+        list(worker.sample(requests(1, group="later")))
     assert not worker.health().alive
 
 
@@ -58,7 +58,7 @@ def test_close_while_it_starts_is_prompt(start):
     worker.close()
     assert time.monotonic() - began < 5.0
     with pytest.raises(EngineDead, match="closed"):
-        worker.submit(requests(1)[0])
+        list(worker.sample(requests(1)))
 
 
 def test_what_the_engine_started_ends_with_it_however_stubborn(start):
@@ -86,7 +86,7 @@ def test_engines_leave_no_descriptor_no_segment_and_no_process(tmp_path):
         if number % 2 == 0:
             worker.load_weights(CountingSource({"a": torch.ones(3, 5)}), 1)
             kill(worker)
-            assert len(list(worker.generate(requests(2)))) == 2
+            assert len(list(worker.sample(requests(2)))) == 2
         worker.close()
 
     once(0)  # what is opened once and stays: libraries, caches
@@ -111,7 +111,7 @@ if __name__ == "__main__":
                              timeouts={"close_s": 1.0})
     worker.capabilities
     print("up", flush=True)
-    list(worker.generate(requests(3)))
+    list(worker.sample(requests(3)))
 """
 
 

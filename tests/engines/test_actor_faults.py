@@ -10,9 +10,11 @@ import pytest
 from actor_parts import PATHS, expected_tokens, facts_of, kill, pid_of, requests, tokens
 from processes import alive, wait_for
 from scripted_engine import CountingSource, two_layers, weights_of
+from sources import asking
 
-from swift.errors import EngineDead, EngineError, SyncFailed
+from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines import actor_client
+from swift.rollout.engines.pool import EnginePool
 from swift.rollout.weights import object_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -38,7 +40,7 @@ def test_a_plugin_backend_runs_in_its_process_on_its_cores(start):
     core = max(os.sched_getaffinity(0))
     worker = start(cores=(core,))
     wanted = requests(12)
-    assert tokens(worker.generate(wanted)) == expected_tokens(wanted)
+    assert tokens(worker.sample(wanted)) == expected_tokens(wanted)
     facts = facts_of(worker)
     assert (facts["affinity"], facts["omp"]) == ([core], "1")
     assert facts["pid"] == pid_of(worker) != os.getpid()
@@ -47,23 +49,24 @@ def test_a_plugin_backend_runs_in_its_process_on_its_cores(start):
 
 def test_calls_are_answered_while_it_samples(start):
     worker = start(step_s=0.2)
-    stream = worker.generate(requests(6))
-    next(stream)
-    began = time.monotonic()
-    assert all(worker.health().alive for _ in range(10))
-    assert time.monotonic() - began < 1.5, "each waits for a step"
-    worker.submit(requests(1, group="joins")[0])
-    assert "joins/0" in tokens(stream)
+    with asking(worker, *requests(6)) as caller:
+        stream = caller.completions()
+        next(stream)
+        began = time.monotonic()
+        assert all(worker.health().alive for _ in range(10))
+        assert time.monotonic() - began < 1.5, "each waits for a step"
+        caller.ask(*requests(1, group="joins"))
+        assert "joins/0" in tokens(stream)
 
 
 def test_200_requests_whose_actor_is_killed_twice_come_back_once_as_if_nothing_had_happened(start):
     worker = start(step_s=0.05)
     wanted, tensors = requests(200), two_layers(3)
     worker.load_weights(CountingSource(tensors), 1)
-    undisturbed = tokens(worker.generate(wanted))
+    undisturbed = tokens(worker.sample(wanted))
     assert undisturbed == expected_tokens(wanted, weights_of(tensors))
     came, killed = [], set()
-    for completion in worker.generate(wanted):
+    for completion in worker.sample(wanted):
         came.append(completion)
         if len(killed) < 2 and len(came) >= 20 and pid_of(worker) not in killed and worker.health().alive:
             killed.add(pid_of(worker))
@@ -80,7 +83,7 @@ def test_an_actor_that_the_kernel_kills_for_memory_is_named_and_replaced_or_the_
     assert worker.capabilities
     count, came = [actor_client.oom_kills()], []
     monkeypatch.setattr(actor_client, "oom_kills", lambda: count[0])  # as /proc/vmstat says
-    for completion in worker.generate(wanted):
+    for completion in worker.sample(wanted):
         came.append(completion)
         if len(came) == 5:
             count[0] += 1
@@ -91,7 +94,7 @@ def test_an_actor_that_the_kernel_kills_for_memory_is_named_and_replaced_or_the_
     count[0] += 1
     kill(worker)
     with pytest.raises(EngineDead, match=r"its actor was killed by the kernel.*--engine_restarts 1 within an hour"):
-        list(worker.generate(wanted))
+        list(worker.sample(wanted))
 
 
 MONITORED = """
@@ -104,7 +107,7 @@ from actor_parts import requests, scripted_engine_in_actor
 if __name__ == "__main__":
     worker = scripted_engine_in_actor(Path(sys.argv[1]), step_s=0.5, restarts=1)
     try:
-        list(worker.generate(requests(3)))
+        list(worker.sample(requests(3)))
     except EngineDead as error:
         print(error)
     worker.close()
@@ -126,13 +129,13 @@ def test_killed_while_it_loads_weights_the_update_fails_and_can_be_repeated_on_a
     source = Interfering(two_layers(2), 1, lambda: (kill(worker), wait_for(lambda: not worker.health().alive)))
     with pytest.raises(SyncFailed, match=r"version 2 for engine 0 \(cpu:0\): (bucket [12]|commit): ended unexpectedly"):
         worker.load_weights(source, 2)
-    with pytest.raises(SyncFailed, match="void"):
-        worker.submit(requests(1)[0])
+    with pytest.raises(SyncFailed, match="invalid"):
+        list(worker.sample(requests(1)))
     worker.rebuild()
     assert worker.version == 0
     worker.load_weights(CountingSource(two_layers(2)), 2)
     wanted = requests(4)
-    assert tokens(worker.generate(wanted)) == expected_tokens(wanted, weights_of(two_layers(2)))
+    assert tokens(worker.sample(wanted)) == expected_tokens(wanted, weights_of(two_layers(2)))
 
 
 def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
@@ -141,27 +144,27 @@ def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     worker, source, wanted = start(), CountingSource(two_layers(1)), requests(3)
     worker.begin_update(source.manifest(), 1).send(next(source.buckets()))
     worker.rebuild()
-    ray.get(worker.engines[0].life.actor.abort_update.remote(1))
-    assert tokens(worker.generate(wanted)) == expected_tokens(wanted)
+    ray.get(worker.engines[0].instance.actor.abort_update.remote(1))
+    assert tokens(worker.sample(wanted)) == expected_tokens(wanted)
 
 
 def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
     worker = start(restarts=1, step_s=0.05, crash_on=["g/3"])
     with pytest.raises(EngineDead) as caught:
-        list(worker.generate(requests(6)))
+        list(worker.sample(requests(6)))
     (line,) = caught.value.problems
     assert line.startswith("engine 0 (cpu:0): its actor failed (")
     assert "--engine_restarts 1" in line
     assert "RuntimeError: scripted: crash, as told" in line
     assert not worker.health().alive
     with pytest.raises(EngineDead):
-        worker.submit(requests(1)[0])
+        list(worker.sample(requests(1)))
 
 
 def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
     worker = start(step_s=0.05)
     wanted, came = requests(12), []
-    for completion in worker.generate(wanted):
+    for completion in worker.sample(wanted):
         came.append(completion)
         if len(came) == 3:
             stopped = pid_of(worker)
@@ -180,14 +183,30 @@ def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
         worker.load_weights(CountingSource(two_layers(1)), 1)
 
 
-def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
-    worker = start(timeouts={"stall_s": 1.5}, frozen=["g/2"])
+def test_an_engine_that_stands_still_is_replaced_while_the_others_go_on(start, caplog):
+    hung = start(timeouts={"stall_s": 1.5}, frozen=["a/2"])
+    pool = EnginePool([*hung.engines, *start(name="engine 1 (cpu:1)").engines])
+    first, wanted = pid_of(hung), [*requests(4, group="a"), *requests(4, group="b")]
     began = time.monotonic()
-    with pytest.raises(EngineError) as caught:
-        list(worker.generate(requests(4)))
+    assert tokens(pool.sample(wanted)) == expected_tokens(wanted)
+    assert time.monotonic() - began < 60
+    assert wait_for(lambda: pool.counters.restarts == 1, 60)
+    assert (pool.health().alive, pool.health().detail) == (True, "")
+    (line,) = [one for one in caplog.messages if "lost (" in one]
+    assert line.startswith("engine 0 (cpu:0): lost (made no progress for 1.5 s; its thread is in stand_still")
+    assert "scripted_backend.py" in line
+    assert wait_for(lambda: not alive(first))
+    assert tokens(hung.sample(requests(4))) == expected_tokens(requests(4))
+
+
+def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
+    worker = start(timeouts={"stall_s": 1.5}, restarts=0, frozen=["g/2"])
+    began = time.monotonic()
+    with pytest.raises(EngineDead) as caught:
+        list(worker.sample(requests(4)))
     assert time.monotonic() - began < 60
     (line,) = caught.value.problems
-    assert line.startswith("engine 0 (cpu:0): no progress for 1.5 s: its thread is in stand_still")
+    assert line.startswith("engine 0 (cpu:0): its actor made no progress for 1.5 s; its thread is in stand_still")
     assert "scripted_backend.py" in line
     assert worker.counters.restarts == 0
 
@@ -202,19 +221,19 @@ def test_where_an_engine_is_can_be_asked_at_any_time(start):
 
 def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):
     worker = start()
-    whole = object_store.parcel_of
+    whole = object_store.byte_arrays_of
 
     def damaged(bucket):
         changed = [(info, array.copy()) for info, array in whole(bucket)]
         changed[0][1][1] ^= 1
         return changed
 
-    monkeypatch.setattr(object_store, "parcel_of", damaged)
+    monkeypatch.setattr(object_store, "byte_arrays_of", damaged)
     with pytest.raises(SyncFailed, match="digest"):
         worker.load_weights(CountingSource(two_layers(1)), 1)
     monkeypatch.undo()
-    with pytest.raises(SyncFailed, match="void"):
-        worker.submit(requests(1)[0])
+    with pytest.raises(SyncFailed, match="invalid"):
+        list(worker.sample(requests(1)))
     worker.rebuild()
     assert worker.load_weights(CountingSource(two_layers(1)), 1).version == 1
 

@@ -58,9 +58,9 @@ def start(engine_folders, tmp_path, monkeypatch):
 def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_once(engine_folders, start):
     worker, model = start(cores=(max(os.sched_getaffinity(0)),)), with_noise(load(engine_folders["llama"]), seed=1)
     ack = worker.load_weights(PolicyWeights(model), 1)
-    expected = {one.request_id[1:]: one.token_ids for one in worker.generate(greedy("a"))}
+    expected = {one.request_id[1:]: one.token_ids for one in worker.sample(greedy("a"))}
     first, came = pid_of(worker), {}
-    for completion in worker.generate(greedy("b")):
+    for completion in worker.sample(greedy("b")):
         assert completion.request_id not in came, "came twice"
         came[completion.request_id] = completion
         if len(came) == 3:
@@ -70,7 +70,7 @@ def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_onc
     assert (worker.counters.restarts, worker.version, ack.version) == (1, 1, 1)
     assert pid_of(worker) != first
     assert not alive(first)
-    (done,) = worker.generate(greedy("c")[:1])
+    (done,) = worker.sample(greedy("c")[:1])
     assert gap(model, greedy("c")[0], done) < 1e-5
 
 
@@ -83,5 +83,5 @@ def test_two_tensor_parallel_ranks_inside_an_actor_sample_with_the_weights_they_
     assert worker.capabilities.tensor_parallel_size == 2
     worker.load_weights(PolicyWeights(model), 1)
     wanted = greedy("a")[:4]
-    done = {one.request_id: one for one in worker.generate(wanted)}
+    done = {one.request_id: one for one in worker.sample(wanted)}
     assert max(gap(model, request, done[request.request_id]) for request in wanted) < 1e-5

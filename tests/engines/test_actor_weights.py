@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracle import ask, gap, load, run
+from processes import wait_for
 
 from swift.errors import SyncFailed
 from swift.rollout.engines import cluster
@@ -114,7 +115,7 @@ def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(train
     (worker,) = trainer.workers
     trainer.clients[0].weight_transport = transport
     worker.load_weights(trainer.step(), trainer.version)
-    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].instance.pid, signal.SIGKILL)
     assert trainer.gap(worker) <= TOLERANCE  # it was replaced on the way
     worker.load_weights(trainer.step(), trainer.version)
     assert trainer.gap(worker) <= TOLERANCE
@@ -140,7 +141,7 @@ def test_an_adapter_arrives_and_survives_a_restart_with_its_base(trainer):
         follower.version = trainer.version
         worker.load_adapter(adapter_of(tuned), trainer.version)
         assert follower.gap(worker) <= TOLERANCE
-    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].instance.pid, signal.SIGKILL)
     assert follower.gap(worker) <= TOLERANCE
     worker.drop_adapter()
     trainer.version = worker.version
@@ -161,9 +162,9 @@ def test_weights_and_sleep_survive_a_restart(trainer):
     (worker,) = trainer.workers
     worker.load_weights(trainer.step(), trainer.version)
     worker.sleep(1)
-    os.kill(trainer.clients[0].life.pid, signal.SIGKILL)
+    os.kill(trainer.clients[0].instance.pid, signal.SIGKILL)
     with pytest.raises(EngineAsleep, match="asleep"):
-        worker.submit(Request("r", [1], SamplingParams(max_new_tokens=1)))
+        list(worker.sample([Request("r", [1], SamplingParams(max_new_tokens=1))]))
     assert worker.wake() is True
     assert trainer.gap(worker) <= TOLERANCE
 
@@ -184,14 +185,16 @@ def test_one_broadcast_serves_several_workers_and_is_renewed_when_one_is_replace
         assert sender._group is first
         assert one.gap(pool) <= TOLERANCE
 
-        os.kill(one.clients[1].life.pid, signal.SIGKILL)
+        os.kill(one.clients[1].instance.pid, signal.SIGKILL)
+        assert one.gap(pool) <= TOLERANCE
+        assert wait_for(lambda: one.clients[1].outdated)
         assert one.gap(pool) <= TOLERANCE
         pool.load_weights(one.step(), one.version)
         assert sender._group is not first
         assert one.gap(pool) <= TOLERANCE
 
         def fail_in_the_middle(bucket):
-            os.kill(one.clients[0].life.pid, signal.SIGKILL)
+            os.kill(one.clients[0].instance.pid, signal.SIGKILL)
             time.sleep(0.5)
             return bucket
 

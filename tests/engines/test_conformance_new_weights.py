@@ -5,16 +5,22 @@ Which cases run on which backends is said in test_conformance_sampling.py.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
-from conformance_checks import LONG, TOLERANCE, gap, need
+from conformance_checks import LONG, TOLERANCE, gap, need, while_it_samples
 from conformance_parts import transport
 from given_weights import Given, tensors_of
 from oracle import PROMPT, ask, logprobs_of, noisy, run, with_adapter
+from sources import asking
 
 from swift.errors import EngineError, SyncFailed, Unsupported
 from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights
+
+PAUSE_S = 0.3
+"""How long a paused engine is looked at."""
 
 
 @transport
@@ -56,15 +62,14 @@ def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, en
         long = ask(f"long-{attempt}", endless, temperature=0.0, max_new_tokens=LONG)
         short = ask(f"short-{attempt}", max_new_tokens=1)
         old = engine.version
-        engine.submit(long)
-        engine.submit(short)
         came = {}
-        for completion in engine.stream():
-            came[completion.request_id] = completion
-            if completion.request_id == short.request_id and long.request_id not in came:
-                engine.pause()
-                subject.sync(changed)
-                engine.resume()
+        with asking(engine, long, short) as caller:
+            for completion in caller.completions():
+                came[completion.request_id] = completion
+                if completion.request_id == short.request_id and long.request_id not in came:
+                    caller.hold()
+                    subject.sync(changed)
+                    caller.release()
         done = came[long.request_id]
         if len(done.versions) > 1:
             break
@@ -81,25 +86,29 @@ def test_c13_weights_that_change_in_flight_show_in_the_version_spans(subject, en
 def test_c13_a_paused_engine_keeps_what_it_has(subject, endless):
     engine = subject.engine
     need(subject, engine.capabilities.in_flight_updates, "updates in flight")
-    for i in range(3):
-        engine.submit(ask(i, endless, temperature=0.0, max_new_tokens=6 + i))
-    engine.pause()
-    assert list(engine.stream()) == []
-    engine.submit(ask("later"))
-    assert list(engine.stream()) == []
-    engine.resume()
-    reasons = {completion.request_id: completion.finish_reason for completion in engine.stream()}
+    long = [ask(i, endless, temperature=0.0, max_new_tokens=LONG - i) for i in range(3)]
+    with asking(engine, *long) as caller:
+        caller.hold()
+        caller.ask(ask("later"))
+        time.sleep(PAUSE_S)
+        assert caller.ended.empty()
+        caller.release()
+        reasons = {completion.request_id: completion.finish_reason for completion in caller.completions()}
     assert reasons.pop("later") in ("stop", "length")
     assert reasons == dict.fromkeys("012", "length")
 
 
 @transport
-def test_c13_weights_are_not_changed_under_requests_that_nobody_paused(subject):
-    subject.engine.submit(ask("r"))
-    with pytest.raises(EngineError):
-        subject.sync(noisy(subject.model))
-    (completion,) = subject.engine.stream()
-    assert gap(subject.model, ask("r"), completion) < TOLERANCE
+def test_c13_weights_are_not_changed_under_requests_that_nobody_paused(subject, endless):
+    request = ask("r", endless, temperature=0.0)
+
+    def sync():
+        with pytest.raises(EngineError):
+            subject.sync(noisy(subject.model))
+
+    completion = while_it_samples(subject.engine, request, sync)
+    assert completion.finish_reason == "length"
+    assert gap(subject.model, request, completion) < TOLERANCE
 
 
 def faulty(model, *, listed=lambda tensors: tensors, sent):

@@ -14,7 +14,7 @@ import pytest
 from conformance_checks import LONG, TOLERANCE, gap, need
 from conformance_parts import MAX_MODEL_LEN, transport
 from oracle import PROMPT, all_logprobs, ask, run
-from sources import on_a_loop, source_of
+from sources import asking, nothing_left, on_a_loop, outcomes, source_of
 
 from swift.errors import EngineError, PromptTooLong
 
@@ -144,18 +144,18 @@ def test_c08_prompts_of_1_to_400_tokens_together_equal_single_runs(subject):
 @transport
 def test_c09_what_cannot_be_sampled_is_refused_before_anything_is_and_the_engine_lives_on(subject):
     for length in (MAX_MODEL_LEN, MAX_MODEL_LEN + 100):
-        with pytest.raises(PromptTooLong) as caught:
-            subject.engine.submit(ask("long", [65] * length))
-        assert (caught.value.length, caught.value.limit) == (length, MAX_MODEL_LEN)
+        (refused,) = outcomes(subject.engine, [ask("long", [65] * length)])
+        assert isinstance(refused, PromptTooLong)
+        assert (refused.length, refused.limit) == (length, MAX_MODEL_LEN)
         with pytest.raises(PromptTooLong):
-            list(subject.engine.generate([ask("fits"), ask("long", [65] * length)]))
-        assert list(subject.engine.stream()) == []
+            list(subject.engine.sample([ask("fits"), ask("long", [65] * length)]))
+        assert nothing_left(subject.engine)
     with pytest.raises(EngineError):
-        subject.engine.submit(ask("empty", []))
-    subject.engine.submit(ask("twice"))
-    with pytest.raises(EngineError):
-        subject.engine.submit(ask("twice"))
-    assert [completion.request_id for completion in subject.engine.stream()] == ["twice"]
+        list(subject.engine.sample([ask("empty", [])]))
+    first, second = outcomes(subject.engine, [ask("twice"), ask("twice")])
+    assert first.request_id == "twice"
+    assert isinstance(second, EngineError)
+    assert nothing_left(subject.engine)
 
 
 # --- C10, C11: ends ----------------------------------------------------------------------------------------------
@@ -165,10 +165,8 @@ def test_c09_what_cannot_be_sampled_is_refused_before_anything_is_and_the_engine
 def test_c10_an_abort_in_flight_delivers_the_tokens_so_far(subject, endless):
     engine = subject.engine
     long = {name: ask(name, endless, temperature=0.0, max_new_tokens=LONG) for name in ("first", "second", "third")}
-    for request in (*long.values(), ask("short", max_new_tokens=4)):
-        engine.submit(request)
     order, done = [], {}
-    for completion in engine.stream():
+    for completion in engine.sample([*long.values(), ask("short", max_new_tokens=4)]):
         order.append(completion.request_id)
         done[completion.request_id] = completion
         if completion.request_id == "short":
@@ -183,7 +181,7 @@ def test_c10_an_abort_in_flight_delivers_the_tokens_so_far(subject, endless):
         assert len(done[name].logprobs) == len(done[name].token_ids) == done[name].versions[-1][2]
         assert gap(subject.model, request, done[name]) < TOLERANCE
     engine.abort()
-    assert list(engine.stream()) == []
+    assert nothing_left(engine)
 
 
 @transport
@@ -195,24 +193,23 @@ def test_c11_each_of_200_shuffled_requests_arrives_exactly_once_some_aborted(sub
         for s in range(8)
     ]
     draw.shuffle(requests)
-    for request in requests[:150]:
-        subject.engine.submit(request)
     later, came = requests[150:], []
-    for completion in subject.engine.stream():
-        came.append(completion.request_id)
-        if later:
-            subject.engine.submit(later.pop())
-        if len(came) == 60:
-            subject.engine.abort([request.request_id for request in requests[20:50]])
+    with asking(subject.engine, *requests[:150]) as caller:
+        for completion in caller.completions():
+            came.append(completion.request_id)
+            if later:
+                caller.ask(later.pop())
+            if len(came) == 60:
+                subject.engine.abort([request.request_id for request in requests[20:50]])
     assert sorted(came) == sorted(request.request_id for request in requests)
 
 
 @transport
 def test_c11_a_caller_that_leaves_early_leaves_nothing_behind(subject):
-    stream = subject.engine.generate([ask(i, seed=i, max_new_tokens=4 + 20 * i) for i in range(6)])
+    stream = subject.engine.sample([ask(i, seed=i, max_new_tokens=4 + 20 * i) for i in range(6)])
     next(stream)
     stream.close()
-    assert list(subject.engine.stream()) == []
+    assert nothing_left(subject.engine)
     assert run(subject.engine, [ask("next")])[0].token_ids
 
 
@@ -258,7 +255,7 @@ def test_c25_what_is_asked_for_later_joins(subject):
     for request, completion in zip(asked, on_a_loop(sample), strict=True):
         assert completion.request_id == request.request_id
         assert gap(subject.model, request, completion) < TOLERANCE
-    assert list(subject.engine.stream()) == []
+    assert nothing_left(subject.engine)
 
 
 @transport
@@ -274,7 +271,7 @@ def test_c25_who_leaves_leaves_nothing_behind(subject, endless):
         await source.free()
 
     on_a_loop(leave)
-    assert list(subject.engine.stream()) == []
+    assert nothing_left(subject.engine)
     assert run(subject.engine, [ask("next")])[0].token_ids
 
 
@@ -283,10 +280,10 @@ def test_c25_who_leaves_leaves_nothing_behind(subject, endless):
 
 @transport
 def test_c23_a_batch_that_is_refused_half_way_leaves_nothing(subject):
-    """Half of it would come out of somebody else's stream."""
+    """Half of it would be sampled for nobody."""
     with pytest.raises(EngineError):
-        list(subject.engine.generate([ask("a"), ask("b"), ask("a")]))
-    assert list(subject.engine.stream()) == []
-    assert list(subject.engine.generate([])) == []
+        list(subject.engine.sample([ask("a"), ask("b"), ask("a")]))
+    assert nothing_left(subject.engine)
+    assert list(subject.engine.sample([])) == []
     subject.engine.abort()
     assert [one.request_id for one in run(subject.engine, [ask("c")])] == ["c"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conformance_checks import LONG, TOLERANCE, gap, need
+from conformance_checks import LONG, TOLERANCE, gap, need, while_it_samples
 from conformance_parts import transport
 from engine_traces import GONE_LIMIT_S, Traces
 from oracle import ask, noisy, run, with_adapter
@@ -53,7 +53,7 @@ def test_c19_weights_wake_first_and_a_wrong_tag_is_an_error(subject):
     assert engine.wake(["weights"]) is False
     assert engine.wake(["weights"]) is False
     with pytest.raises(EngineAsleep):
-        engine.submit(ask("early"))
+        list(engine.sample([ask("early")]))
     engine.sleep(1)  # half awake is not asleep
     with pytest.raises(EngineAsleep):
         engine.wake(["kv_cache"])
@@ -72,16 +72,14 @@ def test_c20_a_sleeping_engine_neither_samples_nor_takes_weights(subject, level)
     assert engine.health().alive
     assert "asleep" in engine.health().detail
     with pytest.raises(EngineAsleep):
-        engine.submit(ask("r"))
-    with pytest.raises(EngineAsleep):
-        list(engine.generate([ask("r")]))
+        list(engine.sample([ask("r")]))
     with pytest.raises(EngineAsleep):
         subject.sync(subject.model)
     engine.wake()
     if level == 2 and not subject.spec.lora:  # awake, with weights of no version
         assert "dropped" in engine.health().detail
         with pytest.raises(EngineAsleep):
-            engine.submit(ask("r"))
+            list(engine.sample([ask("r")]))
         subject.sync(subject.model)
     assert engine.health().detail == ""
     assert gap(subject.model, ask("r"), run(engine, [ask("r")])[0]) < TOLERANCE
@@ -100,12 +98,15 @@ def test_c20_a_sleeping_engine_takes_no_adapter(subject):
 
 
 @transport
-def test_c20_an_engine_with_work_does_not_fall_asleep(subject):
+def test_c20_an_engine_with_work_does_not_fall_asleep(subject, endless):
     need(subject, 1 in subject.engine.capabilities.sleep_levels, "sleep level 1")
-    subject.engine.submit(ask("r"))
-    with pytest.raises(EngineError):
-        subject.engine.sleep(1)
-    assert [completion.request_id for completion in subject.engine.stream()] == ["r"]
+
+    def sleep():
+        with pytest.raises(EngineError):
+            subject.engine.sleep(1)
+
+    completion = while_it_samples(subject.engine, ask("r", endless, temperature=0.0), sleep)
+    assert (completion.request_id, completion.finish_reason) == ("r", "length")
 
 
 @transport
@@ -115,12 +116,10 @@ def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, e
     engine = subject.engine
     assert engine.capabilities  # it has started
     subject.traces.look()
-    for i in range(8):
-        engine.submit(ask(i, endless, temperature=0.0, max_new_tokens=LONG))
-    engine.submit(ask("short", max_new_tokens=2))
+    long = [ask(i, endless, temperature=0.0, max_new_tokens=LONG) for i in range(8)]
     killed = None
     with pytest.raises(EngineDead) as caught:
-        for _ in engine.stream():
+        for _ in engine.sample([*long, ask("short", max_new_tokens=2)]):
             if killed is None:
                 subject.kill()
                 killed = time.monotonic()
@@ -129,7 +128,7 @@ def test_c21_an_engine_killed_while_it_decodes_is_dead_within_seconds(subject, e
     assert len(caught.value.problems) == 1
     assert not engine.health().alive
     with pytest.raises(EngineDead):
-        engine.submit(ask("after"))
+        list(engine.sample([ask("after")]))
     subject.close()
     assert subject.traces.wait_until_gone() == []
 
@@ -146,7 +145,7 @@ def test_c22_close_leaves_no_process_port_or_segment(subject):
     assert subject.traces.wait_until_gone() == []
     engine.close()
     with pytest.raises(EngineDead):
-        engine.submit(ask("after"))
+        list(engine.sample([ask("after")]))
     assert not engine.health().alive
 
 

@@ -12,7 +12,7 @@ import fake_lmdeploy
 import pytest
 import torch
 from oracle import load
-from sources import on_a_loop, source_of
+from sources import asking, leave, nothing_left, on_a_loop, source_of
 
 from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
 from swift.rollout.engines import lmdeploy
@@ -54,7 +54,7 @@ def requests(count=3, **sampling):
 
 
 def run(engine, wanted):
-    return {one.request_id: one for one in engine.generate(wanted)}
+    return {one.request_id: one for one in engine.sample(wanted)}
 
 
 def policy(folder, factor=1.0):
@@ -176,7 +176,7 @@ def test_defaults_that_would_change_the_sampling_are_set(start):
 def test_every_request_comes_back_once_with_a_logprob_per_token(start):
     wanted = [Request(f"r{i}", [i % 7 + 1] * (i % 9 + 1), replace(PLAIN, seed=i)) for i in range(40)]
     engine = start()
-    done = list(engine.generate(wanted))
+    done = list(engine.sample(wanted))
     assert sorted(one.request_id for one in done) == sorted(one.request_id for one in wanted)
     for one in done:
         assert one.finish_reason in ("stop", "length")
@@ -195,11 +195,11 @@ def test_a_temperature_above_its_limit_is_refused(start):
 
 def test_the_same_id_twice_is_refused(start):
     engine = start(gate=threading.Event())
-    engine.submit(requests(1)[0])
-    with pytest.raises(EngineError, match="outstanding already"):
-        engine.submit(requests(1)[0])
-    start.recorder.gate.set()
-    assert len(list(engine.stream())) == 1
+    with asking(engine, *requests(1)) as caller:
+        with pytest.raises(EngineError, match="outstanding already"):
+            caller.loop.run(engine.generate(requests(1)[0]))
+        start.recorder.gate.set()
+        assert len(list(caller.completions())) == 1
 
 
 def test_a_stop_word_ends_the_request_and_leaves_lmdeploys_generator(start, nano_folders):
@@ -219,18 +219,35 @@ def test_a_stop_word_ends_the_request_and_leaves_lmdeploys_generator(start, nano
 def test_aborted_requests_come_back_with_the_tokens_they_have(start):
     engine = start(eos_token_ids=(), max_model_len=2000, step_s=0.002)
     wanted = requests(6, max_new_tokens=1500)  # four handles: two of them wait
-    for one in wanted:
-        engine.submit(one)
-    time.sleep(0.1)
-    engine.abort(["r0", "nobody"])
-    engine.abort()
-    engine.abort()
-    done = {one.request_id: one for one in engine.stream()}
+    with asking(engine, *wanted) as caller:
+        time.sleep(0.1)
+        engine.abort(["r0", "nobody"])
+        engine.abort()
+        engine.abort()
+        done = {one.request_id: one for one in caller.completions()}
     assert len(done) == 6
     assert {one.finish_reason for one in done.values()} == {"abort"}
     assert 0 < len(done["r0"].token_ids) == len(done["r0"].logprobs) < 1500
     # LMDeploy is told, or left while it yields: whichever comes first on its loop
     assert {"async_cancel", "left"} & set(start.recorder.names())
+    assert len(run(engine, requests(2))) == 2
+
+
+def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(start):
+    engine = start(eos_token_ids=(), max_model_len=2000, step_s=0.002)
+    slow, quick = requests(2, max_new_tokens=1900)
+    done = run(engine, [replace(slow, limit_s=0.1), replace(quick, sampling=replace(PLAIN, seed=8))])
+    assert {name: one.finish_reason for name, one in done.items()} == {"r0": "error", "r1": "length"}
+    assert engine.counters.late == 2
+    assert [one["config"].random_seed for one in start.recorder.of("infer")] == [0, 8, 0]
+    assert len(run(engine, requests(2))) == 2
+
+
+def test_who_leaves_leaves_nothing_behind(start):
+    engine = start(eos_token_ids=(), max_model_len=2000, step_s=0.002)
+    leave(engine, requests(6, max_new_tokens=1900), lambda: engine.counters.decode_rows)
+    assert nothing_left(engine)
+    assert not start.recorder.pipelines[-1].async_engine.session_mgr.sessions
     assert len(run(engine, requests(2))) == 2
 
 
@@ -250,11 +267,11 @@ def test_one_failing_request_is_the_end_of_that_request_only(start, monkeypatch)
 
 def test_each_token_is_a_sign_of_progress(start):
     engine, seen = start(eos_token_ids=(), max_model_len=2000, step_s=0.002), set()
-    engine.submit(requests(1, max_new_tokens=200)[0])
-    while engine._running:
-        seen.add(engine.counters.decode_rows)
-        assert len(engine.so_far("r0")[0]) <= 200
-    (one,) = engine.stream()
+    with asking(engine, *requests(1, max_new_tokens=200)) as caller:
+        while caller.ended.empty():
+            seen.add(engine.counters.decode_rows)
+            assert len(engine.so_far("r0")[0]) <= 200
+        (one,) = caller.completions()
     assert len(one.token_ids) == 200
     assert len(seen) > 2
 
@@ -315,7 +332,7 @@ def test_an_update_that_fails_half_way_invalidates_the_engine_until_it_is_made_a
     with pytest.raises(SyncFailed, match="planted"):
         engine.load_weights(policy(nano_folders["qwen2"], 1.1), 1)
     with pytest.raises(SyncFailed, match=r"half-way \(.*planted.*; rebuild"):
-        engine.submit(requests(1)[0])
+        run(engine, requests(1))
     assert not engine.health().alive
     start.recorder.fail_update_at = None
     engine.rebuild()
@@ -362,7 +379,7 @@ def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, level):
     engine = start()
     engine.sleep(level)
     with pytest.raises(EngineAsleep):
-        engine.submit(requests(1)[0])
+        run(engine, requests(1))
     with pytest.raises(EngineAsleep, match="wake its weights first"):
         engine.begin_update(policy(nano_folders["qwen2"]).manifest(), 1)
     with pytest.raises(EngineAsleep):
@@ -396,7 +413,7 @@ def test_a_kv_cache_without_room_does_not_keep_the_weights_awake(start, monkeypa
     engine.sleep(1)
     monkeypatch.undo()
     with pytest.raises(EngineAsleep):
-        engine.submit(requests(1)[0])
+        run(engine, requests(1))
     assert engine.wake() is True
 
 
@@ -412,7 +429,7 @@ def test_close_ends_the_pipeline_once(start):
     assert not start.recorder.pipelines[-1].internal_thread.thread.is_alive()
     assert not engine.health().alive
     with pytest.raises(EngineDead):
-        engine.submit(requests(1)[0])
+        run(engine, requests(1))
 
 
 def test_a_close_that_hangs_has_an_end(start, monkeypatch):

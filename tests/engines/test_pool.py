@@ -9,6 +9,7 @@ import torch
 from local_engines import engines_of, local_pool
 from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers, weights_of
+from sources import asking, nothing_left, outcomes
 
 from swift.errors import ConfigError, EngineDead, EngineError, NumericError, PromptTooLong, RequestRefused, SyncFailed
 from swift.rollout.engines.base import Capabilities, SleepReport
@@ -69,21 +70,16 @@ def names(requests):
     return [request.request_id for request in requests]
 
 
-def submit(pool, requests):
-    for request in requests:
-        pool.submit(request)
-
-
-def collected(stream):
+def collected(completions):
     done = {}
-    for completion in stream:
+    for completion in completions:
         assert completion.request_id not in done, "came twice"
         done[completion.request_id] = completion
     return done
 
 
 def run(pool, requests):
-    done = collected(pool.generate(requests))
+    done = collected(pool.sample(requests))
     assert set(done) == set(names(requests))
     return done
 
@@ -121,8 +117,7 @@ def test_a_turn_leaves_an_engine_that_has_far_more_to_do_and_stays_where_it_went
     engines = [Member(step_s=0.02), Member()]
     pool = pool_of(*engines)
     run(pool, [turn("a/0", 0)])
-    submit(pool, [*group("long", new=200, start=6), turn("a/0", 1)])  # the group goes to the same, idle engine
-    collected(pool.stream())
+    run(pool, [*group("long", new=200, start=6), turn("a/0", 1)])  # the group goes to the same, idle engine
     run(pool, [turn("a/0", 2)])
     assert engines[0].given == ["a/0#0", *names(group("long"))]
     assert engines[1].given == ["a/0#1", "a/0#2"]
@@ -141,12 +136,12 @@ def test_completions_come_as_they_finish_and_what_is_submitted_meanwhile_joins(p
     slow, quick = Member(step_s=0.1), Member()
     pool = pool_of(slow, quick)
     first, second, third = group("slow"), group("quick"), group("third")
-    submit(pool, [*first, *second])
     came = []
-    for completion in pool.stream():
-        came.append(completion.request_id)
-        if len(came) == 1:
-            submit(pool, third)
+    with asking(pool, *first, *second) as caller:
+        for completion in caller.completions():
+            came.append(completion.request_id)
+            if len(came) == 1:
+                caller.ask(*third)
     assert came[0].startswith("quick")
     assert sorted(came) == sorted(names([*first, *second, *third]))
     assert slow.overlaps == []
@@ -199,14 +194,38 @@ def test_an_engine_that_is_not_given_its_weights_back_does_not_sample(pool_of):
     refused = EngineError("engine: scripted: no room for an update, as told")
     pool = pool_of(Member(fail_after=2), again=lambda: Member(update_failures=[("begin", refused)]))
     pool.load_weights(CountingSource(two_layers(3)), 5)
-    with pytest.raises(EngineError, match="no room"):
+    with pytest.raises(SyncFailed, match=r"invalid.*no room"):
         run(pool, several(4))
-    with pytest.raises(SyncFailed, match="void"):
-        pool.submit(group("later")[0])
-    pool.abort()
-    list(pool.stream())
+    with pytest.raises(SyncFailed, match="invalid"):
+        run(pool, group("later"))
     pool.load_weights(CountingSource(two_layers(4)), 6)
     assert {one.versions[0][0] for one in run(pool, group("again")).values()} == {6}
+
+
+def test_an_engine_whose_weights_nobody_kept_samples_again_with_the_next_ones(pool_of):
+    made = []
+
+    def another():
+        made.append(Member())
+        return made[-1]
+
+    dying, living = Member(fail_after=2), Member(step_s=0.01)
+    pool = pool_of(dying, living, again=another)
+    pool.load_weights(CountingSource(two_layers(3)), 5)
+    for client in pool.engines:
+        client._kept = None  # as after a broadcast
+    done = run(pool, several(4))
+    assert wait_for(lambda: made and not pool.engines[0].replacing)
+    done |= run(pool, [*group("x"), *group("y")])
+    assert {one.versions[0][0] for one in done.values()} == {5}
+    assert made[0].given == []
+    pool.load_weights(CountingSource(two_layers(4)), 6)
+    run(pool, [*group("x"), *group("y")])
+    assert made[0].given
+    for client, member in zip(pool.engines, (made[0], living), strict=True):
+        client._kept, member.fail_after = None, member.delivered
+    with pytest.raises(EngineDead, match="none of them has it"):
+        run(pool, several(4))
 
 
 def test_an_engine_whose_adapter_was_dropped_can_be_replaced(pool_of):
@@ -227,9 +246,9 @@ def test_an_engine_whose_adapter_was_dropped_can_be_replaced(pool_of):
 
 def test_what_was_aborted_on_a_dead_engine_is_not_sampled_again(pool_of):
     pool = pool_of(Member(fail_after=0, step_s=0.05), Member(step_s=0.01))
-    submit(pool, group("a"))
-    pool.abort(["a/1"])
-    done = {one.request_id: one.finish_reason for one in pool.stream()}
+    with asking(pool, *group("a")) as caller:
+        pool.abort(["a/1"])
+        done = {one.request_id: one.finish_reason for one in caller.completions()}
     assert done == {"a/0": "stop", "a/1": "abort", "a/2": "stop", "a/3": "stop"}
 
 
@@ -238,7 +257,7 @@ def test_the_last_engine_takes_the_pool_with_it(pool_of):
     with pytest.raises(EngineDead, match="as it was told"):
         run(pool, [*group("a"), *group("b")])
     with pytest.raises(EngineDead):
-        pool.submit(group("c")[0])
+        run(pool, group("c"))
     assert not pool.health().alive
 
 
@@ -247,8 +266,7 @@ def test_another_failure_is_raised_and_leaves_a_usable_pool(pool_of):
     pool = pool_of(failing, Member(step_s=0.02))
     with pytest.raises(EngineError, match="one request was bad"):
         run(pool, [*group("a"), *group("b")])
-    pool.abort()
-    list(pool.stream())
+    assert nothing_left(pool)
     assert not failing._outstanding
     pool.load_weights(CountingSource(two_layers(1)), 1)
     run(pool, [*group("a"), *group("b")])
@@ -266,15 +284,42 @@ def test_a_refused_request_takes_no_other_with_it(pool_of):
 
     pool = pool_of(Picky())
     wanted = group("a", size=8)
-    submit(pool, wanted)
-    done = []
-    with pytest.raises(RequestRefused, match="as told"):
-        done.extend(pool.stream())
-    assert pool.recover() == set(names(wanted)) - {"a/5"} - {one.request_id for one in done}
-    done += pool.stream()
-    assert len(done) == 7
-    assert not pool.recover()
+    ended = dict(zip(names(wanted), outcomes(pool, wanted), strict=True))
+    assert isinstance(ended.pop("a/5"), RequestRefused)
+    assert {one.finish_reason for one in ended.values()} == {"stop"}
     assert len(run(pool, wanted)) == 8
+
+
+def test_an_error_in_sending_reaches_the_caller(pool_of):
+    pool = pool_of(Member())
+
+    def post(instance, requests):
+        raise TypeError("no JSON, as told")
+
+    pool.engines[0].post = post
+    with pytest.raises(TypeError, match="as told"):
+        run(pool, group("a"))
+    assert nothing_left(pool)
+
+
+def test_the_last_engine_of_several_is_alone(pool_of):
+    pool = pool_of(Member(fail_after=0), Member())
+    assert [client.alone for client in pool.engines] == [False, False]
+    run(pool, group("a"))
+    assert [client.alone for client in pool.engines] == [True]
+
+
+def test_what_an_engine_cannot_even_queue_fails_with_its_cause(pool_of):
+    class Puzzled(Member):
+        def check_length(self, request):
+            if request.request_id == "a/1":
+                raise AttributeError("no such thing, as told")
+            super().check_length(request)
+
+    pool = pool_of(Puzzled())
+    ended = dict(zip(names(group("a")), outcomes(pool, group("a")), strict=True))
+    assert "AttributeError: no such thing, as told" in str(ended.pop("a/1"))
+    assert {one.finish_reason for one in ended.values()} == {"stop"}
 
 
 @pytest.mark.parametrize("logprobs", [[float("nan")], [0.1], [], [float("-inf")]])
@@ -290,7 +335,7 @@ def test_impossible_logprobs_are_an_error_that_names_engine_and_request(pool_of,
     pool = pool_of(Broken())
     with pytest.raises(NumericError, match="engine 0: request a/2: "):
         run(pool, group("a"))
-    assert "a/2" not in pool.recover()
+    assert nothing_left(pool)
 
 
 def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(pool_of):
@@ -300,35 +345,36 @@ def test_a_request_that_takes_too_long_is_tried_twice_and_given_up_alone(pool_of
                 row.length = 1 << 30 if name.endswith("a/1") else row.length
             return super()._step()
 
-    pool = pool_of(Endless(step_s=0.01), request_s=0.5)
-    done = run(pool, group("a"))
+    pool = pool_of(Endless(step_s=0.01))
+    done = run(pool, [replace(one, limit_s=0.5) for one in group("a")])
     assert done["a/1"].finish_reason == "error"
     assert {one.finish_reason for name, one in done.items() if name != "a/1"} == {"stop"}
-    assert pool.late == 2
+    assert pool.counters.late == 2
 
 
 def test_a_prompt_that_is_too_long_for_one_engine_is_refused(pool_of):
     pool = pool_of(Member(max_model_len=100), Member(max_model_len=20))
     assert pool.capabilities.max_model_len == 20
     with pytest.raises(PromptTooLong):
-        pool.submit(group("a", prompt=[1] * 20)[0])
+        run(pool, group("a", prompt=[1] * 20))
     with pytest.raises(EngineError, match="outstanding already"):
-        submit(pool, [group("a")[0]] * 2)
+        run(pool, [group("a")[0]] * 2)
 
 
-def test_pause_from_another_thread_ends_the_stream_and_resume_goes_on(pool_of):
+def test_a_paused_pool_goes_on_with_new_weights(pool_of):
     engines = [Member(step_s=0.05), Member(step_s=0.05)]
     pool = pool_of(*engines)
-    submit(pool, [*group("a"), *group("b")])
-    timer = threading.Timer(0.12, pool.pause)
-    timer.start()
-    before = list(pool.stream())
-    timer.join()
-    pool.load_weights(CountingSource(two_layers(2)), 1)
-    pool.resume()
-    after = list(pool.stream())
-    assert sorted(collected([*before, *after])) == sorted(names([*group("a"), *group("b")]))
-    assert any(len(one.versions) == 2 for one in after)
+    wanted = [*group("a"), *group("b")]
+    with asking(pool, *wanted) as caller:
+        time.sleep(0.12)
+        caller.hold()
+        caller.ask(*group("later"))
+        pool.load_weights(CountingSource(two_layers(2)), 1)
+        caller.release()
+        done = collected(caller.completions())
+    assert sorted(done) == sorted(names([*wanted, *group("later")]))
+    assert any(len(one.versions) == 2 for one in done.values())
+    assert {one.versions[0][0] for name, one in done.items() if name.startswith("later")} == {1}
     assert [engine.overlaps for engine in engines] == [[], []]
 
 
@@ -358,10 +404,10 @@ def test_an_update_that_misses_one_engine_voids_the_pool_until_it_is_rebuilt(poo
     with pytest.raises(SyncFailed, match="lost on the way"):
         pool.load_weights(CountingSource(two_layers(5)), 1)
     assert (("update aborted", 1) in engines[0].events) == (stage == "send")
-    assert all(client.void for client in pool.engines)
+    assert all(client.invalid for client in pool.engines)
     assert pool.version == 0
-    with pytest.raises(SyncFailed, match="void"):
-        pool.submit(group("a")[0])
+    with pytest.raises(SyncFailed, match="invalid"):
+        run(pool, group("a"))
     assert not pool.health().alive
     pool.rebuild()
     assert [engine.events[-1] for engine in engines] == [("rebuild",)] * 2
@@ -387,18 +433,18 @@ def test_an_engine_that_dies_during_an_update_in_flight_loses_no_request(pool_of
     dying = Member(step_s=0.02, update_failures=[(stage, EngineDead("engine: scripted: gone"))])
     alive = Member(step_s=0.02)
     pool = pool_of(dying, alive)
-    submit(pool, several(4))
     came = []
-    for completion in pool.stream():
-        came.append(completion)
-        if len(came) == 2:
-            pool.pause()
-            if stage != "begin":  # then nobody has to know
-                with pytest.raises(SyncFailed, match="gone"):
-                    pool.load_weights(CountingSource(two_layers(5)), 1)
-                pool.rebuild()
-            assert pool.load_weights(CountingSource(two_layers(5)), 1).version == 1
-            pool.resume()
+    with asking(pool, *several(4)) as caller:
+        for completion in caller.completions():
+            came.append(completion)
+            if len(came) == 2:
+                caller.hold()
+                if stage != "begin":  # then nobody has to know
+                    with pytest.raises(SyncFailed, match="gone"):
+                        pool.load_weights(CountingSource(two_layers(5)), 1)
+                    pool.rebuild()
+                assert pool.load_weights(CountingSource(two_layers(5)), 1).version == 1
+                caller.release()
     assert sorted(collected(came)) == sorted(names(several(4)))
     assert {one.finish_reason for one in came} == {"stop"}
     if stage == "begin":
@@ -413,7 +459,7 @@ def test_an_adapter_that_every_engine_refuses_changes_nothing(pool_of):
     pool = pool_of(Refusing(lora=True), Refusing(lora=True))
     with pytest.raises(ConfigError, match="rank 16"):
         pool.load_adapter(None, 1)
-    assert len(list(pool.generate(group("a")))) == 4
+    assert len(list(pool.sample(group("a")))) == 4
 
 
 # --- the rest ----------------------------------------------------------------------------------------------------
@@ -438,11 +484,11 @@ def test_sleep_and_wake_reach_every_engine_and_counters_are_sums(pool_of):
     assert pool.wake(("weights",)) is True
     assert [engine.events for engine in engines] == [[("sleep", 1), ("wake", ("weights",))]] * 2
     for client in pool.engines:
-        client.lived.decode_rows = 5
+        client.instance_counters.decode_rows = 5
     assert pool.counters.decode_rows == 10
 
 
-def test_close_ends_all_engines_at_the_same_time_and_a_running_stream(pool_of):
+def test_close_ends_all_engines_at_the_same_time_and_whoever_waits_is_told(pool_of):
     pool = pool_of(*(Member(step_s=0.05, stuck="close", closing_s=1.0) for _ in range(2)))
     ended = []
 

@@ -74,7 +74,7 @@ head.nodes = ("node 0", "node 1")
 uses = [cluster.use(), cluster.use()]
 places = cluster.places(head, [1, 1], [("cpu:1",), ("cpu:1",)])
 pool = working_pool(Path(tempfile.mkdtemp()), uses, places)
-pids = [client.life.pid for client in pool.engines]
+pids = [client.instance.pid for client in pool.engines]
 variables = [word for pid in pids for word in Path(f"/proc/{pid}/environ").read_text().split(chr(0))]
 print(*sorted({word for word in variables if word.startswith(cluster.MARKER + "=")}), flush=True)
 sys.stdin.readline()
@@ -225,8 +225,7 @@ def test_what_fits_is_accepted(mode, way):
 
 def test_in_flight_updates_need_an_engine_that_can_be_paused():
     engine = ScriptedEngine()
-    check_in_flight(engine, wanted=True)
+    check_in_flight(engine)
     engine.capabilities = replace(engine.capabilities, in_flight_updates=False)
-    check_in_flight(engine, wanted=False)
     with pytest.raises(ConfigError, match="--in_flight_updates: true: the engine scripted"):
-        check_in_flight(engine, wanted=True)
+        check_in_flight(engine)

@@ -119,9 +119,9 @@ def test_a_job_waits_for_what_runs_and_nothing_begins_before_it(made):
 
 def test_a_job_may_sample_on_its_own(made):
     queue = made(ScriptedEngine(step_s=0.05))
-    job = queue.do(lambda engine: list(engine.generate([ask("mine", seed=6)])))
+    job = queue.do(lambda engine: engine.generate(ask("mine", seed=6)))
     box = Box(queue, some(2))
-    assert [one.request_id for one in job.result(LIMIT_S)] == ["mine"]
+    assert job.result(LIMIT_S).request_id == "mine"
     assert len(box.wait(2)) == 2
 
 
@@ -174,6 +174,27 @@ def test_a_pause_that_fails_leaves_nothing_paused(made):
     box.wait(4)
     assert {one.finish_reason for one in box.completions} == {"stop"}
     assert willing.overlaps == []
+
+
+def test_an_engine_that_cannot_be_held_is_not_paused(made):
+    class Never(ScriptedEngine):
+        def hold(self):
+            raise Unsupported("engine: scripted: cannot be held, as told")
+
+    queue = made(Never())
+    with pytest.raises(Unsupported):
+        queue.pause_in_flight()
+    assert not queue.paused
+    Box(queue, some(2)).wait(2)
+
+
+def test_a_pause_waits_for_a_job_that_samples(made):
+    queue = made(ScriptedEngine(step_s=0.03))
+    job = queue.do(lambda engine: engine.generate(ask("mine", seed=6)))
+    queue.pause_in_flight()
+    assert job.result(LIMIT_S).finish_reason == "stop"
+    queue.resume().result(LIMIT_S)
+    Box(queue, some(2)).wait(2)
 
 
 def test_caches_are_reset_between_two_tokens(made):
@@ -298,7 +319,7 @@ def test_an_engine_that_failed_and_lives_goes_on(made):
     assert queue.health().alive
 
 
-def test_requests_that_a_stream_forgets_fail(made):
+def test_requests_that_an_engine_forgets_fail(made):
     class Forgetful(ScriptedEngine):
         def submit(self, request):
             super().submit(request)

@@ -18,7 +18,7 @@ from engine_traces import Traces
 from given_weights import Given
 from oracle import gap, load, logprobs_of, with_noise
 from small_runs import OneRank
-from vllm_parts import ENDS, LIMIT, drift, request, requests, require_vllm, sample
+from vllm_parts import ENDS, LIMIT, drift, ended, request, requests, require_vllm, sample
 from vllm_parts import spec_of as spec
 
 from swift.errors import (
@@ -205,8 +205,8 @@ def test_the_others_keep_their_tokens_when_one_output_is_not_finite(engine, monk
         engine.submit(one)
     found = []
     with pytest.raises(NumericError, match="request: 2: token 2 has log-prob nan"):
-        found.extend(engine.stream())
-    found.extend(engine.stream())
+        found.extend(ended(engine))
+    found.extend(ended(engine))
     expected = {name: one.token_ids for name, one in alone.items() if name != "2"}
     assert {one.request_id: one.token_ids for one in found} == expected
 
@@ -239,11 +239,11 @@ def test_half_an_update_cannot_be_sampled_from_and_abort_invalidates_the_engine_
     update = engine.begin_update(source.manifest(), 9)
     update.send(next(source.buckets()))
     with pytest.raises(SyncFailed, match="version 9 is being loaded"):
-        engine.submit(request())
+        sample(engine, requests())
     update.abort()
     update.abort()
     assert not engine.health().alive
-    for attempt in (lambda: engine.submit(request()), lambda: engine.load_weights(source, 9), engine.reset_caches):
+    for attempt in (lambda: sample(engine, requests()), lambda: engine.load_weights(source, 9), engine.reset_caches):
         with pytest.raises(SyncFailed, match=r"given up half-way.*rebuild the engine"):
             attempt()
     engine.rebuild()
@@ -270,7 +270,7 @@ def test_a_loader_that_fails_invalidates_the_engine(engine, model, monkeypatch, 
         engine.load_weights(PolicyWeights(model), 13)
     assert not engine.health().alive
     with pytest.raises(SyncFailed, match="rebuild the engine"):
-        engine.submit(request())
+        sample(engine, requests())
 
 
 def test_a_cache_that_is_not_reset_fails_the_update(engine, model, monkeypatch):
@@ -293,7 +293,7 @@ def test_requests_kept_over_a_rebuild_end_with_abort(engine):
     engine.submit(request("kept", tokens=50))
     engine.pause()
     engine.rebuild()
-    assert [(one.request_id, one.finish_reason) for one in engine.stream()] == [("kept", "abort")]
+    assert [(one.request_id, one.finish_reason) for one in ended(engine)] == [("kept", "abort")]
 
 
 def test_the_parity_check_passes_and_refuses_a_cache_kept_across_a_sync(engine, model, monkeypatch):
@@ -360,7 +360,7 @@ def test_sleep_goes_deeper_but_not_back(engine, model):
         engine.sleep(1)
         engine.wake()
         with pytest.raises(EngineAsleep, match="sync them before sampling"):
-            engine.submit(request())
+            sample(engine, requests())
     engine.load_weights(PolicyWeights(model), 4)
     assert greedy(engine) == before
     with pytest.raises(Unsupported, match="sleep\\(3\\)"):
@@ -401,7 +401,7 @@ def test_without_a_limit_the_context_shrinks_to_the_cache_and_closing_leaves_not
     made.close()
     made.close()
     assert (made.health().alive, made.health().detail) == (False, "closed")
-    for attempt in (lambda: made.submit(request()), lambda: list(made.stream()), made.wake):
+    for attempt in (lambda: sample(made, requests()), made.advance, made.wake):
         with pytest.raises(EngineDead, match="closed"):
             attempt()
     assert not made._busy.locked()  # a call of another thread ends with the error above instead of waiting

@@ -9,7 +9,7 @@ import pytest
 import torch
 from oracle import load
 from peft import LoraConfig, get_peft_model
-from vllm_parts import LIMIT, drift, request, requests, require_vllm, sample
+from vllm_parts import LIMIT, drift, ended, request, requests, require_vllm, sample
 from vllm_parts import spec_of as spec
 
 from swift.errors import ConfigError, EngineError, SyncFailed, Unsupported
@@ -146,14 +146,13 @@ def test_kept_requests_end_with_the_adapter_they_began_with(engine, folder):
     alone = sample(engine, [request("k", seed=4, tokens=20)])["k"]
     engine.submit(request("k", seed=4, tokens=20))
     engine.submit(request("brief", seed=4, tokens=3))
-    stream = engine.stream()
-    next(stream)
+    next(ended(engine))
     engine.pause()
     with pytest.raises(EngineError, match=r"kept requests sample with an adapter|below LoRA layers"):
         engine.load_weights(PolicyWeights(load(folder)), 6)
     engine.load_adapter(adapter_weights(new), 6)
     engine.resume()
-    (kept,) = engine.stream()
+    (kept,) = ended(engine)
     assert (kept.token_ids, kept.versions) == (alone.token_ids, [(5, 0, len(alone.token_ids))])
     assert drift(engine, new, requests(2)) <= LIMIT
 

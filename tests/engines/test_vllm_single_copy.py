@@ -14,7 +14,7 @@ import torch
 from oracle import load, with_noise
 from small_runs import OneRank
 from torch import nn
-from vllm_parts import LIMIT, drift, request, requests, spec_of
+from vllm_parts import LIMIT, drift, ended, request, requests, spec_of
 
 from swift.errors import EngineError
 from swift.models.arguments import CheckpointArguments
@@ -411,7 +411,7 @@ def test_one_copy_is_not_written_nor_taken_while_requests_run_or_the_cache_is_no
     engine.submit(request("busy", tokens=3))
     with pytest.raises(EngineError, match="1 requests are outstanding"):
         made.sync(1)
-    assert [one.request_id for one in engine.stream()] == ["busy"]
+    assert [one.request_id for one in ended(engine)] == ["busy"]
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: False)
     with pytest.raises(EngineError, match="the prefix cache was not reset"):
         made.sync(1)

@@ -40,7 +40,13 @@ def requests(count=6, **sampling):
 
 
 def sample(engine, wanted):
-    return {done.request_id: done for done in engine.generate(wanted)}
+    return {done.request_id: done for done in engine.sample(wanted)}
+
+
+def ended(engine):
+    """The completions of what was submitted, step by step; ends when nothing is outstanding, or it is paused."""
+    while (done := engine.advance()) is not None:
+        yield from done
 
 
 def drift(engine, model, wanted=None):

@@ -11,7 +11,7 @@ from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.ray_actor import EngineHost
-from swift.rollout.weights.object_store import parcel_of
+from swift.rollout.weights.object_store import byte_arrays_of
 
 
 class LocalClient(EngineClient):
@@ -28,7 +28,7 @@ class LocalClient(EngineClient):
         self._begin(engine)
 
     def _begin(self, engine):
-        self.engine, self.life, self.host = engine, object(), EngineHost()
+        self.engine, self.instance, self.host = engine, object(), EngineHost()
         self.host.open(engine, self._bring)
 
     def connect(self):
@@ -36,10 +36,12 @@ class LocalClient(EngineClient):
 
     def _bring(self):
         with self._taking:
-            for arrival in self.host.take(0.0)[0]:
-                self.deliver(self.life, arrival)
+            arrivals, counters = self.host.take(0.0)
+            self.instance_counters = EngineCounters(**counters)
+            for arrival in arrivals:
+                self.deliver(self.instance, arrival)
 
-    def post(self, life, requests):
+    def post(self, instance, requests):
         self.host.submit(list(requests))
 
     def abort(self, request_ids):
@@ -67,7 +69,7 @@ class LocalClient(EngineClient):
         return "object_store"
 
     def payload(self, way, bucket, version):
-        return [(info, array.copy()) for info, array in parcel_of(bucket)]
+        return [(info, array.copy()) for info, array in byte_arrays_of(bucket)]
 
     def address(self):
         return "127.0.0.1"

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from swift.errors import EngineDead, SyncFailed
-from swift.rollout.engines.base import Capabilities, EngineCounters, InferenceEngine
+from swift.rollout.engines.base import Capabilities, EngineCounters
+from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
 from swift.rollout.weights.digest import StreamDigest
 from swift.types import Completion
@@ -23,7 +24,7 @@ from swift.types import Completion
 VOCABULARY = 199
 
 
-class ScriptedEngine(InferenceEngine):
+class ScriptedEngine(SteppedEngine):
     """Samples one token of every outstanding request per step.
 
     Args:
@@ -31,7 +32,7 @@ class ScriptedEngine(InferenceEngine):
         order: rearranges what ends in the same step.
         fail_after: raises `failure`, one time, when so many completions were delivered.
         lose, twice: ids that never come, or come twice. spoil: id -> reason with which it ends after two tokens.
-        stuck: the stream does nothing until `abort` ("abort") or `close` ("close") is called.
+        stuck: a step does nothing until `abort` ("abort") or `close` ("close") is called.
         update_failures: one entry per update, in order: None, or (stage, error) with stage begin, send or commit.
         shares_weights, tensor_parallel_size, lora: as in `Capabilities`.
     """
@@ -54,6 +55,7 @@ class ScriptedEngine(InferenceEngine):
         max_model_len=4096,
         lora=False,
     ):
+        super().__init__()
         self.capabilities = Capabilities(
             name="scripted",
             logprob_support="full",
@@ -78,7 +80,7 @@ class ScriptedEngine(InferenceEngine):
         """What was asked of it: ("submit", id, version), ("update", version), ("rebuild",), ("pause",), ..."""
         self.overlaps = []
         """Calls that came while another thread was inside: there must be none."""
-        self.delivered = self.streams = 0
+        self.delivered = 0
         self._outstanding = {}
         self._broke = None
         self._aborting = set()
@@ -96,14 +98,6 @@ class ScriptedEngine(InferenceEngine):
             assert request.request_id not in self._outstanding, "asked for twice"
             self.events.append(("submit", request.request_id, self.version))
             self._outstanding[request.request_id] = _Row(request, self.room(request))
-
-    def stream(self):
-        self.streams += 1
-        while True:
-            ended = self._ended_by_a_step()
-            if ended is None:
-                return
-            yield from ended
 
     def advance(self):
         if self._broke is not None:
@@ -125,7 +119,7 @@ class ScriptedEngine(InferenceEngine):
         return (row.tokens, [], []) if row else ((), (), ())
 
     def _ended_by_a_step(self):
-        with self._alone("stream"):
+        with self._alone("advance"):
             return None if self._paused or not self._outstanding else self._delivered(self._step())
 
     def _delivered(self, ended):
@@ -139,7 +133,7 @@ class ScriptedEngine(InferenceEngine):
 
     def _step(self):
         if self.stuck is not None:
-            assert self._released.wait(60), "nobody ended the stuck stream"
+            assert self._released.wait(60), "nobody ended the stuck step"
         time.sleep(self.step_s())
         if self._closed:
             raise self._dead()
@@ -154,7 +148,7 @@ class ScriptedEngine(InferenceEngine):
                 ended += [row.completion(reason)] * (0 if name in self.lose else 2 if name in self.twice else 1)
         return self.order(ended)
 
-    def abort(self, request_ids=None):
+    def abort_submitted(self, request_ids):
         self.events.append(("abort",))
         self._aborting |= set(self._outstanding) & set(self._outstanding if request_ids is None else request_ids)
         if self.stuck == "abort":

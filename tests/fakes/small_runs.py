@@ -146,7 +146,7 @@ class SmallRun:
         self.scorer = scorer or SlowScorer()
         self.updates, self.dynamic = windows * iterations, dynamic is not None
         self.source = source = engine if isinstance(engine, Source) else source_of(engine)
-        self.engine = engine = source.inner.engine if source is not None else None
+        self.engine = engine = source.inner if source is not None else None
         collector = RolloutCollector(
             source, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )
@@ -212,7 +212,7 @@ class SmallRun:
             parts.append([batch.samples[i].group for i in part.samples])
             time.sleep(pause())
         self.parts.append(parts)
-        samples = [batch.samples[i] for i in batch.global_batch(batch.global_batch_index)]
+        samples = [batch.samples[i] for i in batch.global_batch()]
         staleness = self.pipeline.staleness(self.step)
         text = repr([(self.value, s.token_ids.tolist(), s.advantage) for s in samples])
         self.value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest()) / 64

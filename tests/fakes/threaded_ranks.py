@@ -18,6 +18,7 @@ class ThreadedRank(Collectives):
     def __init__(self, rank, shared):
         super().__init__()
         self.active, self.rank, self.world_size, self._shared = True, rank, shared.size, shared
+        self.is_main = rank == 0
 
     def all_gather(self, value):
         with self.waiting():

@@ -163,7 +163,7 @@ def test_memory_that_nobody_wrote_is_not_read(groups):
 def test_16_bit_states_give_16_bit_results():
     chosen, num_tokens = layout(*LAYOUTS["ragged"])
     given = states(num_tokens, HEADS["grouped"], torch.bfloat16)
-    found = with_gradients(chosen.using("rows").attend(*given, None), given)
+    found = with_gradients(chosen.attend(*given, None, kernel="rows"), given)
     exact = [one.detach().double().requires_grad_() for one in given]
     for one, other in zip(found, with_gradients(dense(chosen, *exact, None), exact), strict=True):
         assert one.dtype == torch.bfloat16
@@ -175,7 +175,7 @@ def test_autocast_leaves_states_of_two_types_to_attention():
     query, key, value = states(num_tokens, HEADS["grouped"], torch.float32)
     expected = dense(chosen, query, key, value, None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = chosen.using("rows").attend(query, key, value.bfloat16(), None)
+        found = chosen.attend(query, key, value.bfloat16(), None, kernel="rows")
     assert float((found - expected).detach().norm() / expected.detach().norm()) < 1e-2
     found.sum().backward()
     assert query.grad.dtype == torch.float32

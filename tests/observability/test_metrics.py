@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from timings import is_timing
@@ -176,5 +177,6 @@ def test_an_extreme_that_was_not_a_number_stays_so(name):
     for values in ([math.nan, 1.0], [1.0, math.nan]):
         report = StepMetrics()
         for value in values:
-            report.add_extreme(name, value)
+            report.add(name, torch.tensor(value), kind=kind_of(name))
+        report.collect()
         assert math.isnan(report.results()[name])

@@ -19,7 +19,7 @@ from trl_runs import (
 )
 
 from swift.arguments import parse
-from swift.cli.dry_run import rehearse_trl
+from swift.cli.dry_run import dry_run_trl
 from swift.errors import ConfigError
 from swift.observability.jsonl import read_log
 from swift.trainers.grpo.run import run as run_grpo
@@ -114,7 +114,7 @@ def test_a_run_ends_with_its_best_weights(settings, tmp_path, method, flags):
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "rm"])
 def test_a_dry_run_plans_and_writes_nothing(settings, tmp_path, capsys, method):
-    assert rehearse_trl(settings(method, "--dry_run true")) == 0
+    assert dry_run_trl(settings(method, "--dry_run true")) == 0
     out = capsys.readouterr().out
     assert "plan: 32 rows; 4 per device x 1 process" in out and "train: 32 rows" in out
     assert not (tmp_path / "out").exists()
@@ -150,7 +150,7 @@ HEAD = (LORA, "--target_modules q_proj lm_head")
 @pytest.mark.parametrize("method", ["dpo", "ipo", "kto", "gkd"])
 def test_an_adapter_on_an_output_layer_whose_weight_the_loss_reads_is_refused(settings, nano_folders, tmp_path, method):
     teacher = f"--teacher_model {nano_folders['qwen2']}" if method == "gkd" else ()
-    for start in (rehearse_trl, run):
+    for start in (dry_run_trl, run):
         rows = [{"messages": [*pair["prompt"], *pair["chosen"]]} for pair in sums(8)] if method == "gkd" else None
         with pytest.raises(ConfigError, match=r"--target_modules: lm_head: .*--modules_to_save lm_head"):
             start(settings(method, HEAD, teacher, rows=rows))

@@ -44,7 +44,6 @@ def source_for(template, nano_folders):
     """Makes a source of trajectories; no token ends an answer."""
     from oracle import load
 
-    from swift.rollout.engines.awaited import AwaitedEngine
     from swift.rollout.engines.transformers import TransformersEngine
     from swift.rollout.multi_turn.source import TrajectorySource
 
@@ -54,7 +53,7 @@ def source_for(template, nano_folders):
 
     def make(play, limits=LIMITS, name="--gym_env: mine", limit_s=600.0):
         inner = TransformersEngine(model, eos_token_ids=(), tokenizer=template.tokenizer)
-        made.append(TrajectorySource(AwaitedEngine(inner), template, limits, play, name, limit_s))
+        made.append(TrajectorySource(inner, template, limits, play, name, limit_s))
         return made[-1]
 
     yield make

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from scripted_engine import VOCABULARY, ScriptedEngine
 
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.rollout_function import FunctionSource
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
@@ -20,6 +19,6 @@ def passing(prompts, rollout):
 
 def wrap(function=passing, *, engine=None, limit_s=30.0):
     return FunctionSource(
-        AwaitedEngine(engine or ScriptedEngine()), function, name="mine", args=SimpleNamespace(temperature=1.0),
+        engine or ScriptedEngine(), function, name="mine", args=SimpleNamespace(temperature=1.0),
         tokenizer=TOKENIZER, end_token_ids=(1,), vocab_size=VOCABULARY, limit_s=limit_s,
     )  # fmt: skip

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 from swift.models.attention.choice import choose_attention
 from swift.models.forward import TokenSequence, completion_logits, pack
 from swift.rl.logprobs import selected_logprobs
-from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, InferenceEngine, WeightUpdate
+from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, WeightUpdate
+from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.parity import ParityCheck
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
@@ -29,9 +30,10 @@ END = 7
 """The end token of these engines: common enough in random text."""
 
 
-class SmallEngine(InferenceEngine):
+class SmallEngine(SteppedEngine):
     def __init__(self, model, *, fault=None, declared="float32", logprob_support="full", lora=None):
         assert fault is None or fault in FAULTS
+        super().__init__()
         self.model = copy.deepcopy(model).eval()
         self.model.config._attn_implementation = "eager"
         self.fault, self.lora = fault, lora
@@ -77,11 +79,9 @@ class SmallEngine(InferenceEngine):
     def submit(self, request):
         self._queue.append(request)
 
-    def stream(self):
-        queue, self._queue = self._queue, []
-        while queue:
-            batch, queue = queue[:8], queue[8:]
-            yield from self._decode(batch)
+    def advance(self):
+        batch, self._queue = self._queue[:8], self._queue[8:]
+        return list(self._decode(batch)) if batch else None
 
     @torch.no_grad()
     def _decode(self, batch):
@@ -150,7 +150,7 @@ class SmallEngine(InferenceEngine):
             ids, logprobs = [*ids, ids[-1]], [*logprobs, logprobs[-1]]
         return Completion(request.request_id, ids, logprobs, reason, versions=[(self.version, 0, len(ids))])
 
-    def abort(self, request_ids=None):
+    def abort_submitted(self, request_ids):
         self._queue.clear()
 
     def close(self):

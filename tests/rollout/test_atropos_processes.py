@@ -27,7 +27,7 @@ def test_commands_that_do_not_end_share_their_time_and_folders_go(monkeypatch):
     for name in ("a", "b", "c"):
         made.start(name, STUBBORN)
         child = made._children[name]
-        made.wait_until(lambda child=child: "ready" in child.said, name, 10.0)
+        made.wait_until(lambda child=child: "ready" in child.last_lines, name, 10.0)
     start = time.monotonic()
     made.close()
     assert time.monotonic() - start < 1.4

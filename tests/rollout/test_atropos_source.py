@@ -18,7 +18,6 @@ from swift.rollout.atropos.api import Group
 from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import BatchConfig, BatchMaker
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.round_result import fault, set_scores
 from swift.types import GroupScores, Prompt, Request, RolloutGroup, SamplingParams
 
@@ -217,7 +216,7 @@ def server():
 
 @pytest.fixture
 def made(server):
-    return AtroposSource(AwaitedEngine(ScriptedEngine()), opened(server), reader())
+    return AtroposSource(ScriptedEngine(), opened(server), reader())
 
 
 def requests(*launches):
@@ -310,7 +309,7 @@ def test_environments_are_held_back_when_enough_batches_come_while_the_trainer_t
 
 def test_a_long_step_is_no_time_without_data():
     server, clock = StandIn(), Time()
-    made = AtroposSource(AwaitedEngine(ScriptedEngine()), opened(server, clock, timeout_s=100.0), reader())
+    made = AtroposSource(ScriptedEngine(), opened(server, clock, timeout_s=100.0), reader())
     clock.now += 700.0
     ready = server.batch
     server.batch = lambda: {"batch": None} if clock.now < 705.0 else ready()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swift.rollout.engines.transformers import sampling
-from swift.rollout.engines.transformers.sampling import BatchSampler, Row, _drawn, _inverse_cdf
+from swift.rollout.engines.transformers.sampling import BatchSampler, Row, _inverse_cdf
 from swift.types import Request, SamplingParams
 
 
@@ -55,9 +55,10 @@ def test_one_token_with_all_of_it(size):
 def test_a_row_that_is_not_numbers_harms_no_other(size):
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(0))
     uniforms = torch.tensor([0.2, 0.7, 0.9], dtype=torch.float64)
-    tokens, logprobs = _drawn(logits.clone(), uniforms, None)
+    sampler = BatchSampler([Row(Request(f"r{i}", [1], SamplingParams(8))) for i in range(3)], torch.device("cpu"))
+    tokens, logprobs, *_ = sampler.draw(logits.clone(), uniforms)
     logits[1] = float("nan")
-    found, values = _drawn(logits, uniforms, None)
+    found, values, *_ = sampler.draw(logits, uniforms)
     assert found[[0, 2]].tolist() == tokens[[0, 2]].tolist() and 0 <= found[1] < size
     assert values[[0, 2]].tolist() == logprobs[[0, 2]].tolist() and values[1].isnan()
 

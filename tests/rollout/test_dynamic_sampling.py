@@ -74,12 +74,20 @@ def test_samples_of_dropped_groups_count_towards_the_limit_of_excluded_ones(run,
 
 
 def test_replacements_are_sampled_while_other_groups_decode(run):
-    engine = ScriptedEngine(step_s=0.002)
+    class Draining(ScriptedEngine):
+        drained = 0
+
+        def advance(self):
+            ended = super().advance()
+            self.drained += ended is None
+            return ended
+
+    engine = Draining(step_s=0.002)
     small = run(engine, equal=equal_by(4), groups=8).train(1)
     submitted = [event[1] for event in engine.events if event[0] == "submit"]
     steps = len(submitted)
     assert steps == 2 * small.scheduler.launched
-    assert engine.streams < 1 + small.scheduler.dropped, "each replacement waited for the batch to drain"
+    assert engine.drained < 1 + small.scheduler.dropped, "each replacement waited for the batch to drain"
 
 
 def test_failed_prompts_are_tried_again_late_in_the_run_and_displaced_ones_come_next(run):

@@ -39,7 +39,7 @@ def test_tokens_go_on_over_turns_and_only_answers_are_trained_on(policy, source_
         assert "And now? 1" in template.decode(written)
         assert one.columns == {"asked": 2}
         assert len({tuple(one.token_ids[start : start + TURN]) for start in starts(one.mask)}) == 3, "a seed per turn"
-        [sample] = BATCHES._samples([RolloutGroup("p-0", 0, 0, request.prompt, [one])])
+        [sample] = BATCHES.unscored_samples([RolloutGroup("p-0", 0, 0, request.prompt, [one])])
         assert sample.trained.tolist() == own.tolist()
 
 
@@ -262,7 +262,7 @@ def test_an_environment_opens_rewards_and_is_closed(policy, source_for):
         group = RolloutGroup("p-0", 0, 0, wanted[0].prompt, [one])
         keywords = group_keywords([group], [False])
         assert (keywords["turn_rewards"], keywords["environment_reward"]) == ([[0.5] * 3], [1.5])
-        [sample] = BATCHES._samples([group])
+        [sample] = BATCHES.unscored_samples([group])
         assert sample.prompt_ids.tolist() == one.episode.prompt_ids
     assert Once.closed == 4
 

@@ -21,7 +21,6 @@ from swift.errors import ConfigError, EngineError, ResourceError
 from swift.rollout.batches import BatchConfig, BatchMaker, round_metrics
 from swift.rollout.child import Child
 from swift.rollout.engines import replies
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.exclusions import BATCHES, ExclusionLimit, reasons_of
 from swift.rollout.multi_turn.source import TrajectorySource
@@ -71,7 +70,7 @@ def source_for(policy):
         player = play.NemoGym(mode, None, limit_s, "policy", reward_names, find_servers(gym.url, kind=kind, limit_s=5))
         player.attach(inner, model.config.vocab_size)
         limits = Limits(9, "per_round", 2000, on_prefix_break)
-        made.append(TrajectorySource(AwaitedEngine(inner), template, limits, player, "--rollout_source: nemo_gym"))
+        made.append(TrajectorySource(inner, template, limits, player, "--rollout_source: nemo_gym"))
         return made[-1]
 
     yield make
@@ -218,7 +217,7 @@ def test_a_row_that_is_no_request_is_bad(wrong):
 def test_each_completion_is_verified_with_its_row(template, gym, source_for):
     gym.components = {"style": 0.5, "of_another_environment": None}
     wanted = requests(template)
-    alone = {one.request_id: one for one in source_for(gym).inner.engine.generate(wanted)}
+    alone = {one.request_id: one for one in source_for(gym).inner.sample(wanted)}
     done = sampled(source_for(gym), wanted)
     assert [one.token_ids for one in done] == [alone[one.request_id].token_ids for one in wanted]
     assert rewards(done) == [odd_share(one.text) for one in done]

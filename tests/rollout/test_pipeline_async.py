@@ -153,7 +153,7 @@ def test_ages_count_each_trained_token_with_the_version_that_sampled_it(run):
 def test_with_in_flight_updates_completions_carry_every_version_that_sampled_them(run):
     engine = ScriptedEngine(step_s=0.02)
     made = run(engine, depth=2, in_flight=True)
-    made.train(5)
+    made.train(8)
     mixed = [spans for step in made.steps for spans in step.versions if len(spans) > 1]
     assert mixed, "no update fell into a completion"
     for spans in mixed:

@@ -3,11 +3,12 @@
 import asyncio
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 
 from oracle import load
 from scripted_engine import ScriptedEngine
 from small_runs import OneRank, SlowScorer
-from sources import on_a_loop, source_of
+from sources import nothing_left, on_a_loop, source_of
 
 from swift.rollout.collector import RolloutCollector, launches_of
 from swift.rollout.engines.transformers import TransformersEngine
@@ -42,24 +43,26 @@ def requests(count):
 
 def sampled(engine, wanted, limit_s=0.5, then=()):
     """What comes of requests, and of those of `then` that are asked for once one is done; and how many were late."""
-    source = source_of(engine, limit_s)
+
+    def ask(request):
+        return asyncio.create_task(engine.generate(replace(request, limit_s=limit_s)))
 
     async def sample():
-        first = [asyncio.create_task(source.generate(request)) for request in wanted]
+        first = [ask(request) for request in wanted]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        later = [asyncio.create_task(source.generate(request)) for request in then]
+        later = [ask(request) for request in then]
         done = await asyncio.gather(*first, *later)
-        await source.free()
+        await engine.free()
         return {one.request_id: one for one in done}
 
     done = on_a_loop(sample)
     assert set(done) == {request.request_id for request in [*wanted, *then]}
-    return done, source.late
+    return done, engine.counters.late
 
 
 def test_a_late_request_is_sampled_once_more_with_the_same_seed():
     done, late = sampled(Endless(once=["g/2"], step_s=0.01), requests(4))
-    plain = {one.request_id: one.token_ids for one in ScriptedEngine().generate(requests(4))}
+    plain = {one.request_id: one.token_ids for one in ScriptedEngine().sample(requests(4))}
     assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 1)
 
 
@@ -81,7 +84,7 @@ def test_a_model_in_this_process_is_bounded_as_well(nano_folders):
         "g/0": "length", "g/1": "error", "g/2": "length", "g/3": "length",
     }  # fmt: skip
     assert late == 2
-    assert list(engine.stream()) == []
+    assert nothing_left(engine)
 
 
 def test_the_limit_leaves_out_the_time_in_the_queue_of_the_engine(nano_folders):
@@ -99,7 +102,7 @@ def test_a_round_leaves_what_was_given_up_out_and_counts():
     launches = launches_of([Prompt("p", [], [1, 2, 3])])
     engine = Endless(endless=[f"{launches[0].group_id}/1"], step_s=0.01)
     collector = RolloutCollector(
-        source_of(engine, 0.5),
+        source_of(engine),
         SamplingParams(20),
         7,
         str,
@@ -107,6 +110,7 @@ def test_a_round_leaves_what_was_given_up_out_and_counts():
         OneRank(),
         EngineShare(),
         progress=lambda: moved.append(1),
+        limit_s=0.5,
     )
 
     def run():

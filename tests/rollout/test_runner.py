@@ -88,7 +88,7 @@ def test_rounds_share_no_batch_of_the_engine_unless_they_may(sampled):
 
 
 def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):
-    # the last completion is out before its stream has ended: whoever goes on then shares the engine with the thread
+    # the last completion is out before the last step: whoever goes on then shares the engine with the thread
     engine = ScriptedEngine()
     advance = engine.advance
 
@@ -96,15 +96,15 @@ def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):
         ended = advance()
         if ended is None:
             time.sleep(0.2)
-            with engine._alone("stream"):
-                engine.events.append(("stream ended",))
+            with engine._alone("advance"):
+                engine.events.append(("ended",))
         return ended
 
     engine.advance = slow_to_end
     thread, ask = sampled(engine)
     for number in range(3):
         in_time(thread.wait, ask())
-        assert sum(event == ("stream ended",) for event in engine.events) == number + 1
+        assert sum(event == ("ended",) for event in engine.events) == number + 1
         engine.begin_update([], number)
     assert engine.overlaps == []
 

@@ -49,7 +49,7 @@ def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(template, 
     for _ in range(5):
         source = source_for(asking(on_a_thread(0.0)))
         sampled(source, requests(template, 8))
-        steps.add(source.inner.engine.counters.decode_steps)
+        steps.add(source.inner.counters.decode_steps)
     assert len(steps) == 1
 
 
@@ -217,10 +217,10 @@ def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(template, sour
     wanted = [requests(template, 2, env_config={"long": bool(i)})[i] for i in range(2)]
     if waits == "for its turn":
         wanted[1] = replace(wanted[1], sampling=replace(wanted[1].sampling, max_new_tokens=900))
-        source.inner.settle = lambda: time.sleep(0.005)
+        source.inner.before_step = lambda: time.sleep(0.005)
     assert [fault(one) for one in sampled(source, wanted)] == [None, "environment: timeout"]
     assert (source.late, Once.closed) == (1, 2)
-    assert source.inner.engine.counters.decode_rows < 900
+    assert source.inner.counters.decode_rows < 900
 
 
 def test_an_environment_that_is_always_late_ends_the_run(template, source_for):
@@ -246,7 +246,7 @@ def test_the_end_of_the_pipeline_closes_environments(template, source_for):
         time.sleep(0.01)
     pipeline.close()
     assert Once.closed == 1
-    assert not pipeline._runner.loop.alive
+    assert pipeline._runner.loop._loop.is_closed()
 
 
 @pytest.mark.filterwarnings("error")
@@ -271,7 +271,7 @@ def test_who_leaves_ends_trajectories_where_they_are(template, source_for):
     leave(source, requests(template, 3), lambda: Once.asleep == 3)
     while Once.closed < 3:
         time.sleep(0.01)
-    assert source.inner.engine.advance() is None
+    assert source.inner.advance() is None
     [one] = sampled(source, requests(template, 1, env_config={"name": "fine"}))
     assert fault(one) is None
 

@@ -161,7 +161,7 @@ def test_an_adapter_that_fails_half_way_leaves_nothing_that_samples(nano_folders
         engine.load_adapter(adapter, 3)
     monkeypatch.undo()
     assert not engine.health().alive
-    for attempt in (lambda: engine.submit(ask()), lambda: engine.load_adapter(adapter, 4), engine.drop_adapter):
+    for attempt in (lambda: sampled(engine), lambda: engine.load_adapter(adapter, 4), engine.drop_adapter):
         with pytest.raises(SyncFailed, match="adapter version 3 is in its weights by half; rebuild"):
             attempt()
     engine.rebuild()

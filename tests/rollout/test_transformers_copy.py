@@ -6,13 +6,13 @@ What every backend promises is in tests/engines/test_conformance_*.py; here is w
 from __future__ import annotations
 
 import copy
-import threading
-import time
 
 import pytest
 import torch
 from given_weights import Given, tensors_of
 from oracle import gap, load, noisy
+from processes import wait_for
+from sources import asking, nothing_left
 from transformers_parts import PROMPT, ask, copy_engine, sampled
 
 from swift import errors
@@ -124,7 +124,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(nano_fo
     with pytest.raises(errors.SyncFailed, match="to which this model ties it"):
         engine.load_weights(Given(tensors), 1)
     with pytest.raises(errors.SyncFailed, match=r"the update to version 1 was given up half-way.*; rebuild"):
-        engine.submit(ask())
+        sampled(engine)
     assert not engine.health().alive
 
 
@@ -154,7 +154,7 @@ def test_a_copy_that_cannot_be_loaded_again_is_dead(nano_folders, tmp_path):
     with pytest.raises(errors.EngineDead, match="cannot be made again"):
         engine.rebuild()
     with pytest.raises(errors.EngineDead, match="it cannot be made again"):
-        engine.submit(ask())
+        sampled(engine)
     assert not engine.health().alive
 
 
@@ -179,7 +179,7 @@ def test_one_row_without_a_distribution_ends_alone(nano_folders, caplog, first):
     model = load(nano_folders["llama"])
     assert not model.config.tie_word_embeddings
     engine = copy_engine(model)
-    plain = {one.request_id: one for one in engine.generate(asked_eight())}
+    plain = {one.request_id: one for one in engine.sample(asked_eight())}
     poison = plain["r3"].token_ids[4]  # the other rows of this prompt may meet it, too
     broken = copy.deepcopy(model)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def test_one_row_without_a_distribution_ends_alone(nano_folders, caplog, first):
     engine.load_weights(PolicyWeights(broken), 5)
     bad_prompt = Request("bad", [*PROMPT[:3], 250, *PROMPT[3:]], SamplingParams(max_new_tokens=6))
     asked = [bad_prompt, *asked_eight()] if first else [*asked_eight(), bad_prompt]
-    done = {one.request_id: one for one in engine.generate(asked)}
+    done = {one.request_id: one for one in engine.sample(asked)}
     assert len(done) == 9
     assert (done["bad"].finish_reason, done["bad"].token_ids, done["bad"].versions) == ("error", [], [])
     reasons = {}
@@ -202,7 +202,7 @@ def test_one_row_without_a_distribution_ends_alone(nano_folders, caplog, first):
     assert reasons["r3"] == "error"
     assert {"error", "length"} <= set(reasons.values())
     assert "cannot be sampled with the weights of version 5: their logits are not finite; it is left out" in caplog.text
-    assert list(engine.stream()) == []
+    assert nothing_left(engine)
 
 
 def asked_eight():
@@ -218,9 +218,9 @@ def test_weights_that_change_in_flight_act_on_the_tokens_after_them(nano_folders
     engine.submit(request)
     engine.submit(ask("short", max_new_tokens=10))
     done = {}
-    for completion in engine.stream():
-        done[completion.request_id] = completion
-        if completion.request_id == "short":
+    while (ended := engine.advance()) is not None:
+        done |= {completion.request_id: completion for completion in ended}
+        if [completion.request_id for completion in ended] == ["short"]:
             engine.pause()
             engine.load_weights(PolicyWeights(new), 4)
             engine.resume()
@@ -252,7 +252,7 @@ def test_a_closed_copy_gives_its_memory_back(nano_folders):
     engine.close()
     engine.close()
     assert sum(parameter.untyped_storage().nbytes() for parameter in engine.model.parameters()) == 0
-    for call in (lambda: engine.submit(ask()), lambda: engine.sleep(1), engine.wake, engine.rebuild):
+    for call in (lambda: sampled(engine), lambda: engine.sleep(1), engine.wake, engine.rebuild):
         with pytest.raises(errors.EngineDead, match="closed"):
             call()
 
@@ -260,75 +260,49 @@ def test_a_closed_copy_gives_its_memory_back(nano_folders):
 # --- other threads -----------------------------------------------------------------------------------------------
 
 
-class Streaming:
-    """A thread that consumes the engine's stream."""
-
-    def __init__(self, engine):
-        self.done, self.error = [], None
-        self.thread = threading.Thread(target=self._run, args=(engine,), daemon=True)
-        self.thread.start()
-        began = time.monotonic()
-        while engine.counters.decode_steps < 5:
-            assert time.monotonic() - began < 20
-            time.sleep(0.001)
-
-    def _run(self, engine):
-        try:
-            for completion in engine.stream():
-                self.done.append(completion)
-        except errors.EngineError as error:
-            self.error = error
-
-    def join(self):
-        self.thread.join(20)
-        assert not self.thread.is_alive()
-
-
 LONG = 900
 
 
 @pytest.fixture
 def busy(nano_folders):
-    """An engine that another thread streams from, with one request that takes its time."""
+    """An engine that samples on another thread, and who has asked it for something that takes its time."""
     engine = copy_engine(load(nano_folders["llama"]))
-    engine.submit(ask("long", max_new_tokens=LONG))
-    return engine, Streaming(engine)
+    with asking(engine, ask("long", max_new_tokens=LONG)) as caller:
+        assert wait_for(lambda: engine.counters.decode_steps >= 5)
+        yield engine, caller
 
 
 def test_another_thread_can_pause_and_change_the_weights_between_two_tokens(busy):
-    engine, streaming = busy
-    engine.pause()
+    engine, caller = busy
+    caller.hold()
     steps = engine.counters.decode_steps
-    streaming.join()
-    assert (streaming.done, streaming.error) == ([], None)
-    assert engine.counters.decode_steps == steps
     engine.load_weights(PolicyWeights(noisy(engine.model, scale=0.2)), 8)
-    engine.resume()
-    (completion,) = engine.stream()
+    assert caller.ended.empty()
+    assert engine.counters.decode_steps == steps
+    caller.release()
+    (completion,) = caller.completions()
     assert completion.versions == [(0, 0, steps), (8, steps, LONG)]
 
 
 def test_another_thread_can_close(busy):
-    engine, streaming = busy
+    engine, caller = busy
     engine.close()
-    streaming.join()
-    assert isinstance(streaming.error, errors.EngineDead)
+    with pytest.raises(errors.EngineDead):
+        list(caller.completions(20))
 
 
 def test_a_failed_step_leaves_no_requests_behind(nano_folders):
     engine = copy_engine(load(nano_folders["llama"]))
-    engine.submit(ask("one"))
-    next(engine.stream())
+    sampled(engine, ask("one"))
 
     def out_of_memory(*args, **kwargs):
         raise RuntimeError("out of memory")
 
     forward, engine.model.forward = engine.model.forward, out_of_memory
-    engine.submit(ask("two"))
     with pytest.raises(RuntimeError, match="out of memory"):
-        list(engine.stream())
+        sampled(engine, ask("two"))
     engine.model.forward = forward
-    assert list(engine.stream()) == []
+    assert nothing_left(engine)
     assert sampled(engine, ask("three")).request_id == "three"
 
 
@@ -345,6 +319,6 @@ def test_a_failed_step_leaves_no_requests_behind(nano_folders):
 def test_requests_that_cannot_be_sampled_are_refused_by_name(nano_folders, request_, line):
     engine = copy_engine(load(nano_folders["llama"]))
     with pytest.raises(errors.RequestRefused, match=f"request: {request_.request_id}.*{line}") as caught:
-        list(engine.generate([ask("fine"), request_]))
+        list(engine.sample([ask("fine"), request_]))
     assert caught.value.request_id == request_.request_id
-    assert list(engine.stream()) == []
+    assert nothing_left(engine)

@@ -36,7 +36,7 @@ def make_requests(prompts, *, samples=4, sampling=PLAIN):
 
 
 def run(engine, requests):
-    return {completion.request_id: completion for completion in engine.generate(requests)}
+    return {completion.request_id: completion for completion in engine.sample(requests)}
 
 
 PROMPTS = [[5, 6, 7], [9] * 11, [20, 21, 22, 23, 24, 25]]
@@ -129,7 +129,7 @@ def test_rows_that_leave_never_double_the_cache():
     whole, sizes = sum(keys.nbytes for keys, _ in cache.layers), []
     expected = [(keys[[1, 6]], values[[1, 6]]) for keys, values in cache.layers]
     cache.layers = Layers(cache.layers)
-    cache.keep(torch.tensor([1, 6]))
+    cache.reorder_cache(torch.tensor([1, 6]))
     assert sizes == [whole - whole // 4 * 3 // 4 * (i + 1) for i in range(4)]
     for (keys, values), (kept_keys, kept_values) in zip(expected, cache.layers, strict=True):
         assert torch.equal(keys, kept_keys) and torch.equal(values, kept_values)
@@ -148,7 +148,7 @@ def test_samples_follow_the_distribution(nano_folder):
     one = SamplingParams(max_new_tokens=1, temperature=0.2)
     requests = make_requests([[5, 6, 7]], samples=4000, sampling=one)
     counts = torch.zeros(engine.model.config.vocab_size)
-    for completion in engine.generate(requests):
+    for completion in engine.sample(requests):
         counts[completion.token_ids[0]] += 1
     logits = completion_logits(load(nano_folder), pad([TokenSequence([5, 6, 7], [0])]))
     probs = (logits[0] / 0.2).softmax(-1).detach()
@@ -161,10 +161,12 @@ def test_samples_follow_the_distribution(nano_folder):
 def test_streamed_tokens_equal_the_completion(nano_folder):
     engine = make_engine(nano_folder)
     request = make_requests(PROMPTS[:1], samples=1)[0]
-    streamed = list(engine.stream_tokens(request))
+    streamed = []
+    engine.after_step = lambda: streamed.append([list(part) for part in engine.so_far(request.request_id)[:2]])
     whole = run(engine, [request])[request.request_id]
-    assert [token for token, _ in streamed] == whole.token_ids
-    assert [logprob for _, logprob in streamed] == pytest.approx(whole.logprobs)
+    ids, logprobs = whole.token_ids, whole.logprobs
+    assert len(ids) > 2
+    assert [one for one in streamed if one[0]] == [[ids[:n], logprobs[:n]] for n in range(1, len(ids))]
 
 
 def test_the_model_is_left_in_the_mode_it_was_in(nano_folder):

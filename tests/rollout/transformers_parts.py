@@ -22,5 +22,5 @@ def copy_engine(model, **options):
 
 
 def sampled(engine, request=None):
-    (completion,) = engine.generate([request or ask()])
+    (completion,) = engine.sample([request or ask()])
     return completion

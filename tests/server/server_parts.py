@@ -43,8 +43,8 @@ class LocalServer(Trained, Reachable):
         template = load_template(read_tokenizer(self.model), self.model)
         spec = EngineSpec(backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True)
         engine = build_engine(spec)
-        self.holding = False
-        engine.stream = partial(self._held, engine.stream)
+        self.holding, self._gave, self._kept = False, False, []
+        engine.advance = partial(self._held, engine.advance)
         self.service = Service(
             engine,
             template,
@@ -64,14 +64,15 @@ class LocalServer(Trained, Reachable):
         self.thread.join(END_LIMIT_S)
         self.service.close()
 
-    def _held(self, stream):
-        """Of completions of a stream the first one while it is `holding`; the others when the server has ended."""
-        given = False
-        for completion in stream():
-            if given:
-                self.thread.join()
-            given = self.holding
-            yield completion
+    def _held(self, advance):
+        """A step; one that gives a completion while it is `holding` is the last until the server has ended."""
+        if self._gave:
+            self.thread.join()
+        ended, self._kept = self._kept or advance(), []
+        self._gave = self.holding and bool(ended)
+        if self._gave:
+            ended, self._kept = ended[:1], ended[1:]
+        return ended
 
     def kill(self):
         """Cut off all connections; nothing of it is left in memory."""

@@ -9,7 +9,6 @@ from server_parts import LocalServer
 
 from swift.models.arguments import CheckpointArguments
 from swift.models.tokenizer import load_chat
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.multi_turn.source import TrajectorySource
 from swift.rollout.multi_turn.trajectory import Limits
 from swift.rollout.nemo_gym import gym as play
@@ -27,9 +26,7 @@ def source(nano_folders):
         player = play.NemoGym("run", "odd_agent", 30.0, "policy", [], agents)
         template = load_chat(CheckpointArguments(model=str(nano_folders["qwen2"])))
         player.attach(inner, len(template.tokenizer))
-        one = TrajectorySource(
-            AwaitedEngine(inner), template, Limits(9, "per_round", 500), player, "--rollout_source: nemo_gym"
-        )
+        one = TrajectorySource(inner, template, Limits(9, "per_round", 500), player, "--rollout_source: nemo_gym")
         yield one
         one.close()
     inner.close()

@@ -21,8 +21,8 @@ from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.wire import digest_of
 from swift.rollout.server.chats import CallReader
 from swift.rollout.server.events import GrowingText
-from swift.rollout.server.ledger import VersionLedger
 from swift.rollout.server.metrics import Meter
+from swift.rollout.server.sampled_versions import SampledVersions
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import REHEARSAL
 from swift.types import Completion, Request, SamplingParams
@@ -489,13 +489,13 @@ def test_equal_tokens_of_other_weights_are_told_apart_by_their_logprobs(server, 
     assert [spans[0][0] for spans in engine.versions_of([(*one[:2], []) for one in told])] == [3, 3, 3, 3]
 
 
-def test_the_ledger_forgets_what_was_not_used_for_longest():
-    ledger = VersionLedger(limit=2)
+def test_the_versions_used_least_recently_are_removed():
+    versions = SampledVersions(limit=2)
     for token in range(2):
-        ledger.add([7], Completion("a", [token], [], "stop", versions=[(token, 0, 1)]))
-    assert ledger.find(digest_of([7], [0])) == [(0, 0, 1)]
-    ledger.add((7,), Completion("a", [2], [], "stop", versions=[(2, 0, 1)]))
-    assert [ledger.find(digest_of([7], [token])) for token in range(3)] == [[(0, 0, 1)], None, [(2, 0, 1)]]
+        versions.add([7], Completion("a", [token], [], "stop", versions=[(token, 0, 1)]))
+    assert versions.find(digest_of([7], [0])) == [(0, 0, 1)]
+    versions.add((7,), Completion("a", [2], [], "stop", versions=[(2, 0, 1)]))
+    assert [versions.find(digest_of([7], [token])) for token in range(3)] == [[(0, 0, 1)], None, [(2, 0, 1)]]
 
 
 def test_only_the_run_that_owns_the_server_asks_for_versions_and_holds_back(http, engine):

@@ -13,9 +13,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from oracle import ask, run
 from server_parts import SHORT, link_to, many, spec_of
+from sources import outcomes
 
 from swift.errors import EngineDead, EngineError, RequestRefused
-from swift.rollout.engines import dispatch, server_client, wire
+from swift.rollout.engines import client, server_client, wire
 from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.server_client import ServerClient
@@ -184,13 +185,10 @@ def test_a_request_that_the_server_does_not_take_costs_no_other(server, fake, wh
 
     one, url = fake(refuse)
     pool = alone(server, url)
-    for request in [*many(4), ask("bad")]:
-        pool.submit(request)
-    done = []
-    with pytest.raises(RequestRefused, match="is odd") as caught:
-        done.extend(pool.stream())
-    assert caught.value.request_id == "bad"
-    assert sorted(one.request_id for one in [*done, *pool.stream()]) == sorted(one.request_id for one in many(4))
+    *done, refused = outcomes(pool, [*many(4), ask("bad")])
+    assert isinstance(refused, RequestRefused) and "is odd" in str(refused)
+    assert refused.request_id == "bad"
+    assert [one.request_id for one in done] == [one.request_id for one in many(4)]
     pool.close()
 
 
@@ -219,8 +217,7 @@ def test_a_stream_that_is_cut_off_is_no_end(server, fake, no_backoff):
 
 
 def test_a_full_queue_is_waited_for(server, fake, monkeypatch):
-    monkeypatch.setattr(dispatch, "BUSY_S", 0.05)
-    monkeypatch.setattr("swift.rollout.engines.pool.LOOK_S", 0.05)
+    monkeypatch.setattr(client, "BUSY_S", 0.05)
     busy = json.dumps({"error": {"message": "queue: full", "type": "", "code": 429, "kind": "queue"}}).encode()
 
     def full(handler, body):

@@ -60,9 +60,7 @@ def tokens(completions):
 def stream_and(engine, at, act):
     """All of `many`; `act` is called once `at` have come."""
     done = []
-    for request in many():
-        engine.submit(request)
-    for completion in engine.stream():
+    for completion in engine.sample(many()):
         done.append(completion)
         if len(done) == at:
             act()
@@ -136,23 +134,25 @@ def test_an_engine_that_dies_behind_the_server_is_replaced_there(own_server):
     server.family += psutil.Process(server.process.pid).children(recursive=True)
     assert tokens(run(engine, many())) == expected
     assert engine.counters.restarts == 2
-    assert len(re.findall(r"engine \d \(cpu:\d\): lost \(.*another one is there", server.text())) == 2
+    assert len(re.findall(r"engine \d \(cpu:\d\): lost \(.*it was replaced", server.text())) == 2
     engine.close()
 
 
 HOLDS = """
-    engine = build(spec)
-    stream = engine.stream
+    engine, hold = build(spec), Path({hold!r})
+    advance, gave, kept = engine.advance, False, []
 
     def held():
-        given = False
-        for completion in stream():
-            while given and Path({hold!r}).exists():
-                time.sleep(0.01)
-            given = Path({hold!r}).exists()
-            yield completion
+        nonlocal gave, kept
+        while gave and hold.exists():
+            time.sleep(0.01)
+        ended, kept = kept or advance(), []
+        gave = bool(ended) and hold.exists()
+        if gave:
+            ended, kept = ended[:1], ended[1:]
+        return ended
 
-    engine.stream = held
+    engine.advance = held
     return engine
 """
 

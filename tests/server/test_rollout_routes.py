@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 import re
 import threading
@@ -17,6 +18,7 @@ from server_parts import KEY, Wakeful, client_of_service
 
 from swift.errors import Unsupported
 from swift.models.tokenizer import read_tokenizer
+from swift.rollout.engines import wire
 from swift.rollout.server import service as service_module
 from swift.rollout.server import weights
 from swift.rollout.server.access import LIMITS
@@ -119,8 +121,8 @@ def test_infer_refuses_weights_that_the_caller_does_not_count_on(http):
     assert "version 7 was counted on" in refused(infer_lines(http, [ask("a")], version=7), 412)
 
 
-def one_sample(prompt=0, prompts=((1,),), **sampling):
-    entry = {"id": "a", "prompt": prompt, "sampling": {"max_new_tokens": 1, **sampling}}
+def one_sample(prompt=0, prompts=((1,),), limit_s=None, **sampling):
+    entry = {"id": "a", "prompt": prompt, "sampling": {"max_new_tokens": 1, **sampling}, "limit_s": limit_s}
     return {"prompts": [list(one) for one in prompts], "requests": [entry]}
 
 
@@ -134,6 +136,7 @@ def one_sample(prompt=0, prompts=((1,),), **sampling):
         (one_sample(max_new_tokens=0), "max_new_tokens"),
         (one_sample(top_p=0), "top_p"),
         (one_sample(temperature="hot"), "temperature"),
+        (one_sample(limit_s=0), "limit_s"),
         ({"prompts": [[1]], "requests": [{"id": "a", "prompt": 0}]}, "sampling"),
         ({"prompts": [["x"]], "requests": []}, "prompts[0][0]"),
         ({"prompts": [[1]], "requests": [], "code": "import os"}, "code"),
@@ -439,6 +442,27 @@ def test_samples_of_all_clients_together_count_for_the_queue(made):
             return [reply.status_code for reply in (*replies, await running)]
 
     assert asyncio.run(scene()) == [429, 200, 200]
+
+
+@pytest.mark.parametrize(("own", "servers"), [(0.2, math.inf), (math.inf, 0.2), (60.0, 0.2)])
+def test_a_request_takes_no_longer_than_its_caller_and_the_server_allow(made, own, servers):
+    class Endless(Wakeful):
+        def submit(self, request):
+            super().submit(request)
+            if "endless" in request.request_id:
+                self._outstanding[request.request_id].length = 1 << 30
+
+    service = made(Endless(step_s=0.01), request_s=servers)
+    body = wire.encode(wire.InferRequest.of([replace(ask("endless", [1]), limit_s=own), ask("quick", [1])], None))
+
+    async def scene():
+        async with client_of_service(service) as http:
+            return await http.post("/infer/", content=body, headers={"Content-Type": "application/json"})
+
+    said = [json.loads(line) for line in asyncio.run(scene()).text.splitlines()]
+    done = {line["completion"]["request_id"]: line["completion"] for line in said if line["event"] == "completion"}
+    assert {name: one["finish_reason"] for name, one in done.items()} == {"endless": "error", "quick": "stop"}
+    assert service.engine.counters.late == 2
 
 
 def test_a_weight_update_that_falls_silent_is_aborted(made, monkeypatch):

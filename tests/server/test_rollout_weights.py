@@ -80,7 +80,7 @@ def test_a_partial_update_leaves_void_weights_until_a_rebuild(server, http, way)
     assert "version 1" in http.get("/health").json()["detail"]
     assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1}).status_code == 409
     with pytest.raises(EngineError):
-        engine.submit(ask("a"))
+        run(engine, [ask("a")])
     engine.rebuild()
     engine.load_weights(PolicyWeights(model), 2)
     assert http.get("/health").status_code == 200

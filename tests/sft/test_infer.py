@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 from pathlib import Path
@@ -84,6 +85,40 @@ def test_what_is_printed_is_what_is_remembered_and_equal_seeds_repeat_it(loaded)
     assert converse(Chat(template, engine, SAMPLING, seed=8), "hi") != printed
 
 
+def test_an_answer_is_printed_while_it_is_sampled(loaded):
+    template, engine = loaded
+    steps = set()
+
+    class Screen(io.StringIO):
+        def write(self, text):
+            steps.update([engine.counters.decode_steps] if text else [])
+
+    Chat(template, engine, SAMPLING).handle("hi", Screen())
+    assert len(steps) > 2
+
+
+def test_ctrl_c_ends_an_answer_whose_part_is_remembered_and_the_conversation_goes_on(loaded, caplog):
+    template, engine = loaded
+    chat, whole = Chat(template, engine, SAMPLING, seed=7), Chat(template, engine, SAMPLING, seed=7)
+    printed = converse(whole, "hi")
+    fifth = engine.counters.decode_steps + 5
+
+    def interrupt(*_):
+        if engine.counters.decode_steps == fifth:
+            raise KeyboardInterrupt
+
+    hook = engine.model.register_forward_pre_hook(interrupt)
+    stopped = converse(chat, "hi")
+    hook.remove()
+    gc.collect()
+    assert not caplog.records, "a traceback within a conversation"
+    said = chat.history[-1]["content"]
+    assert said and stopped == f"{said} [stopped]\n"
+    assert printed.startswith(said.rstrip("\ufffd")) and len(said) + 1 < len(printed)
+    converse(chat, "more")
+    assert [turn["role"] for turn in chat.history] == ["user", "assistant"] * 2
+
+
 def test_commands_end_the_conversation_and_set_the_system_prompt(loaded):
     chat = Chat(*loaded, SAMPLING)
     converse(chat, "/exit", "not read")
@@ -110,9 +145,9 @@ def test_a_character_is_printed_when_its_bytes_are_complete(loaded):
     template, _ = loaded
     out = io.StringIO()
     printer = StreamPrinter(template, out)
-    seen = []
-    for token in template.tokenizer("é😀!").input_ids:
-        printer.add(token)
+    seen, ids = [], template.tokenizer("é😀!").input_ids
+    for count in range(1, len(ids) + 1):
+        printer.show(ids[:count])
         seen.append(out.getvalue())
     assert seen == ["", "é", "é", "é", "é", "é😀", "é😀!"]
 

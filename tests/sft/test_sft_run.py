@@ -9,7 +9,7 @@ import torch
 from trl_runs import losses, newest_run, rows, trained, weights
 
 from swift.arguments import parse
-from swift.cli.dry_run import rehearse_trl
+from swift.cli.dry_run import dry_run_trl
 from swift.errors import ConfigError, Interrupted, unfinished
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
@@ -64,7 +64,7 @@ def test_rows_over_max_length_are_left_out_and_the_plan_is_that_of_the_rest(sft_
     chats = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * n}] for n in (1, 1, 500)]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     flags = f"--dataset {data} --max_length 100 --per_device_train_batch_size 1 --dry_run true"
-    assert rehearse_trl(parse("sft", sft_argv(flags), {})) == 0
+    assert dry_run_trl(parse("sft", sft_argv(flags), {})) == 0
     printed = capsys.readouterr().out
     assert "train: left out 1 row: 1 (longer than max_length; the first: " in printed
     assert "plan: 2 rows; 1 per device x 1 process x 1 accumulation step = 1 row per step" in printed
@@ -76,7 +76,7 @@ def test_a_dry_run_reads_exchanges_with_the_training_template_as_a_run_does(sft_
     data = tmp_path / "exchanges.jsonl"
     data.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
     flags = f"--dataset {data} --template qwen3 --per_device_train_batch_size 1"
-    assert rehearse_trl(parse("sft", sft_argv(flags), {})) == 0
+    assert dry_run_trl(parse("sft", sft_argv(flags), {})) == 0
     assert "train: 1 row," in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ def ask(name="r", prompt=PROMPT, **sampling):
 def run(engine, requests):
     """The completions in the order of the requests; each comes once."""
     done = {}
-    for completion in engine.generate(requests):
+    for completion in engine.sample(requests):
         assert completion.request_id not in done, "came twice"
         done[completion.request_id] = completion
     assert set(done) == {request.request_id for request in requests}

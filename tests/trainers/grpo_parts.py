@@ -182,8 +182,8 @@ def make_trainer(
         reference=reference,
         eval_prompts=eval_prompts,
     )
-    if trainer.settings.loss.beta > 0:
-        pipeline.batches.refer = trainer.logprobs.refer
+    if trainer.logprobs.settings.loss.beta > 0:
+        pipeline.batches.reference_pass = trainer.logprobs.score_reference
     trainer.rounds = rounds
     trainer.add_callback(PipelineCallback(trainer, epoch=lambda: 0.0))
     trainer.add_callback(StopOnSignal(SignalTrap(), collectives))

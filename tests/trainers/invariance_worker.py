@@ -182,7 +182,7 @@ class Bench:
         self, batch: RolloutBatch, setting: Setting, layout: Layout, *, nominal: int = NOMINAL
     ) -> torch.Tensor:
         """All parameters' gradients as one float64 vector; `passes` is how many passes made it."""
-        trainer, before = self.trainer, self.trainer.settings
+        trainer, before = self.trainer, self.trainer.logprobs.settings
         share = -(-setting.num_useful // self.ranks)
         max_samples = math.ceil(share / layout.passes) if layout.passes else None
         trainer.logprobs.settings = replace(before, loss=setting.loss, per_device=nominal, **setting.fields)

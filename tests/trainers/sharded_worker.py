@@ -114,7 +114,7 @@ def build(task: dict[str, Any]) -> Any:
         scorer=LateScorer(score, seen) if task.get("late") else None,
         **task.get("parts", {}),
         **task.get("arguments", {}),
-        **sharding_options(args),
+        **(sharding_options(args) if args.deepspeed or args.fsdp else {}),
     )
     around(trainer, gather=task.get("gather", True))
     if task.get("late"):
@@ -129,13 +129,13 @@ def build(task: dict[str, Any]) -> Any:
 
 def report_reference(trainer: Any, seen: threading.Event) -> None:
     """Tell rewards when the reference has scored a rollout batch."""
-    refer = trainer.pipeline.batches.refer
+    refer = trainer.pipeline.batches.reference_pass
 
     def told(batch: Any) -> None:
         refer(batch)
         seen.set()
 
-    trainer.pipeline.batches.refer = told
+    trainer.pipeline.batches.reference_pass = told
 
 
 def around(trainer: Any, *, gather: bool) -> None:

@@ -33,7 +33,7 @@ def check(sampler, *, temperature=1.0, fresh=True, trained=None, times=1):
     mask = np.ones(LENGTH, dtype=bool) if trained is None else trained
     sample = TrainSample(0, np.array([1, 2]), np.arange(LENGTH), np.asarray(sampler, np.float32), mask, 1.0)
     for _ in range(times):
-        one.look(RolloutBatch([sample], 1, 1))
+        one.check(RolloutBatch([sample], 1, 1))
     return seen
 
 

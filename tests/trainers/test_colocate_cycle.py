@@ -49,7 +49,7 @@ class SleepyEngine(ScriptedEngine):
             raise EngineAsleep("engine: scripted: asleep")
         super().submit(request)
 
-    def abort(self, request_ids=None):
+    def abort_submitted(self, request_ids):
         self._aborting |= set(self._outstanding)
 
     def sleep(self, level):
@@ -125,7 +125,7 @@ class Trainer:
 
 
 def sample(engine, count=2):
-    return list(engine.generate([Request(f"r{i}", [1, 2], SamplingParams(4, seed=i)) for i in range(count)]))
+    return list(engine.sample([Request(f"r{i}", [1, 2], SamplingParams(4, seed=i)) for i in range(count)]))
 
 
 def test_the_eight_steps_in_their_order(monkeypatch):
@@ -179,13 +179,13 @@ def test_checks_can_have_both_at_once():
 
 def test_an_engine_rests_until_its_first_phase():
     trainer = Trainer(sleep_level=2, **OFFLOAD)
-    trainer.cycle.rest()
-    trainer.cycle.rest()
+    trainer.cycle.sleep()
+    trainer.cycle.sleep()
     assert trainer.events == ["sleep 2"]
     with trainer.cycle(0):
         sample(trainer.engine)
     awake = Trainer()
-    awake.cycle.rest()
+    awake.cycle.sleep()
     assert awake.events == []
 
 
@@ -213,7 +213,7 @@ def test_the_trainer_is_whole_after_any_failure_of_the_engine(fail, stage):
 def test_a_failure_inside_puts_the_engine_to_sleep_and_travels_on():
     trainer = Trainer(sleep_level=1, **OFFLOAD)
     with pytest.raises(ZeroDivisionError), trainer.cycle(0):
-        for _ in trainer.engine.generate([Request(f"r{i}", [1], SamplingParams(i + 1)) for i in range(9)]):
+        for _ in trainer.engine.sample([Request(f"r{i}", [1], SamplingParams(i + 1)) for i in range(9)]):
             raise ZeroDivisionError
     assert trainer.is_whole() and trainer.engine.asleep
     with trainer.cycle(0):

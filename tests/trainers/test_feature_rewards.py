@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from swift.arguments import parse
 from swift.arguments.ebft import FeatureArguments
-from swift.cli.dry_run import rehearse_rlhf
+from swift.cli.dry_run import dry_run_rlhf
 from swift.data.arguments import PromptArguments
 from swift.data.loading import Example
 from swift.data.prompts import load_prompts
@@ -276,7 +276,7 @@ def test_conversations_are_seen_wherever_they_stand(nano_folders, tmp_path, flag
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = f"--rlhf_type ebft --model {nano_folders['qwen2']} --dataset {data} --dry_run true {flags}"
     with pytest.raises(ConfigError, match=said):
-        rehearse_rlhf(parse("rlhf", words.split(), {"CUDA_VISIBLE_DEVICES": ""}))
+        dry_run_rlhf(parse("rlhf", words.split(), {"CUDA_VISIBLE_DEVICES": ""}))
 
 
 def test_a_stream_whose_first_rows_have_no_turns_refuses_later_ones(nano_folders):

@@ -13,7 +13,7 @@ from processes import wait_for
 RANK = """
 import sys, time
 import torch, torch.distributed as dist
-from swift.cli.boundary import guarded
+from swift.cli.boundary import run_command
 from swift.errors import ConfigError, NumericError
 from swift.trainers.distributed import Collectives
 from swift.trainers.supervision.heartbeat import Heartbeat
@@ -45,7 +45,7 @@ def main():
             return 0
         collectives.barrier() if collectives.rank == (sys.argv[1] == "refuses") else time.sleep(60)
 
-sys.exit(guarded(main, debug=lambda: False))
+sys.exit(run_command(main, debug=lambda: False))
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -274,12 +275,52 @@ def test_truncated_sampling_is_corrected_too_and_said_to_be_biased(make):
 
 
 def test_log_probs_at_another_temperature_correct_nothing(make):
-    assert (
-        make(correction=CorrectionSettings(mode="token_truncate"), correctable_sampling=False).step.correction(
-            None, None
-        )
-        is None
+    def shift(samples):
+        for sample in samples:
+            sample.sampler_logprobs = sample.sampler_logprobs + np.float32(1.0)
+
+    uncorrected = one_step(make(), shift).gradients
+    corrected, off = (
+        one_step(make(correction=CorrectionSettings(mode="token_truncate"), correctable_sampling=correctable), shift)
+        for correctable in (True, False)
     )
+    assert relative_difference(corrected.gradients, uncorrected) > 0.1
+    assert all(torch.equal(off.gradients[name], gradient) for name, gradient in uncorrected.items())
+    assert "mismatch/is_weight_mean" in corrected.values and "mismatch/is_weight_mean" not in off.values
+
+
+READS = ("item", "tolist", "__float__", "cpu", "numpy")
+"""Methods of a tensor that wait for its device; attention layouts call `__int__` too, of tensors on the host."""
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_number_of_reads_from_the_device_is_that_of_steps_and_not_of_micro_batches(make, monkeypatch, iterations):
+    def reads(max_samples):
+        trainer = make(
+            max_samples=max_samples,
+            iterations=iterations,
+            off_policy_delta=0.2,
+            log_offpolicy=True,
+            correction=CorrectionSettings(mode="token_truncate"),
+            entropy=EntropySettings(coefficient=0.1, adaptive=AdaptiveEntropy(), log=True),
+        )
+        passes, counted = passes_of(trainer), Counter()
+        with monkeypatch.context() as patch:
+            for name in READS:
+                patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name), counted))
+            values = one_step(trainer, stale).values
+        assert len(passes) == 8 / max_samples
+        assert {"ratio/max", "mismatch/ratio_min", "mismatch/is_weight_mean", "off_policy/masked_frac"} <= values.keys()
+        return counted
+
+    def counting(method, counted):
+        def read(tensor, *args, **named):
+            counted[method.__name__] += 1
+            return method(tensor, *args, **named)
+
+        return read
+
+    assert reads(1) == reads(8)
 
 
 # --- what the ratio compares with ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from transformers import Adafactor
 from swift.trainers.arguments import OPTIMIZER_PACKAGES, Optimizer
 from swift.trainers.optimizers import master_weights
 from swift.trainers.optimizers.adamw_cpu import CPUAdamW
-from swift.trainers.optimizers.choice import set_own_optimizer
+from swift.trainers.optimizers.choice import is_registered, set_own_optimizer
 from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.token_budget import expected_bytes
 
@@ -32,7 +32,8 @@ def trained(folder, output_dir, optim, *, dtype=WHOLE, lora=None, steps=5):
         folder, output_dir, model=model, max_steps=steps, warmup_steps=2, lr_scheduler_type="cosine",
         max_grad_norm=0.05, weight_decay=0.1, adam_beta2=0.95, logging_steps=1, learning_rate=1e-2,
     )  # fmt: skip
-    set_own_optimizer(trainer, SimpleNamespace(optim=optim))
+    if is_registered(optim):
+        set_own_optimizer(trainer, SimpleNamespace(optim=optim))
     trainer.train()
     norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}, trainer.optimizer, norms

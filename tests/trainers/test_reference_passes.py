@@ -91,9 +91,9 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     from swift.rollout.replay import ReplayBuffer
 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
-    assert trainer.pipeline.batches.refers_early
+    assert trainer.pipeline.batches.has_early_reference
     trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
-    assert not trainer.pipeline.batches.refers_early
+    assert not trainer.pipeline.batches.has_early_reference
 
 
 def test_a_reference_that_knows_fewer_tokens_than_the_tokenizer_is_refused(nano_folders):

@@ -105,7 +105,7 @@ def test_on_a_cpu_activations_are_bounded(nano_folders, monkeypatch):
 def test_completions_above_the_limit_are_said_once(make):
     trainer = make(max_samples=None, max_tokens=10)
     said = []
-    trainer.planner._say = said.append
+    trainer.planner._report = said.append
     _, passes = stepped(trainer)
     assert [samples for samples, _ in passes] == [1] * 8
     trainer.training_step(trainer.model, next(trainer.pipeline.steps(trainer.progress)))
@@ -157,9 +157,10 @@ def test_what_fits_leaves_room_for_gradients_optimizer_and_surprises():
 def test_the_work_of_a_token_is_that_of_the_model(tmp_path):
     shape = ModelShape.of(config_of(tmp_path, "small"))
     assert shape == ModelShape(512, 8, 512, 128, 1536, 263)
-    assert shape.linear_flops == 2 * 8 * (512 * (2 * 512 + 2 * 128) + 3 * 512 * 1536)
-    assert shape.attention_flops == 8 * 4 * 512
-    assert shape.head_flops == 2 * 512 * 263
+    linear_flops, attention_flops, head_flops = shape.forward_flops()
+    assert linear_flops == 2 * 8 * (512 * (2 * 512 + 2 * 128) + 3 * 512 * 1536)
+    assert attention_flops == 8 * 4 * 512
+    assert head_flops == 2 * 512 * 263
 
 
 def config_of(folder, size):

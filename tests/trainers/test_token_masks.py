@@ -22,7 +22,6 @@ from swift.rl.losses import LossConfig
 from swift.rollout.atropos.api import Group
 from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.batches import BatchConfig, BatchMaker
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.multi_turn.environments import of_envs
 from swift.rollout.multi_turn.source import TrajectorySource
@@ -92,7 +91,7 @@ def sampled(nano_folders):
 def played(folder, template, play, prompt_ids, tokens, **sampling):
     """Trajectories of one prompt, in order."""
     inner = TransformersEngine(policy_of(folder), eos_token_ids=(), tokenizer=template.tokenizer)
-    source = TrajectorySource(AwaitedEngine(inner), template, LIMITS, play, "--gym_env: test")
+    source = TrajectorySource(inner, template, LIMITS, play, "--gym_env: test")
     prompt = Prompt("p", CHAT, prompt_ids)
     params = [SamplingParams(tokens, seed=seed, **sampling) for seed in range(SIZE)]
     wanted = [Request(f"p-0/{i}", prompt_ids, one, prompt) for i, one in enumerate(params)]

@@ -15,7 +15,7 @@ from swift.trainers.supervision.watchdog import Watchdog
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from swift.cli.boundary import guarded
+from swift.cli.boundary import run_command
 from swift.trainers.supervision.watchdog import Watchdog
 
 def stand_still():
@@ -33,7 +33,7 @@ def main():
         print("stands still", flush=True)
         stand_still()
 
-sys.exit(guarded(main, debug=lambda: False))
+sys.exit(run_command(main, debug=lambda: False))
 """
 
 

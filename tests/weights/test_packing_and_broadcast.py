@@ -98,11 +98,11 @@ def test_a_table_of_contents_that_does_not_fit_is_refused():
 def test_a_parcel_gives_the_tensors_back_bit_for_bit_and_a_tied_one_once():
     given = tensors()
     tied = [*given, ("tied", given[0][1])]
-    parcels = [object_store.parcel_of(Bucket(one)) for one in (given, tied)]
+    parcels = [object_store.byte_arrays_of(Bucket(one)) for one in (given, tied)]
     sizes = [len(pickle.dumps(parcel, protocol=5)) for parcel in parcels]
     assert sizes[1] - sizes[0] < given[0][1].nbytes / 10
     assert digest_of(object_store.tensors_of(pickle.loads(pickle.dumps(parcels[1], protocol=5)))) == digest_of(tied)
-    assert object_store.tensors_of(object_store.parcel_of(Bucket([]))) == []
+    assert object_store.tensors_of(object_store.byte_arrays_of(Bucket([]))) == []
 
 
 # --- broadcast ---------------------------------------------------------------------------------------------------

@@ -69,14 +69,14 @@ def datasets(name: str) -> Rule:
 
     def rule(draft: Draft, key: str, raw: Any) -> None:
         entries = raw if isinstance(raw, list) else [raw]
-        if not all(isinstance(one, dict) and one.get("path") for one in entries):
+        if not all(isinstance(entry, dict) and entry.get("path") for entry in entries):
             draft.lose(key, "not a list of maps with `path`")
             return
         columns: dict[str, str] = {}
-        paths = [path for index, one in enumerate(entries) for path in _paths(draft, f"{key}[{index}]", one, name)]
-        for index, one in enumerate(entries):
-            for part, value in one.items():
-                _take_part(draft, f"{key}[{index}].{part}", part, value, columns, one)
+        paths = [path for index, entry in enumerate(entries) for path in _paths(draft, f"{key}[{index}]", entry, name)]
+        for index, entry in enumerate(entries):
+            for part, value in entry.items():
+                _take_part(draft, f"{key}[{index}].{part}", part, value, columns, entry)
         draft.take(key, name, paths)
         if columns:
             draft.take(f"{key}: field_*", "columns", columns)
@@ -129,7 +129,7 @@ def _are_roles(value: Any, _: Any) -> bool:
 
 
 def _are_answers(value: Any, _: Any) -> bool:
-    return {ALIASES.get(one, one) for one in ([value] if isinstance(value, str) else value)} == {"assistant"}
+    return {ALIASES.get(role, role) for role in ([value] if isinstance(value, str) else value)} == {"assistant"}
 
 
 def _stays(_: Any, entry: Mapping[str, Any]) -> bool:
@@ -166,21 +166,21 @@ def _state(draft: Draft, place: str, value: Any, is_ours: bool, ours: str) -> No
 
 def _take_type(draft: Draft, place: str, value: Any, columns: dict[str, str]) -> None:
     if isinstance(value, dict):
-        columns.update({old: COLUMNS[one] for one, old in value.items() if one in COLUMNS and old != COLUMNS[one]})
+        columns.update({old: COLUMNS[key] for key, old in value.items() if key in COLUMNS and old != COLUMNS[key]})
         draft.lose(place, f"{', '.join(value)}: columns are taken; a prompt format is --template FILE")
         return
     kind, _, way = re.sub(":.*", "", str(value)).partition(".")
-    said = TYPES.get(kind, "rows made by a function or a format; save the rows that it makes to a file")
+    described = TYPES.get(kind, "rows made by a function or a format; save the rows that it makes to a file")
     if value in TRANSFORMS:
         draft.take(place, "dataset_transform", TRANSFORMS[value])
     elif kind in _PAIRS and draft.mode in ("dpo", "ipo", "kto", "orpo", "simpo", "cpo"):
         draft.take(place, "template", kind)
         if way == "icr":
             columns["input"] = "prompt"
-    elif said == _CHAT:
-        draft.same(place, said)
+    elif described == _CHAT:
+        draft.same(place, described)
     else:
-        draft.lose(place, f"{value}: {said}")
+        draft.lose(place, f"{value}: {described}")
 
 
 def chat_template(draft: Draft, key: str, raw: Any) -> None:

@@ -119,12 +119,12 @@ def precision(dtype: str) -> Rule:
     """`bf16`, `fp16` and others: where one is true; without any, float32."""
 
     def rule(draft: Draft, key: str, raw: Any) -> None:
-        others = [one for one in ("bf16", "fp16", "bfloat16", "float16") if one != key]
+        others = [name for name in ("bf16", "fp16", "bfloat16", "float16") if name != key]
         if is_true(raw) or raw == "full":
             draft.take(key, "torch_dtype", dtype)
         elif raw == "auto":
             draft.same(key, "the machine decides")
-        elif key != "bf16" or any(draft.config.get(one) and is_true(draft.config[one]) for one in others):
+        elif key != "bf16" or any(draft.config.get(name) and is_true(draft.config[name]) for name in others):
             draft.same(key, "false changes nothing here")
         else:
             draft.take(key, "torch_dtype", "float32")
@@ -160,11 +160,11 @@ def adapter(draft: Draft, key: str, raw: Any) -> None:
 def unfrozen(draft: Draft, key: str, raw: Any) -> None:
     """Expressions of the parameters to train, whose points are no wildcards."""
     words = [raw] if isinstance(raw, str) else list(raw)
-    if any(re.search(r"\[\d*:\d*\]$", one) for one in words):
+    if any(re.search(r"\[\d*:\d*\]$", word) for word in words):
         draft.lose(key, f"{' '.join(words)}: rows of a parameter cannot be frozen")
         return
     draft.take(key, "freeze_parameters_ratio", "1.0")
-    draft.take(key, "trainable_parameters_regex", "|".join(one.replace(".", r"\.") for one in words))
+    draft.take(key, "trainable_parameters_regex", "|".join(word.replace(".", r"\.") for word in words))
 
 
 def special_tokens(draft: Draft, key: str, raw: Any) -> None:
@@ -200,7 +200,7 @@ def deepspeed(draft: Draft, key: str, raw: Any) -> None:
 def fsdp(draft: Draft, key: str, raw: Any) -> None:
     """The words of FSDP1; the first that says how much is sharded counts."""
     words = raw if isinstance(raw, list) else str(raw).split()
-    draft.take(key, "fsdp", next((one for one in words if one in ("full_shard", "shard_grad_op")), words[0]))
+    draft.take(key, "fsdp", next((word for word in words if word in ("full_shard", "shard_grad_op")), words[0]))
 
 
 def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
@@ -229,7 +229,7 @@ def served(draft: Draft, key: str, raw: Any) -> None:
         draft.take(key, f"vllm_{name}", raw)
         return
     flags = spellings_of(settings_class("rollout"))
-    flag = next((one for one in (f"vllm_{name}", name) if one in flags), None)
+    flag = next((flag for flag in (f"vllm_{name}", name) if flag in flags), None)
     draft.lose(key, f"{raw}: of the server, swift rollout{f' --{flag}' if flag else ', which has no such flag'}")
 
 

@@ -55,7 +55,7 @@ class Imported:
     def report(self) -> Iterator[str]:
         """A line for each key, by what became of it."""
         for fate, heading in HEADINGS.items():
-            lines = [(key, why) for key, one, why in self.draft.lines if one == fate]
+            lines = [(key, why) for key, found, why in self.draft.lines if found == fate]
             if lines:
                 yield f"{heading}:"
                 yield from (f"  {why}" if key == why.partition(":")[0] else f"  {key} -> {why}" for key, why in lines)
@@ -146,7 +146,7 @@ def _import_script(path: str) -> Imported:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text"
         raise ConfigError(f"{path}: script: cannot be read ({reason}); check the path") from error
     script = shell.read_script(path, text)
-    config = {one.spelling: one_value(one) for one in script.given}
+    config = {given.spelling: one_value(given) for given in script.given}
     if script.project == "trl":
         config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
     project = {"trl": "TRL", "swift": "ms-swift"}[script.project]
@@ -159,7 +159,7 @@ def _import_script(path: str) -> Imported:
 def _told_by_keys(path: str, config: Mapping[str, Raw]) -> str:
     """The one mode that has the most of a configuration's keys."""
     names = {rule.name if isinstance(rule := trl.RULES.get(key), Renamed) else key for key in config}
-    modes = ["sft", "rlhf", *(one for one in METHODS if one not in OURS)]
+    modes = ["sft", "rlhf", *(method for method in METHODS if method not in OURS)]
     scores = {mode: len(names & spellings_of(settings_class(mode)).keys()) for mode in modes}
     best = [mode for mode, score in scores.items() if score == max(scores.values())]
     if len(best) > 1:

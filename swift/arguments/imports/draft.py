@@ -115,7 +115,7 @@ class Draft:
 
     def _is_default_elsewhere(self, name: str, raw: Raw) -> bool:
         """Whether it is the default of a setting that the mode does not have."""
-        flags = [one for mode in MODES if (one := _flag(mode, name)) is not None]
+        flags = [flag for mode in MODES if (flag := _flag(mode, name)) is not None]
         if not flags or name in spellings_of(self.cls):
             return False
         try:
@@ -230,7 +230,7 @@ def text_of(raw: Any) -> Raw:
     if isinstance(raw, bool):
         return str(raw).lower()
     if isinstance(raw, list):
-        return [text_of(one) for one in raw]
+        return [text_of(item) for item in raw]
     return raw if raw is None or isinstance(raw, dict | str) else str(raw)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from swift.arguments.imports.draft import known_mode
 from swift.arguments.layers import Given, Layer, read_command_line
+from swift.arguments.values import show
 from swift.errors import ConfigError
 from swift.observability.secrets import mask
 
@@ -71,7 +72,7 @@ class Script:
     def mode(self) -> str:
         """The method that is trained."""
         method = TRAINING[self.project][self.command]
-        types = [one.shown for one in self.given if one.spelling == "rlhf_type"]
+        types = [show(item.raw) for item in self.given if item.spelling == "rlhf_type"]
         return known_mode((types or ["dpo"])[-1] if method == "rlhf" else method, "rlhf_type" if types else method)
 
 
@@ -108,7 +109,7 @@ def read_script(path: str, text: str) -> Script:
         elif project:
             others.append((" ".join(words[:2]), "another command of the script"))
     if len(found) != 1:
-        seen = ", ".join(f"{one.project} {one.command}" for one in found) or "none"
+        seen = ", ".join(f"{script.project} {script.command}" for script in found) or "none"
         raise ConfigError(
             f"{path}: {seen}: a script is imported if one command of it trains (swift sft, rlhf or pt; trl <method>)"
         )
@@ -118,14 +119,14 @@ def read_script(path: str, text: str) -> Script:
 
 def _commands(path: str, text: str) -> Iterator[list[str]]:
     """The words of each simple command."""
-    text = _COMMENT.sub(lambda one: one[1] or "", text).replace("\\\n", " ")
+    text = _COMMENT.sub(lambda match: match[1] or "", text).replace("\\\n", " ")
     arrays: dict[str, str] = {}
     for name, body in _ARRAY.findall(text):
         arrays[name] = f"{arrays.get(name, '')} {' '.join(body.splitlines())}"
     text = _ARRAY.sub("", text)
     for name, body in arrays.items():
         text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', body.replace("\\", r"\\"), text)
-    text = _REDIRECTION.sub(lambda one: one[1] or "", _SUBSTITUTION.sub(lambda one: shlex.quote(one[0]), text))
+    text = _REDIRECTION.sub(lambda match: match[1] or "", _SUBSTITUTION.sub(lambda match: shlex.quote(match[0]), text))
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     words: list[str] = []
@@ -146,8 +147,8 @@ def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
     """Words with the variables that the script itself has set; one that holds flags becomes several words."""
     values: list[str] = []
     for word in words:
-        value = _VARIABLE.sub(lambda one: variables.get(one[1] or one[3], one[2] or one[0]), word)
-        value = _ARITHMETIC.sub(lambda one: _computed(one, variables), value)
+        value = _VARIABLE.sub(lambda match: variables.get(match[1] or match[3], match[2] or match[0]), word)
+        value = _ARITHMETIC.sub(lambda match: _computed(match, variables), value)
         if word not in _REST:
             values += shlex.split(value) if value.startswith("--") and _VARIABLE.fullmatch(word) else [value]
     return values
@@ -155,7 +156,7 @@ def _expanded(words: list[str], variables: Mapping[str, str]) -> list[str]:
 
 def _computed(found: re.Match[str], variables: Mapping[str, str]) -> str:
     """The number that `$((...))` or `$(expr ...)` comes to; the text itself where it is more than whole numbers."""
-    text = re.sub(r"[A-Za-z_]\w*", lambda one: variables.get(one[0], one[0]), found[1] or found[2])
+    text = re.sub(r"[A-Za-z_]\w*", lambda match: variables.get(match[0], match[0]), found[1] or found[2])
     try:
         return str(_integer(ast.parse(text.replace("\\", "").strip(), mode="eval").body))
     except (SyntaxError, KeyError, ZeroDivisionError, TypeError):
@@ -184,14 +185,17 @@ def _script(project: str, command: str, launcher: list[str], line: Layer, enviro
     lost = [("command line", problem) for problem in line.problems]
     if line.config:
         lost.append(("config", f"{line.config}: a file of settings; import it as well"))
-    for one in read_command_line(launcher[1:]).given:
-        if one.spelling in LAUNCHED:
-            environment.setdefault(LAUNCHED[one.spelling], one.shown)
+    for item in read_command_line(launcher[1:]).given:
+        if item.spelling in LAUNCHED:
+            environment.setdefault(LAUNCHED[item.spelling], show(item.raw))
         else:
             lost.append(
-                (one.spelling, f"{mask(one.spelling, one.shown)}: of {launcher[0]}, which starts the command there")
+                (
+                    item.spelling,
+                    f"{mask(item.spelling, show(item.raw))}: of {launcher[0]}, which starts the command there",
+                )
             )
-    unknown = [one for one in line.given if _SHELL_WORD.search(one.shown)]
-    for one in unknown:
-        lost.append((one.spelling, f"{mask(one.spelling, one.shown)}: known to the shell alone; give its value"))
-    return Script(project, command, [one for one in line.given if one not in unknown], environment, lost)
+    unknown = [item for item in line.given if _SHELL_WORD.search(show(item.raw))]
+    for item in unknown:
+        lost.append((item.spelling, f"{mask(item.spelling, show(item.raw))}: known to the shell alone; give its value"))
+    return Script(project, command, [item for item in line.given if item not in unknown], environment, lost)

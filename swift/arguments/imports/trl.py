@@ -77,22 +77,22 @@ def needed(draft: Draft, key: str, name: str, raw: Any) -> None:
 def _mixture(draft: Draft, key: str, raw: Any) -> None:
     """`datasets` of a mixture, of TRL and of recipes built on it."""
     entries = raw.get("datasets", []) if isinstance(raw, dict) else raw
-    if not all(isinstance(one, dict) for one in entries):
+    if not all(isinstance(entry, dict) for entry in entries):
         draft.lose(key, "not a list of maps with `path`")
         return
     names = []
-    for index, one in enumerate(entries):
+    for index, entry in enumerate(entries):
         place = f"{key}[{index}]"
-        subset = one.get("config") or (one.get("name") if "path" in one else None)
-        part = take_split(draft, f"{place}.split", one["split"]) if one.get("split") else ""
+        subset = entry.get("config") or (entry.get("name") if "path" in entry else None)
+        part = take_split(draft, f"{place}.split", entry["split"]) if entry.get("split") else ""
         of = f":{subset}" if subset and subset != "default" else ""
-        names.append(f"{one.get('path') or one.get('id')}{of}{part}")
-        for name in {"weight", "data_files", "data_dir"} & set(one):
-            if one[name] not in (None, 1.0):
+        names.append(f"{entry.get('path') or entry.get('id')}{of}{part}")
+        for name in {"weight", "data_files", "data_dir"} & set(entry):
+            if entry[name] not in (None, 1.0):
                 draft.lose(
-                    f"{place}.{name}", f"{one[name]}: weights are --interleave_prob, files are named in --dataset"
+                    f"{place}.{name}", f"{entry[name]}: weights are --interleave_prob, files are named in --dataset"
                 )
-        for name in set(one) - DATASET:
+        for name in set(entry) - DATASET:
             draft.lose(f"{place}.{name}", "unknown to swift")
     draft.take(key, "dataset", list(dict.fromkeys(names)))
     for name in set(raw) - {"datasets"} if isinstance(raw, dict) else ():

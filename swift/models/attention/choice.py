@@ -1,4 +1,4 @@
-"""Whether a model may be packed: a trial says so.
+"""Choice between packed attention and a model's own, by a trial on short sequences.
 
 Models whose layers need more than a `Variant` (recurrent or linear attention layers, positions that are not rotary)
 keep their own attention and take padded rows, which is slower and equal.
@@ -24,17 +24,17 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that can be packed, as configurations name them."""
 
 WHOLE = ("hidden_size_per_layer_input", "output_router_logits", "output_hidden_states", "output_attentions")
-"""Settings of models that are tried with all layers: inputs of each layer, and outputs that transformers collects by
+"""Settings of models whose trial needs all layers: inputs of each layer, and outputs that transformers collects by
 hooks on the layers of the first pass."""
 
-ASKED: dict[str, Kernel] = {"flash_attention_2": "flash", "flex_attention": "flex"}
-"""Kernels that `--attn_impl` asks for, by transformers' names."""
+REQUESTED: dict[str, Kernel] = {"flash_attention_2": "flash", "flex_attention": "flex"}
+"""transformers' name of an `--attn_impl` -> kernel that it requests."""
 
 
 def choose_attention(model: nn.Module) -> str | None:
-    """Give `model` packed attention where that computes what its own attention does, which is tried out.
+    """Give `model` packed attention if a trial finds its logits equal to those of its own attention.
 
-    A model on the device "meta" stays as it is: without numbers nothing can be tried out.
+    A model on the device "meta" stays as it is, because its weights have no values for a trial.
 
     Returns:
         why the model keeps its own attention, in a few words; None when it is packed now.
@@ -42,7 +42,7 @@ def choose_attention(model: nn.Module) -> str | None:
     if is_packed(model):
         return None
     base = transformers_model(model)
-    own = asked = base.config.get_text_config()._attn_implementation
+    own = requested = base.config.get_text_config()._attn_implementation
     if own == "sdpa" and has_soft_cap(base.config):
         own = "eager"
         base.set_attn_implementation(own)
@@ -50,14 +50,14 @@ def choose_attention(model: nn.Module) -> str | None:
     if obstacle is None and base.device.type != "meta":
         if own == "flex_attention":  # it would compile for each length of the trial
             base.set_attn_implementation("eager")
-        obstacle = _packing_gap(model, ASKED.get(asked))
+        obstacle = _packing_gap(model, REQUESTED.get(requested))
         if obstacle is not None:
             base.set_attn_implementation(own)
     return obstacle
 
 
 def has_soft_cap(config: Any) -> bool:
-    """Whether attention caps its scores, which transformers' sdpa leaves out without a word."""
+    """Whether attention caps its scores, which transformers' sdpa silently omits."""
     return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
@@ -79,19 +79,26 @@ def packing_obstacle(model: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def _shallow(model: nn.Module) -> Iterator[None]:
-    """Leave `model` as many of its first layers as hold one of each kind.
+    """Leave `model` the shortest run of first layers that has a layer of each kind.
 
-    A trial of those says the same, and is over soon where the weights of a large model are still on the host.
+    Layers are of the same kind if the classes of their modules and the plain attributes of these are equal. The trial
+    needs no others, and is short even if the weights of a large model are still on the host.
     """
     base = transformers_model(model)
     decoder, config = base.get_decoder(), base.config.get_text_config()
     layers, number = getattr(decoder, "layers", None), getattr(config, "num_hidden_layers", None)
-    asks_more = any(getattr(config, one, None) for one in WHOLE)
-    if not isinstance(layers, nn.ModuleList) or number != len(layers) or asks_more:
+    needs_all = any(getattr(config, name, None) for name in WHOLE)
+    if not isinstance(layers, nn.ModuleList) or number != len(layers) or needs_all:
         yield
         return
     types = getattr(config, "layer_types", None) or [None] * number
-    kinds = [(kind, _traits(layer)) for kind, layer in zip(types, layers, strict=True)]
+    kinds = []
+    for kind, layer in zip(types, layers, strict=True):
+        traits = []
+        for module in layer.modules():
+            plain = {k: v for k, v in vars(module).items() if isinstance(v, int | float | str) and k != "layer_idx"}
+            traits.append((type(module), plain))
+        kinds.append((kind, traits))
     config.num_hidden_layers = 1 + max(map(kinds.index, kinds))
     decoder.layers = layers[: config.num_hidden_layers]
     try:
@@ -100,19 +107,15 @@ def _shallow(model: nn.Module) -> Iterator[None]:
         decoder.layers, config.num_hidden_layers = layers, number
 
 
-def _traits(layer: nn.Module) -> list[Any]:
-    """What tells layers apart beside their weights: the classes of their modules, with their plain attributes."""
-    return [
-        (type(module), {k: v for k, v in vars(module).items() if isinstance(v, int | float | str) and k != "layer_idx"})
-        for module in layer.modules()
-    ]
-
-
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]]:
-    """`model` without gradients and dropout, on its first layers; gives sequences to try it with, and the device.
+    """Prepare `model` for a trial: evaluation mode, no gradients, only its first layers.
 
-    Of a model on the host these layers are on the GPU meanwhile, if there is one: its kernels are tried.
+    The layers of a model on the host are on the GPU inside the block, if there is one, so that the trial runs its
+    kernels.
+
+    Yields:
+        sequences for the trial, and the device of the model.
     """
     size = min(97, transformers_model(model).config.get_text_config().vocab_size)
     ids = [(7 * i + 3) % size for i in range(32)]
@@ -123,8 +126,9 @@ def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]
     ]
     was_training = model.training
     model.eval()
+    placement = _on_gpu(model) if torch.cuda.is_available() else contextlib.nullcontext()
     try:
-        with torch.no_grad(), _shallow(model), _on_gpu(model):
+        with torch.no_grad(), _shallow(model), placement:
             yield sequences, next(model.parameters()).device
     finally:
         model.train(was_training)
@@ -132,65 +136,57 @@ def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]
 
 @contextlib.contextmanager
 def _on_gpu(model: nn.Module) -> Iterator[None]:
-    """Lend the tensors of a model on the host to the current GPU, unless its free memory is short."""
-    lent: dict[Tensor, Tensor] = {}
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-        tensors = (*model.parameters(), *model.buffers())
-        host = {one: one.data for one in tensors if one.device.type == "cpu"}
-        if sum(one.nbytes for one in host) < torch.cuda.mem_get_info(device)[0] // 2:
-            lent = host
+    """Move the tensors of a model on the host to the current GPU, unless its free memory is short; back at the end."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = (*model.parameters(), *model.buffers())
+    on_host = {tensor: tensor.data for tensor in tensors if tensor.device.type == "cpu"}
+    if sum(tensor.nbytes for tensor in on_host) >= torch.cuda.mem_get_info(device)[0] // 2:
+        on_host = {}
     try:
-        for one in lent:
-            one.data = one.data.to(device)
+        for tensor in on_host:
+            tensor.data = tensor.data.to(device)
         yield
     finally:
-        for one, data in lent.items():
-            one.data = data
+        for tensor, data in on_host.items():
+            tensor.data = data
 
 
 def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
-    """Enable packing and compare the logits of a few sequences with those of before."""
+    """Enable packing and compare the logits of a few sequences with those of the model's own attention."""
+    variants: list[Variant] = []  # of each layer that calls attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant, *rest: Any) -> Tensor:
+        variants.append(variant)
+        return SegmentLayout.attend(layout, query, key, value, scale, variant, *rest)
+
     try:
         with trial(model) as (sequences, device):
-            own_NV = torch.cat([completion_logits(model, pad([one], device=device)) for one in sequences]).float()
+            rows = [completion_logits(model, pad([sequence], device=device)) for sequence in sequences]
+            own_NV = torch.cat(rows).float()
             enable_packed_attention(model, kernel)
             tokens = pack(sequences, device=device)
-            asked = _noted_calls(tokens.inputs["attention_layout"])
+            layout: SegmentLayout = tokens.inputs["attention_layout"]
+            layout.attend = attend  # type: ignore[method-assign, assignment]
             config = transformers_model(model).config.get_text_config()
             num_layers, num_windows = getattr(config, "num_hidden_layers", None) or 1, _num_windows(config)
             gap_N = (completion_logits(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
-    except Exception as error:  # whatever a model does with what it does not expect; its own attention goes on
+    except Exception as error:  # models fail on packed inputs in types of their own; they keep their own attention
         return f"packing fails ({type(error).__name__}: {first_line(error)[:120]})"
-    if len(asked) < num_layers:
+    if len(variants) < num_layers:
         return "not all of its layers ask transformers' attention interface"
-    if sum(variant.window is not None for variant in asked) < num_windows:
+    if sum(variant.window is not None for variant in variants) < num_windows:
         return "not all of its layers hand their sliding window to attention"
-    gaps = torch.stack([one.mean() for one in gap_N.split([len(one.completion_ids) for one in sequences])])
+    lengths = [len(sequence.completion_ids) for sequence in sequences]
+    gaps = torch.stack([sequence_gap.mean() for sequence_gap in gap_N.split(lengths)])
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
     agree = float(gaps.max()) <= tolerance * float(own_NV.std())  # NaN does not
     return None if agree else "packed logits differ from its own"
 
 
-def _noted_calls(layout: SegmentLayout) -> list[Variant]:
-    """A list that grows with each layer that asks for attention, by what it asks for."""
-    calls: list[Variant] = []
-    attend = layout.attend
-
-    def noted(
-        query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant, kernel: Kernel | None
-    ) -> Tensor:
-        calls.append(variant)
-        return attend(query, key, value, scale, variant, kernel)
-
-    layout.attend = noted  # type: ignore[method-assign, assignment]
-    return calls
-
-
 def _num_windows(config: Any) -> int:
-    """How many layers have a sliding window, which a trial on short sequences does not show."""
+    """Number of layers with a sliding window, which a trial on short sequences does not show."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         return sum(kind == "sliding_attention" for kind in kinds[: config.num_hidden_layers])

@@ -30,17 +30,17 @@ class FlashSegments:
             own = [(seen.index, span.index) for seen, span in group.seen() if span.length]
             if len(own) == 1 and len(own[0][0]) == len(prompt):
                 prompt, own = torch.cat([prompt, own[0][1]]), []
-            queries += [len(prompt), *(len(one) for _, one in own)]
+            queries += [len(prompt), *(len(places) for _, places in own)]
             keys += [prompt, *(torch.cat(pair) for pair in own)]
-            order += [prompt, *(one for _, one in own)]
+            order += [prompt, *(places for _, places in own)]
         self.key_index = torch.cat(keys).to(device)
         """[C] where in the stream each key stands."""
         query_index = torch.cat(order)
         self.query_index = None if bool((query_index.diff() == 1).all()) else query_index.to(device)
         """[T] where in the stream each query stands; None where they are in its order."""
-        lengths = queries, [len(one) for one in keys]
+        lengths = queries, [len(places) for places in keys]
         self.starts_q, self.starts_k = (
-            torch.tensor([0, *accumulate(one)], dtype=torch.int32, device=device) for one in lengths
+            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in lengths
         )
         self.longest_q, self.longest_k = map(max, lengths)
 

@@ -1,4 +1,4 @@
-"""Attention of packed segments by FlexAttention: one kernel over the stream that passes over blocks nobody sees.
+"""Attention of packed segments by FlexAttention: one kernel over the stream, which skips fully masked blocks.
 
 The stream is filled up to a multiple of `FILL` tokens, so that it is compiled for few lengths; the filling is a segment
 of its own.
@@ -26,7 +26,7 @@ class FlexSegments:
         numbers = segment_numbers(groups)
         self.num_tokens = numbers[0].shape[0]
         self.num_filling = -self.num_tokens % FILL
-        filled = [nn.functional.pad(one, (0, self.num_filling), value=-1).to(device) for one in numbers]
+        filled = [nn.functional.pad(number, (0, self.num_filling), value=-1).to(device) for number in numbers]
         self.block_mask = _block_mask_of(*filled)
 
     @staticmethod
@@ -37,7 +37,7 @@ class FlexSegments:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant) -> Tensor:
         """See `SegmentLayout.attend`."""
         states = in_autocast_type(query, key, value)
-        filled = [nn.functional.pad(one, (0, 0, 0, self.num_filling)) for one in states]
+        filled = [nn.functional.pad(state, (0, 0, 0, self.num_filling)) for state in states]
         output = _flex_attention(query.device.type)(
             *filled, block_mask=self.block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
@@ -45,10 +45,10 @@ class FlexSegments:
 
 
 def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token of the stream the number of its segment, that of its prompt, and where what it sees of it ends.
+    """For each token of the stream: number of its segment, of its prompt, and end of the visible part of the prompt.
 
-    A query sees the keys before it whose segment is one of these two, those of the prompt up to that place; of its own,
-    itself too. The prompt of a token in a prompt is that prompt.
+    A query attends to earlier keys of its prompt up to that end, and to those of its own segment up to itself. The
+    prompt of a token in a prompt is that prompt.
     """
     num_tokens = sum(span.length for group in groups for span in (group.prompt, *group.completions))
     segment_T, prompt_T, end_T = torch.empty(3, num_tokens, dtype=torch.long)

@@ -1,7 +1,7 @@
-"""How a model's layers come to ask a layout: through transformers' own table of attention functions.
+"""Registration of packed attention with transformers' table of attention functions.
 
 A layout travels as `attention_layout` through the layers of any decoder that uses `AttentionInterface`, so no model is
-patched. The name under which packed attention stands in a model's config says which kernel was asked for.
+patched. The name of packed attention in a model's config selects the kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swift.models.attention.rows import SegmentRows
 from swift.models.attention.spans import Variant
 
 KERNEL_OF: dict[str, Kernel | None] = {"swift_segments": None, "swift_block_mask": "flex", "swift_varlen": "flash"}
-"""Names of packed attention; None means the best kernel of the device."""
+"""Name of packed attention in a model's config -> kernel; None means the best kernel of the device."""
 
 
 def _segment_attention(
@@ -31,7 +31,7 @@ def _segment_attention(
     """The attention function registered with transformers; see `AttentionInterface` for the contract.
 
     Raises:
-        NotImplementedError: the layer does not pass the layout on, or wants more than a `Variant`.
+        NotImplementedError: the layer does not pass the layout on, or needs more than a `Variant`.
     """
     if attention_layout is None:
         raise NotImplementedError("its layers do not pass the packed layout on to attention")
@@ -51,7 +51,7 @@ def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> N
 
     for name in KERNEL_OF:
         AttentionInterface.register(name, _segment_attention)
-    chosen = next(name for name, one in KERNEL_OF.items() if one == kernel)
+    chosen = next(name for name, known in KERNEL_OF.items() if known == kernel)
     transformers_model(model).set_attn_implementation(chosen)
 
 

@@ -1,7 +1,7 @@
 """The segments of a packed stream, and the kernel that computes their attention.
 
-flash    flash-attn, where `--attn_impl flash_attn` asks for it
-flex     FlexAttention, where `--attn_impl flex_attention` asks for it, and on CUDA if a trial agrees with rows
+flash    flash-attn, with `--attn_impl flash_attn`
+flex     FlexAttention, with `--attn_impl flex_attention`, and on CUDA if a trial agrees with rows
 rows     masked SDPA: everything else, and every layer that the others cannot compute
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -37,7 +37,7 @@ TRIAL_TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 5e-
 
 
 class SegmentLayout:
-    """The segments of one packed stream, with what kernels need to know about them, made once for all layers.
+    """The segments of one packed stream, with each kernel's view of them, made once for all layers.
 
     Args:
         groups: the segments in stream order; together they are the whole stream.
@@ -77,27 +77,24 @@ class SegmentLayout:
         variant = variant.within(self.longest)
         if kernel is None and variant.is_plain:
             heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
-            kernel = kernel_for(query.device, _computed_in(query), heads)
-        if kernel is None or not KERNELS[kernel].computes(variant):
+            autocasts = torch.is_autocast_enabled(query.device.type)
+            dtype = torch.get_autocast_dtype(query.device.type) if autocasts else query.dtype
+            kernel = kernel_for(query.device, dtype, heads)
+        if kernel != "rows" and (kernel is None or not KERNELS[kernel].computes(variant)):
             kernel = "rows"
-        return self.using(kernel).attend(query, key, value, scale, variant)
-
-    def using(self, kernel: Kernel) -> SegmentRows | FlexSegments | FlashSegments:
-        """One kernel's view of this layout."""
         if kernel not in self._made:
             self._made[kernel] = KERNELS[kernel](self.groups, self.device)
-        return self._made[kernel]
+        return self._made[kernel].attend(query, key, value, scale, variant)
 
 
+@dataclass(eq=False, slots=True)
 class DecodeLayout:
     """Attention of one new token per row to its row of the key/value cache.
 
-    Args:
-        mask: [R, 1, 1, C] bool, False where the cache holds left padding, or None when no row is padded.
+    mask: [R, 1, 1, C] bool, False where the cache holds left padding, or None when no row is padded.
     """
 
-    def __init__(self, mask: Tensor | None) -> None:
-        self.mask = mask
+    mask: Tensor | None
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant = PLAIN
@@ -127,12 +124,6 @@ class DecodeLayout:
         return found.reshape(num_rows, 1, num_heads, value.shape[3])
 
 
-def _computed_in(states: Tensor) -> torch.dtype:
-    """The type in which attention is computed."""
-    device_type = states.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states.dtype
-
-
 @lru_cache(maxsize=64)
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]) -> Kernel:
     """The best kernel for states on a device; `heads`: H, K, D and E of `SegmentLayout.attend`."""
@@ -157,7 +148,7 @@ def flex_obstacle(device: torch.device, dtype: torch.dtype, heads: tuple[int, in
     states = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
     def outcome(kernel: Kernel) -> list[Tensor]:
-        query, key, value = (one.clone().requires_grad_() for one in states)
+        query, key, value = (state.clone().requires_grad_() for state in states)
         output = layout.attend(query, key, value, None, kernel=kernel)
         return [output.detach(), *torch.autograd.grad(output.float().square().sum(), (query, key, value))]
 

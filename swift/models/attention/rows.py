@@ -1,4 +1,4 @@
-"""Attention of packed segments by masked SDPA: the way of every device that has no better one, and the oracle.
+"""Attention of packed segments by masked SDPA: the kernel of devices without a faster one, and the reference in tests.
 
 Segments of similar size are gathered into blocks of rows: prompts, padded at their ends, and completions behind a copy
 of their prompt, which is padded at its front:
@@ -42,11 +42,6 @@ class _Row:
     prompt: Span
     span: Span
 
-    @property
-    def scores(self) -> int:
-        """Of a head."""
-        return self.span.length * (self.prompt.length + self.span.length)
-
 
 class SegmentRows:
     """Attention of one layout's segments, block by block.
@@ -78,7 +73,7 @@ class SegmentRows:
 
     @staticmethod
     def computes(variant: Variant) -> bool:
-        """Everything."""
+        """Whether this kernel computes the variant: it computes all."""
         return True
 
     def attend(
@@ -86,22 +81,23 @@ class SegmentRows:
     ) -> Tensor:
         """See `SegmentLayout.attend`."""
         heads = query.shape[1], key.shape[1]
-        tables_TX = [one[0].transpose(0, 1).flatten(1) for one in in_autocast_type(query, key, value)]
+        tables_TX = [states[0].transpose(0, 1).flatten(1) for states in in_autocast_type(query, key, value)]
         parts = [block.attend(*tables_TX, heads=heads, scale=scale, variant=variant) for block in self._blocks]
         found = torch.cat([part.flatten(0, 1) for part in parts])
         return nn.functional.embedding(self._places, found).view(1, -1, heads[0], value.shape[3])
 
 
 def _blocks(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    """Rows of similar size together."""
+    """Rows of similar size, to be computed together."""
     block: list[_Row] = []
     needed = longest = before = 0
     for row in sorted(rows, key=lambda row: (row.prompt.length, row.span.length)):
         longest, before = max(longest, row.span.length), max(before, row.prompt.length)
-        needed += row.scores
+        scores = row.span.length * (row.prompt.length + row.span.length)  # of a head
+        needed += scores
         if block and (len(block) + 1) * longest * (before + longest) > WASTE * needed:
             yield block
-            block, needed, longest, before = [], row.scores, row.span.length, row.prompt.length
+            block, needed, longest, before = [], scores, row.span.length, row.prompt.length
         block.append(row)
     if block:
         yield block

@@ -76,7 +76,7 @@ def in_autocast_type(*states: Tensor) -> tuple[Tensor, ...]:
     device_type = states[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return states
-    return tuple(one.to(torch.get_autocast_dtype(device_type)) for one in states)
+    return tuple(state.to(torch.get_autocast_dtype(device_type)) for state in states)
 
 
 def attended(

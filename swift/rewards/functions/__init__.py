@@ -4,6 +4,6 @@
     >>> Format()(["<think>one and one</think><answer>2</answer>"])
     [1.0]
 
-A new function is a new file that registers a class, with the settings of its own that it declares. None of them
-imports torch; those that need a library (math-verify, reasoning-gym) import it when they are built.
+A new function is a new file that registers a class and declares its settings. None of the functions imports torch;
+those that need a library (math-verify, reasoning-gym) import it when they are built.
 """

@@ -1,11 +1,11 @@
-"""Is the answer right? math-verify where the ground truth is mathematics, string equality elsewhere.
+"""Accuracy: math-verify if the ground truth is mathematics, string equality otherwise.
 
-The score of one (ground truth, completion) pair is a pure function and is remembered per worker under a digest of the
-pair, so `accuracy` and `cosine`, listed together, parse every completion once.
+The score of one (ground truth, completion) pair is a pure function and is cached per worker under a digest of the pair,
+so `accuracy` and `cosine`, listed together, parse every completion once.
 
-An answer such as 9^(9^(9^9)) would keep a computer algebra system busy for ever, some of it in code that
-no timer can interrupt. Numbers of more than `MAX_POWER_DIGITS` digits are therefore never handed to the
-comparison: such an answer is wrong unless it is written exactly like the ground truth.
+A computer algebra system would not finish an answer such as 9^(9^(9^9)), and some of its code cannot be interrupted by
+a timer. Numbers of more than `MAX_POWER_DIGITS` digits are therefore not compared: such an answer is wrong unless it is
+written exactly like the ground truth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MathAccuracy(ORM):
     """1.0 for a right answer, 0.0 for a wrong one.
 
     `counters` holds how many samples had a ground truth that math-verify cannot parse (compared as strings)
-    and how many had none at all (0.0); the reward pipeline reads and resets it after each call.
+    and how many had none (0.0); the reward worker reads and resets it after each call.
     """
 
     counts_ground_truths = True
@@ -65,7 +65,7 @@ def ground_truth(solution: Any) -> str:
 
 @lru_cache(maxsize=KEPT_TRUTHS)
 def truth_kind(truth: str) -> TruthKind:
-    """Whether math-verify understands `truth`; "missing" for an empty one."""
+    """Whether math-verify can parse `truth`; "missing" if it is empty."""
     if not truth:
         return "missing"
     return "parsed" if any(not isinstance(item, str) for item in _parse_truth(truth)) else "unparsed"

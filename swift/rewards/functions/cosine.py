@@ -1,4 +1,4 @@
-"""Short right answers earn more than long ones; long wrong answers lose less (arXiv:2502.03373)."""
+"""Cosine reward: higher for short right answers and for long wrong ones (arXiv:2502.03373)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CosineParameters:
 class CosineReward(CosineParameters, ORM):
     """R = hi - (hi - lo)(1 - cos(pi t / T)) / 2 with t = min(n, T): hi at no tokens, lo at T and beyond.
 
-    The parameters are the settings above; T is `cosine_max_len`, where that is None `max_completion_length`.
+    The parameters are the settings above; T is `cosine_max_len`, or `max_completion_length` if that is None.
 
     Raises:
         ConfigError: when T is not positive.

@@ -9,7 +9,7 @@ from swift.plugin.registry import orms
 
 @orms.register("environment")
 def environment(completions: list[str], environment_reward: list[float | None], **kwargs: Any) -> list[float | None]:
-    """The sum of what `--gym_env` or NeMo Gym gave for the turns of a completion; None without any."""
+    """The sum of the rewards of `--gym_env` or NeMo Gym for the turns of a completion; None without any."""
     return list(environment_reward)
 
 

@@ -1,4 +1,4 @@
-"""Does the text have the asked-for shape? Pure pattern rules, 1.0 or 0.0."""
+"""Format of the text: pattern rules, 1.0 or 0.0."""
 
 from __future__ import annotations
 

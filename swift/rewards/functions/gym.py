@@ -1,4 +1,4 @@
-"""Scores of procedurally generated tasks, by the scorer of the library that generated them."""
+"""Scores of procedurally generated tasks by the scorer of reasoning-gym, which generated them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A penalty for saying the same thing again (arXiv:2502.03373)."""
+"""Repetition penalty: share of repeated n-grams (arXiv:2502.03373)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft overlong punishment of DAPO (arXiv:2503.14476): long completions lose up to 1."""
+"""Soft overlong punishment of DAPO (arXiv:2503.14476): long completions get down to -1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SoftOverlongParameters:
 
 
 def ramp_problems(longest: int, cache: int | None) -> Iterator[str]:
-    """A ramp that is missing, or not shorter than the longest completion."""
+    """The problem of a ramp that is missing, or not shorter than the longest completion."""
     if cache is None or not 0 < cache < longest:
         yield (
             f"--soft_cache_length: {'none' if cache is None else cache}: soft_overlong needs it above 0 and below "

@@ -1,4 +1,4 @@
-r"""What rewards read in a text: `<answer>` blocks, `\boxed{}`, the string form of an answer, lengths."""
+r"""Parts of a text for rewards: `<answer>` blocks, `\boxed{}`, the string form of an answer, lengths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _closing_brace(text: str, opening: int, end: int) -> int | None:
-    """The index of the brace that closes the one at `opening`, looking no further than `end`."""
+    """The index of the brace that closes that at `opening`, before `end`; None without one."""
     depth = 0
     for match in re.finditer(r"[{}]", text[opening:end]):
         depth += 1 if match.group() == "{" else -1
@@ -76,6 +76,6 @@ def _unwrap(text: str) -> str:
 
 
 def lengths(completions: list[str], response_token_ids: list[Any] | None) -> list[int]:
-    """Generated tokens of each completion, the end token included; words where a text has no tokens."""
+    """Generated tokens of each completion, the end token included; words if a text has no tokens."""
     ids = response_token_ids or [None] * len(completions)
     return [len(text.split() if own is None else own) for text, own in zip(completions, ids, strict=True)]

@@ -1,4 +1,4 @@
-"""What an advantage estimator is: a centred value of each reward, and what divides it unless the user says otherwise.
+"""Advantage estimators: a centred value of each reward, and its default scale.
 
 `swift.rl.advantages` excludes faulty samples before, and sets groups without reward spread to 0 afterwards, for every
 estimator. A user's plugin registers one like the files beside this:

@@ -1,4 +1,4 @@
-"""What a loss is: an objective at each token, and one normaliser.
+"""Policy losses: an objective at each token, and one normaliser.
 
     loss of a global batch = sum over all tokens t of  m_t * share_i(t) / Z * f_t
 
@@ -48,7 +48,7 @@ class Loss:
     applies_sampler_weight: the objective uses `sampler_log_weight_S` itself, so its result is not weighted again.
     settings: which of `CLIP_SETTINGS` it reads; the others have no effect, which is noted, and `delta` is refused.
     parameters: a dataclass of settings of its own (`swift.flags.flag`), which `config.parameters` holds; None for none.
-    problems: what is wrong with values of the settings, one line each, beginning with the setting's name.
+    problems: problems of values of the settings, one line each, beginning with the setting's name.
     bounds: how the ratio acts, in words.
     """
 
@@ -115,7 +115,7 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What an objective sees of a micro-batch.
+    """Inputs of an objective, for one micro-batch.
 
     policy_logprobs_T: current policy, with gradient.
     log_ratio_T: token log-ratio to the old policy, 0 where the mask is 0, with gradient.
@@ -171,7 +171,7 @@ def get_loss(name: str) -> Loss:
 
 
 def loss_problems(settings: Any) -> Iterator[str]:
-    """What is wrong with the settings of the chosen loss, one line each; a `LossConfig` or those of a run."""
+    """Problems of the settings of the chosen loss, one line each; a `LossConfig` or those of a run."""
     loss = get_loss(settings.loss_type)
     if settings.delta is not None and "delta" not in loss.settings:
         yield f"delta: {settings.delta:g}: loss_type {loss.name} has no clip that it could bound; drop it"

@@ -6,12 +6,9 @@ They differ in their normaliser and in the level of their ratio only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swift.rl.losses.base import CLIP_SETTINGS, Level, Loss, LossConfig, Normaliser, Objective, TokenInputs, losses
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def register_surrogate(
@@ -32,39 +29,28 @@ def register_surrogate(
 
 
 def surrogate(inputs: TokenInputs, config: LossConfig) -> Objective:
-    """The clipped surrogate, and the shares of tokens whose gradient the clip cuts off.
-
-    `clip_ratio/low_mean`: A < 0 and r < 1 - epsilon; `high_mean`: A > 0 and r > 1 + epsilon_high;
-    `region_mean`: either.
-    """
-    ratio_T, advantages_T = inputs.ratio_T, inputs.advantages_T
-    loss_T = clipped_surrogate(
-        ratio_T, advantages_T, epsilon=config.epsilon, epsilon_high=config.clip_high, delta=config.delta
-    )
-    low_T = (ratio_T < 1 - config.epsilon) & (advantages_T < 0)
-    high_T = (ratio_T > 1 + config.clip_high) & (advantages_T > 0)
-    observations_T = {
-        "clip_ratio/low_mean": low_T,
-        "clip_ratio/high_mean": high_T,
-        "clip_ratio/region_mean": low_T | high_T,
-    }
-    return Objective(loss_T, observations_T)
-
-
-def clipped_surrogate(
-    ratio_T: Tensor, advantages_T: Tensor, *, epsilon: float, epsilon_high: float, delta: float | None = None
-) -> Tensor:
     """PPO's clipped surrogate as a loss, `-min(c1 A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, [T].
 
     `c1` is the ratio, or `min(r, delta)` when `delta` is set: the two-sided clip (arXiv:2505.07291), which
     bounds the loss of a token with A < 0 whose ratio has grown. `epsilon_high` above `epsilon` is DAPO's
     clip-higher (arXiv:2503.14476: .2 and .28).
 
+    Observations are the shares of tokens whose gradient the clip cuts off: `clip_ratio/low_mean`: A < 0 and
+    r < 1 - epsilon; `high_mean`: A > 0 and r > 1 + epsilon_high; `region_mean`: either.
+
     Example: r = 1.5, epsilon = epsilon_high = .2: A = 1 gives -1.2, A = -1 gives 1.5 (1.4 with delta = 1.4).
     """
-    clipped_T = ratio_T.clamp(1 - epsilon, 1 + epsilon_high)
-    unclipped_T = ratio_T if delta is None else ratio_T.clamp(max=delta)
-    return -(unclipped_T * advantages_T).minimum(clipped_T * advantages_T)
+    ratio_T, advantages_T, high = inputs.ratio_T, inputs.advantages_T, config.clip_high
+    clipped_T = ratio_T.clamp(1 - config.epsilon, 1 + high)
+    unclipped_T = ratio_T if config.delta is None else ratio_T.clamp(max=config.delta)
+    low_T = (ratio_T < 1 - config.epsilon) & (advantages_T < 0)
+    high_T = (ratio_T > 1 + high) & (advantages_T > 0)
+    observations_T = {
+        "clip_ratio/low_mean": low_T,
+        "clip_ratio/high_mean": high_T,
+        "clip_ratio/region_mean": low_T | high_T,
+    }
+    return Objective(-(unclipped_T * advantages_T).minimum(clipped_T * advantages_T), observations_T)
 
 
 def clip_problems(settings: Any) -> Iterator[str]:

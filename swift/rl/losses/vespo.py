@@ -33,7 +33,7 @@ def gamma_weight(inputs: TokenInputs) -> Tensor:
 
 
 def objective(inputs: TokenInputs, config: LossConfig) -> Objective:
-    """The weighted log-likelihood; `vespo/phi_mean` near 0 tells that the batch is too far off-policy."""
+    """The weighted log-likelihood; `vespo/phi_mean` near 0 means that the batch is too far off-policy."""
     phi_T = gamma_weight(inputs)
     return Objective(-phi_T * inputs.advantages_T * inputs.policy_logprobs_T, {"vespo/phi_mean": phi_T})
 

@@ -182,8 +182,8 @@ class MessageAPI:
 
     def _signed_up(self) -> dict[str, int]:
         self._call("POST", "/register", _Registered, json=asdict(self.registration))
-        said = self._call("GET", "/info", _Info)
-        return {name: getattr(said, name) for name in UNREGISTERED}
+        info = self._call("GET", "/info", _Info)
+        return {name: getattr(info, name) for name in UNREGISTERED}
 
     # --- data -------------------------------------------------------------------------------------------------------
 

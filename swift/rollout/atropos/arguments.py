@@ -14,7 +14,7 @@ NEEDS = "rollout_source=atropos"
 
 @dataclass(kw_only=True)
 class AtroposArguments:
-    """Environments of Atropos, their message API, and what of their samples counts."""
+    """Environments of Atropos, their message API, and the use of their samples."""
 
     GROUP: ClassVar[str] = "Environments"
 
@@ -73,7 +73,7 @@ def _combinations(args: Any) -> Iterator[str]:
 
 
 def _commands(args: Any) -> Iterator[str]:
-    """What keeps the message API and the environments from being started."""
+    """Problems of starting the message API and the environments."""
     from swift.rollout.atropos.processes import library, words
 
     if args.atropos_env and args.atropos_url is None and library() is None:

@@ -98,7 +98,7 @@ class Processes:
         while not is_ready():
             self.check()
             if time.monotonic() > limit:
-                raise EngineError(f"{name}: not ready within {limit_s:g} s; {advice}{self._children[name].said}")
+                raise EngineError(f"{name}: not ready within {limit_s:g} s; {advice}{self._children[name].last_lines}")
             time.sleep(LOOK_S)
 
     def check(self) -> None:

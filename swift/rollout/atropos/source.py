@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from swift.errors import EngineError, NumericError, SwiftError, first_line
 from swift.rollout.atropos.api import Group, MessageAPI
 from swift.rollout.atropos.groups import GroupReader
-from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import Versions
 from swift.rollout.loop import idle
@@ -51,7 +51,7 @@ class AtroposSource(Source):
         max_batches: batches that may be there; None for any number.
     """
 
-    inner: AwaitedEngine
+    inner: InferenceEngine
     api: MessageAPI
     reader: GroupReader
     check: Callable[[], None] = lambda: None
@@ -168,7 +168,7 @@ class AtroposSource(Source):
         return made
 
     def _hold(self, idle: bool) -> None:
-        """Hold requests of environments back, or let them go on; a server that was restarted has to be told again."""
+        """Hold requests of environments back, or continue them; repeated, as a restarted server has no such state."""
         with self._holding:
             if self._closed.is_set():
                 return

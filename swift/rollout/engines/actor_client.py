@@ -1,7 +1,8 @@
-"""The client of an engine in a Ray actor, and the actor's lives.
+"""The client of an engine in a Ray actor, and the actor's instances.
 
-An actor is one life of the engine: when it ends, another is started, at most `restarts` per hour. It is lost when Ray
-reports its end, or when `misses` heartbeats bring no answer. A failure to start is not repeated: it would fail again.
+An actor is one instance of the engine: when it ends, another is started, at most `restarts` per hour. It is lost when
+Ray reports its end, when `misses` heartbeats bring no answer, or when nothing moves for `stall_s` while it has
+requests. A failure to start is not repeated: it would fail again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def _remote_class() -> Any:
 
 
 @dataclass(eq=False)
-class _Life:
+class _Instance:
     """One actor as the client sees it. here: on this node. lost: how it ended, or ""."""
 
     actor: Any
@@ -75,12 +76,12 @@ class ActorClient(EngineClient):
         log_file: of the engine's own output.
         uses: the cluster; closed with the engine.
         timeouts: see `Timeouts`.
-        restarts: lives that may be replaced per hour.
+        restarts: instances that may be replaced per hour.
         weight_transport: see `EngineClient`.
         options: of the actor: where Ray is to place it.
     """
 
-    life: _Life
+    instance: _Instance
     restartable = True
     stored = "object_store"
 
@@ -100,11 +101,11 @@ class ActorClient(EngineClient):
         self.spec, self.log_file, self.devices = spec, Path(log_file), spec.devices
         self.restarts, self.options, self.cluster = restarts, options or {}, uses
         self._restarted: deque[float] = deque()
-        self.life = self._launch()
+        self.instance = self._launch()
 
-    # --- lives ------------------------------------------------------------------------------------------------
+    # --- instances ------------------------------------------------------------------------------------------------
 
-    def _launch(self) -> _Life:
+    def _launch(self) -> _Instance:
         marker = secrets.token_hex(8)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         start = self.log_file.stat().st_size if self.log_file.exists() else 0
@@ -113,33 +114,33 @@ class ActorClient(EngineClient):
         options = {"num_cpus": 0, **self.options, "runtime_env": {"env_vars": variables}}
         remote = _remote_class().options(**options)
         actor = remote.remote(_as_actor_sees(spec), str(self.log_file), marker)
-        return _Life(actor, start, actor.start.remote())
+        return _Instance(actor, start, actor.start.remote())
 
     def connect(self) -> Capabilities:
-        """Wait for the engine of the first life."""
-        life = self.life
+        """Wait for the engine of the first instance."""
+        instance = self.instance
         try:
-            capabilities = self._await_start(life)
+            capabilities = self._await_start(instance)
         except Lost as lost:
-            self._kill(life)
-            raise EngineDead(f"{self.name}: its actor {lost} while it started; {self.last_lines(life)}") from lost
+            self._kill(instance)
+            raise EngineDead(f"{self.name}: its actor {lost} while it started; {self.last_lines(instance)}") from lost
         except SwiftError:
-            self._kill(life)
+            self._kill(instance)
             raise
         return replace(capabilities, devices=self.spec.devices, shares_weights=False)
 
-    def _await_start(self, life: _Life) -> Capabilities:
+    def _await_start(self, instance: _Instance) -> Capabilities:
         capabilities: Capabilities
         try:
-            capabilities, life.pid, node = self._result(life, life.started, "start", self.timeouts.start_s)
+            capabilities, instance.pid, node = self._result(instance, instance.started, "start", self.timeouts.start_s)
         except Late:
-            raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(life)}") from None
-        life.here = node == cluster.this_node()
-        threading.Thread(target=self._listen, args=(life,), name=f"events of {self.name}", daemon=True).start()
+            raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(instance)}") from None
+        instance.here = node == cluster.this_node()
+        threading.Thread(target=self._listen, args=(instance,), name=f"events of {self.name}", daemon=True).start()
         return capabilities
 
     def replace(self, how: str) -> EngineCounters:
-        dead = self.life
+        dead = self.instance
         self._lose(dead, how)
         now = time.monotonic()
         while self._restarted and now - self._restarted[0] > RESTART_WINDOW_S:
@@ -151,100 +152,104 @@ class ActorClient(EngineClient):
             )
         self._restarted.append(now)
         self.check_alive()
-        life = self.life = self._launch()
+        instance = self.instance = self._launch()
         try:
-            self._await_start(life)
+            self._await_start(instance)
         except SwiftError as error:  # it would fail again
-            self._kill(life)
+            self._kill(instance)
             raise EngineDead(f"{self.name}: its actor {how}, and cannot be replaced ({error.problems[0]})") from error
         return EngineCounters(restarts=1)
 
-    def _lose(self, life: _Life, how: str) -> None:
-        """This life is over; whoever waits for it is told."""
-        if life.lost:
+    def _lose(self, instance: _Instance, how: str) -> None:
+        """This instance is over; whoever waits for it is told."""
+        if instance.lost:
             return
-        life.lost = how
-        self._kill(life)
-        self.deliver(life, Lost(how))
+        instance.lost = how
+        self._kill(instance)
+        self.deliver(instance, Lost(how))
 
-    def _kill(self, life: _Life) -> None:
+    def _kill(self, instance: _Instance) -> None:
         import ray
 
         with contextlib.suppress(Exception):  # it may be gone
-            ray.kill(life.actor, no_restart=True)
-        if life.here:  # Ray asks kindly at first, which a process that hangs does not hear
-            guard.kill_titled(life.pid, b"ray::EngineActor")
+            ray.kill(instance.actor, no_restart=True)
+        if instance.here:  # Ray asks kindly at first, which a process that hangs does not hear
+            guard.kill_titled(instance.pid, b"ray::EngineActor")
 
-    def _listen(self, life: _Life) -> None:
-        """The thread that repeats `take` until the life is over."""
+    def _listen(self, instance: _Instance) -> None:
+        """The thread that repeats `take` until the instance is over."""
         import ray
         from ray.exceptions import GetTimeoutError
 
         misses, pending = 0, None
-        while not life.lost and not self.ended:
+        while not instance.lost and not self.ended:
             try:
                 if pending is None:
-                    pending = life.actor.take.remote(self.timeouts.heartbeat_s / 2)
+                    pending = instance.actor.take.remote(self.timeouts.heartbeat_s / 2)
                 arrivals, counters = ray.get(pending, timeout=self.timeouts.heartbeat_s)
             except GetTimeoutError:
                 misses += 1
                 if misses >= self.timeouts.misses:
-                    self._lose(life, f"gave no sign of life for {misses * self.timeouts.heartbeat_s:g} s")
+                    self._lose(instance, f"gave no sign of life for {misses * self.timeouts.heartbeat_s:g} s")
                 continue
             except Exception as error:
-                self._lose(life, how_ended(error, life))
+                self._lose(instance, how_ended(error, instance))
                 return
             misses, pending = 0, None
-            self._count(life, EngineCounters(**counters), arrived=bool(arrivals))
+            self._count(instance, EngineCounters(**counters), arrived=bool(arrivals))
             for arrival in arrivals:
-                self.deliver(life, arrival)
+                self.deliver(instance, arrival)
+            if not self.outstanding or self._paused:
+                self.progress_at = time.monotonic()
+            elif time.monotonic() - self.progress_at > self.timeouts.stall_s:
+                self._lose(instance, f"made no progress for {self.timeouts.stall_s:g} s; {self._stacks_of(instance)}")
 
-    def _count(self, life: _Life, seen: EngineCounters, *, arrived: bool) -> None:
-        if self.life is not life:
+    def _count(self, instance: _Instance, seen: EngineCounters, *, arrived: bool) -> None:
+        if self.instance is not instance:
             return
-        before, self.lived = self.lived, seen
+        before, self.instance_counters = self.instance_counters, seen
         if arrived or seen != before:
             self.progress_at = time.monotonic()
 
     # --- calls ------------------------------------------------------------------------------------------------
 
-    def post(self, life: object, requests: Sequence[Request]) -> None:
-        assert isinstance(life, _Life)
-        if life.lost:
-            raise Lost(life.lost)
-        life.actor.submit.remote([replace(one, prompt=None) for one in requests])
+    def post(self, instance: object, requests: Sequence[Request]) -> None:
+        assert isinstance(instance, _Instance)
+        if instance.lost:
+            raise Lost(instance.lost)
+        instance.actor.submit.remote([replace(one, prompt=None) for one in requests])
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        if not self.life.lost:
-            self.life.actor.abort.remote(list(request_ids))
+        if not self.instance.lost:
+            self.instance.actor.abort.remote(list(request_ids))
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
         return self.start_call(name, timeout_s, **fields)()
 
     def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        life = self.life
-        if life.lost:
-            raise Lost(life.lost)
+        instance = self.instance
+        if instance.lost:
+            raise Lost(instance.lost)
         deadline = time.monotonic() + timeout_s
         if name in ENGINE_METHODS:
-            pending = life.actor.do.remote(name, **fields)
+            pending = instance.actor.do.remote(name, **fields)
         else:
-            pending = getattr(life.actor, name).remote(**fields)
-        return lambda: self._result(life, pending, name, max(0.0, deadline - time.monotonic()))
+            pending = getattr(instance.actor, name).remote(**fields)
+        return lambda: self._result(instance, pending, name, max(0.0, deadline - time.monotonic()))
 
-    def _result(self, life: _Life, pending: Any, name: str, timeout_s: float) -> Any:
+    def _result(self, instance: _Instance, pending: Any, name: str, timeout_s: float) -> Any:
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
             return ray.get(pending, timeout=timeout_s)
         except GetTimeoutError:
-            if life.lost:
-                raise Lost(life.lost) from None
-            where = self._stacks_of(life) if name != "health" else ""
+            if instance.lost:
+                raise Lost(instance.lost) from None
+            where = self._stacks_of(instance) if name != "health" else ""
             late = Late(f"did not answer {name} in time; {where}".rstrip("; "))
             if name not in TOLERATED:
-                self._lose(life, str(late))
+                self._lose(instance, str(late))
             raise late from None
         except RayTaskError as error:
             cause = error.cause
@@ -254,11 +259,11 @@ class ActorClient(EngineClient):
                 raise EngineDead(f"{self.name}: {type(cause).__name__}: {first_line(cause)}") from None
             of_type = "" if isinstance(cause, SwiftError) else f"{type(cause).__name__}: "
             how = f"failed ({of_type}{first_line(cause)})"
-            self._lose(life, how)
+            self._lose(instance, how)
             raise Lost(how) from None
         except RayError as error:
-            self._lose(life, life.lost or how_ended(error, life))
-            raise Lost(life.lost) from None
+            self._lose(instance, instance.lost or how_ended(error, instance))
+            raise Lost(instance.lost) from None
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -275,8 +280,8 @@ class ActorClient(EngineClient):
         return self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
 
     def abort_update(self, update: int) -> None:
-        if not self.life.lost:
-            self.life.actor.abort_update.remote(update)
+        if not self.instance.lost:
+            self.instance.actor.abort_update.remote(update)
 
     def address(self) -> str:
         if self.cluster.is_local:
@@ -288,10 +293,10 @@ class ActorClient(EngineClient):
     # --- watching ---------------------------------------------------------------------------------------------
 
     def ask_health(self) -> Health:
-        life = self.life
-        if life.lost:
-            return Health(False, f"{self.name}: its actor {life.lost}")
-        if not life.pid:
+        instance = self.instance
+        if instance.lost:
+            return Health(False, f"{self.name}: its actor {instance.lost}")
+        if not instance.pid:
             return Health(False, f"{self.name} is starting")
         try:
             state: Health = self.call("health", HEALTH_S)
@@ -300,34 +305,34 @@ class ActorClient(EngineClient):
         return state
 
     def stacks(self) -> str:
-        return f"gone ({self.life.lost})" if self.life.lost else self._stacks_of(self.life)
+        return f"gone ({self.instance.lost})" if self.instance.lost else self._stacks_of(self.instance)
 
-    def _stacks_of(self, life: _Life) -> str:
+    def _stacks_of(self, instance: _Instance) -> str:
         import ray
 
         try:
-            return str(ray.get(life.actor.stacks.remote(), timeout=3.0))
+            return str(ray.get(instance.actor.stacks.remote(), timeout=3.0))
         except Exception:  # it does not answer, which is why somebody asks
             return "it does not answer"
 
-    def last_lines(self, life: _Life) -> str:
-        """The end of the log of a life."""
+    def last_lines(self, instance: _Instance) -> str:
+        """The end of the log of a instance."""
         if not self.log_file.exists():
             return f"its log is {self.log_file} on its node"
         with self.log_file.open("rb") as log:
-            log.seek(life.log_start)
+            log.seek(instance.log_start)
             lines = log.read()[-(64 << 10) :].decode(errors="replace").splitlines()
         shown = " | ".join(line.strip() for line in lines[-LAST_LINES:] if line.strip())
         return f"log {self.log_file}{': | ' + shown if shown else ' is empty'}"
 
     def end(self) -> None:
-        life = self.life
-        if not life.lost and life.pid:
+        instance = self.instance
+        if not instance.lost and instance.pid:
             import ray
 
             with contextlib.suppress(Exception):  # it is killed anyway
-                ray.get(life.actor.close.remote(), timeout=self.timeouts.close_s)
-        self._lose(life, "is closed")
+                ray.get(instance.actor.close.remote(), timeout=self.timeouts.close_s)
+        self._lose(instance, "is closed")
         self.cluster.close()
 
 
@@ -361,12 +366,12 @@ def oom_kills() -> int:
     return 0
 
 
-def how_ended(error: BaseException, life: _Life) -> str:
+def how_ended(error: BaseException, instance: _Instance) -> str:
     """How an actor ended, in words."""
     text = " ".join(str(error).split())
     if "OutOfMemory" in type(error).__name__ or "memory monitor" in text or "running low on memory" in text:
         return f"was killed by Ray's memory monitor, because its node has nearly no memory left; {MEMORY_ADVICE}"
-    if life.here and oom_kills() > life.oom_kills:
+    if instance.here and oom_kills() > instance.oom_kills:
         return f"was killed by the kernel, because this machine ran out of memory; {MEMORY_ADVICE}"
     if type(error).__name__ == "ActorDiedError" and "SIGKILL" not in text and "connection error code" not in text:
         return f"ended ({shortened(text, 300)})"

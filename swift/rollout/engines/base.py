@@ -1,36 +1,39 @@
-"""The contract of an inference engine, whatever library it wraps and whatever process it lives in.
+"""The contract of an inference engine, whatever library it wraps and whatever process it runs in.
 
 Ids pass unchanged: an engine gets token ids and returns token ids, the ending token included, with the log-prob
 of each token under the distribution it was drawn from. Each request comes back exactly once, in any order, also
 after an abort or a restart. A prompt that leaves no room raises `PromptTooLong` before anything is sampled;
 `max_new_tokens` is clipped to the room left.
 
-The life of an engine:
+Order of calls:
 
-    submit* -> stream ...            sampling; `generate` is both
+    await generate(request)          one sample; a caller that is cancelled aborts it
     begin_update -> send* -> commit  new weights, acknowledged; nothing may be in flight, unless it is paused
     sleep(level) ... wake(tags)      memory released while someone else uses the device
     close                            processes, ports and memory are gone afterwards
 
-What is loaded is in one of three states, and the errors say which: asleep (`EngineAsleep`), void after a failed update
+Weights are in one of three states, each with its error: asleep (`EngineAsleep`), invalid after a failed update
 (`SyncFailed` until `rebuild` or a whole update), gone (`EngineDead`). In none of them is anything sampled.
 
-One thread at a time calls an engine; only `abort`, `pause`, `health` and `close` may come from another, `pause` also in
-the middle of a `stream`, which it ends. No call waits without a bound. What an engine can do it says in its
-`Capabilities`; callers never ask for its name.
-`tests/engines/test_conformance_*.py` holds every backend to this text.
+Threads: `generate`, `hold`, `rest`, `release` and `free` run on one event loop (`swift.rollout.loop`). `abort`,
+`pause`, `health`, `close`, `check_length`, `so_far` and `counters` may be used by any thread at any time. Every other
+call comes from one thread while nothing is in flight. No call waits without a bound. Callers decide by `Capabilities`,
+not by name.
+`tests/engines/test_conformance_*.py` tests every backend against this contract.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
+from swift.errors import EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
 from swift.rollout.engines.running import SoFar
+from swift.rollout.loop import RolloutLoop
 from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
 from swift.types import Completion, Request, SamplingParams
 
@@ -42,15 +45,16 @@ ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What an engine did since it was made: proof that prompts are shared and finished rows leave.
+    """Counters since construction.
 
-    `restarts` counts processes that died and were replaced.
+    `late` counts requests that took too long, once for each try, `restarts` processes that died and were replaced.
     """
 
     prefill_tokens: int = 0
     decode_rows: int = 0
     decode_steps: int = 0
     restarts: int = 0
+    late: int = 0
 
     def __add__(self, other: EngineCounters) -> EngineCounters:
         return EngineCounters(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
@@ -106,86 +110,82 @@ class InferenceEngine(ABC):
 
     Attributes:
         version: policy version it samples with; 0 are the weights it was built with.
-        late: requests that it aborted itself because they took too long, once for each try.
-        void: why its weights belong to no version, as far as it knows; "" when they do.
-        in_process: `advance` works, and does not merely wait for other processes.
+        invalid: reason why the weights match no version, or "".
+        before_step, after_step: of engines that decode on the loop. before_step is called when the loop is idle, and
+            waits for environments on other threads to ask for turns.
     """
 
     capabilities: Capabilities
     counters: EngineCounters
     version: int = 0
-    late: int = 0
-    void: str = ""
-    in_process: bool = True
+    invalid: str = ""
+    before_step: Callable[[], None] | None = None
+    after_step: Callable[[], None] | None = None
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def submit(self, request: Request) -> None:
-        """Queue one sample.
+    async def generate(self, request: Request) -> Completion:
+        """One sample.
+
+        A request that takes longer than its limit is aborted and sampled once more, with the same seed; then it ends
+        with "error". In a cancelled caller CancelledError is raised once the engine has removed the request.
 
         Raises:
-            PromptTooLong: the prompt leaves no room for one token; the engine stays usable.
+            PromptTooLong: the prompt leaves no room for one token.
+            RequestRefused: an empty prompt, or one with ids that are no tokens.
+            Unsupported: a distribution that it does not have.
             EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were sent.
-            SyncFailed: its weights are void.
+            SyncFailed: its weights are invalid.
             EngineDead: it cannot be used any more.
-            RequestRefused: an empty prompt, or one with ids that are no tokens; the engine stays usable.
-            Unsupported: a distribution that it does not have; the engine stays usable.
-            EngineError: an id that is outstanding already; the engine stays usable.
+            EngineError: an id that is outstanding already, or the engine failed.
         """
 
-    def together(self) -> contextlib.AbstractContextManager[Any]:
-        """What is submitted inside begins together."""
-        return contextlib.nullcontext()
+    def sample(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Sample every request on a loop of its own, where none runs; completions are yielded as they finish.
 
-    @abstractmethod
-    def stream(self) -> Iterator[Completion]:
-        """Completions as they finish, until nothing submitted is outstanding; ends at once when nothing is.
-
-        What is submitted meanwhile joins in. On a paused engine it ends once what has finished is delivered; the rest
-        comes out of the stream after `resume`.
-        """
-
-    def advance(self) -> list[Completion] | None:
-        """The completions that end with the next step, or with the next news of other processes.
-
-        None when nothing is outstanding, or it is paused. Raises as `stream`.
-        """
-        for completion in self.stream():
-            return [completion]
-        return None
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Sample every request; completions are yielded as they finish.
-
-        A caller that leaves early aborts the rest, which is not delivered to anybody; so does a request that is refused
-        before sampling has begun.
-
-        Raises PromptTooLong: before anything is sampled.
+        A caller that leaves early aborts the rest. Raises as `generate`; PromptTooLong before anything is sampled.
         """
         for request in requests:
             self.check_length(request)
-        submitted: list[str] = []
-        try:
-            for request in requests:
-                self.submit(request)
-                submitted.append(request.request_id)
-        except BaseException:
-            with contextlib.suppress(EngineError):  # the first error is the one to show
-                self._give_up(submitted)
-            raise
-        try:
-            yield from self.stream()
-        except GeneratorExit:
-            with contextlib.suppress(EngineDead):  # then nothing is left of them anyway
-                self._give_up(None)
-            raise
+        loop, tasks = RolloutLoop(), []
+        done: asyncio.Queue[asyncio.Task[Completion]] = asyncio.Queue()
 
-    def _give_up(self, request_ids: Collection[str] | None) -> None:
-        """Abort requests that nobody waits for any more."""
-        self.abort(request_ids)
-        for _ in self.stream():
-            pass
+        async def begin() -> None:
+            for request in requests:
+                tasks.append(asyncio.create_task(self.generate(request)))
+                tasks[-1].add_done_callback(done.put_nowait)
+
+        async def leave() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.free()
+
+        try:
+            loop.run(begin())
+            for _ in requests:
+                yield loop.run(done.get()).result()
+        finally:
+            with contextlib.suppress(EngineError):  # the first error is the one to show
+                loop.run(leave())
+            loop.close(0.0)
+
+    def hold(self) -> None:
+        """Begin nothing until `release`; for an engine that is about to be paused."""
+        raise self._unsupported("hold")
+
+    async def rest(self) -> None:  # noqa: B027 - most are at rest when they are paused
+        """Wait until the decode loop of a held engine stands."""
+
+    def release(self) -> None:  # noqa: B027 - see `hold`
+        """Go on after `hold`."""
+
+    async def free(self) -> None:  # noqa: B027 - most have nothing left then
+        """Wait until requests of cancelled callers are removed. Raises an error that no caller received."""
+
+    def empty(self) -> None:  # noqa: B027 - others abort what nobody waits for
+        """Abort whatever callers have left in an engine of this process, where no loop runs. Never raises."""
 
     def so_far(self, request_id: str) -> SoFar:
         """Tokens of an outstanding request so far; nothing where that is not known."""
@@ -194,11 +194,6 @@ class InferenceEngine(ABC):
     def drain_metrics(self) -> dict[str, float]:
         """What there is to log of the sampling since the last call, beside `counters`; by name as logged."""
         return {}
-
-    def recover(self) -> Collection[str]:
-        """After `stream` raised: let go of the requests lost by it; ids that another `stream` will still deliver."""
-        self._give_up(None)
-        return ()
 
     def check_length(self, request: Request) -> None:
         """Raises PromptTooLong when the prompt leaves no room for one token, RequestRefused when it is empty.
@@ -233,13 +228,13 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests (all with None); each still comes out of `stream`, with its tokens so far and "abort".
+        """End requests (all with None); each is still a completion, with its tokens so far and "abort".
 
         Ids that are not outstanding are ignored. One that had not begun has no tokens.
         """
 
     def pause(self) -> None:
-        """Stop sampling between two tokens; what is outstanding goes on after `resume`, and what is submitted waits."""
+        """Stop sampling between two tokens, once it is held; what is outstanding goes on after `resume`."""
         raise self._unsupported("pause")
 
     def resume(self) -> None:

@@ -1,21 +1,23 @@
-"""One engine that lives elsewhere, in a Ray actor or behind HTTP: calls to it, and what it has to be given again.
+"""One engine in another process, in a Ray actor or behind HTTP: calls to it, and what a replacement gets.
 
 An engine that is lost is replaced or found again, as its kind of client does it; then it gets the present weights and
-adapter. `EnginePool` sends it requests, and sends them again after a loss. A failed weight update is never repeated
-here: the weights are void until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
+adapter. Its requests are lost with it: `EnginePool` asks again. A failed weight update is never repeated here: the
+weights are invalid until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from swift.errors import EngineDead, SwiftError, SyncFailed, first_line
+from swift.errors import EngineAsleep, EngineDead, NumericError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines.base import (
     Ack,
     AdapterWeights,
@@ -28,15 +30,45 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
-from swift.rollout.engines.events import Deliver, Lost, Timeouts
+from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
+from swift.rollout.engines.process import on_thread
+from swift.rollout.engines.running import impossible
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.broadcast import BroadcastSender
 from swift.rollout.weights.sending import ClientUpdate, Kept
-from swift.types import Request
+from swift.types import Completion, Request
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+BUSY_S = 1.0
+"""Pause after an engine reported a full queue."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request on its way. instance: of the engine that it was sent to."""
+
+    completion: asyncio.Future[Completion]
+    instance: object
+
+
+def tokens_of(request: Request) -> int:
+    """Of its prompt and its longest completion."""
+    return len(request.prompt_ids) + request.sampling.max_new_tokens
+
+
+def _checked(engine: str, completion: Completion) -> Completion | NumericError:
+    """What an engine sent, or why it cannot be."""
+    problem = impossible(completion.logprobs)
+    if len(completion.logprobs) != len(completion.token_ids):
+        problem = f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
+    if not problem:
+        return completion
+    return NumericError(
+        f"{engine}: request {completion.request_id}: {problem}: the model's output is not finite; look at its weights"
+    )
 
 
 class EngineClient(ABC):
@@ -52,44 +84,52 @@ class EngineClient(ABC):
         devices: of the engine, as this process numbers them.
         restartable: whether an engine that does not answer is replaced; otherwise it is dead.
         stored: the way in which an update can be sent again to an engine that was lost.
-        life: another object once the engine was replaced, or what it had in flight was given up.
-        deliver: takes what comes of requests.
-        lived: what the present life says it has done.
+        instance: another object once the engine was replaced, or what it had in flight was given up.
+        load: tokens of its outstanding requests: prompts and longest completions.
+        instance_counters: counters of the present instance.
         progress_at, busy_until: monotonic times of the last sign of progress, and until which its queue counts as full.
         version: of the policy that it samples with.
         dead: why it will not come back, or None.
-        void: why its weights belong to no version; "" when they do.
+        invalid: why its weights belong to no version; "" when they do.
         asleep: what of it sleeps; "" when nothing does.
+        outdated: it was replaced, and nobody has kept the weights of the one before: the next update makes it usable.
+        alone: no other engine samples for this run, so that a copy of the weights is worth its cost wherever they lie.
         replacing: it is lost, and about to be there again.
-        ended: nothing is expected of it any more.
+        ended: `end` was called.
     """
 
     devices: tuple[str, ...]
     restartable: bool
     stored: str
-    life: object
+    instance: object
 
     def __init__(
         self, name: str, timeouts: Timeouts, *, weight_transport: str | None = None, keeps_weights: bool = True
     ) -> None:
         self.name, self.timeouts = name, timeouts
         self.weight_transport, self.keeps_weights = weight_transport, keeps_weights
-        self.deliver: Deliver = lambda life, event: None
-        self.lived = EngineCounters()
+        self.load = 0
+        self.instance_counters = EngineCounters()
         self.progress_at, self.busy_until = time.monotonic(), 0.0
         self.version = 0
         self.dead: SwiftError | None = None
-        self.void = self.asleep = ""
-        self.replacing = self.ended = False
+        self.invalid = self.asleep = ""
+        self.replacing = self.ended = self.outdated = False
+        self.alone = True
+        self._has_new_weights = False  # not those that it was started with
         self.broadcaster: BroadcastSender | None = None
         self.sent_by = ""  # way of the last weights
         self._replacing = threading.RLock()
-        self._before = EngineCounters()  # of the lives that are over
+        self._before = EngineCounters()  # of instances that have ended
         self._capabilities: Capabilities | None = None
         self._kept: Kept | None = None
         self._adapter: tuple[int, AdapterWeights] | None = None
         self._paused = False
         self._closed = False
+        self._asked: dict[str, _Pending] = {}
+        self._new: list[Request] = []
+        self._abandoned: list[str] = []  # requests that nobody waits for any more
+        self._loop: asyncio.AbstractEventLoop | None = None  # whose callers wait
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,8 +146,8 @@ class EngineClient(ABC):
 
     @property
     def counters(self) -> EngineCounters:
-        """Sums over the lives of the engine."""
-        return self._before + self.lived
+        """Sums over the instances of the engine."""
+        return self._before + self.instance_counters
 
     # --- what each kind of client has of its own ----------------------------------------------------------------
 
@@ -116,8 +156,8 @@ class EngineClient(ABC):
         """Wait until the engine is there."""
 
     @abstractmethod
-    def post(self, life: object, requests: Sequence[Request]) -> None:
-        """Send requests to this life; what comes of them is delivered. Raises Lost if it is over."""
+    def post(self, instance: object, requests: Sequence[Request]) -> None:
+        """Send requests to this instance; what comes of them is delivered. Raises Lost if it is over."""
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -156,10 +196,10 @@ class EngineClient(ABC):
 
     @abstractmethod
     def replace(self, how: str) -> EngineCounters | None:
-        """After a loss: find or make the engine again; `life` is another one then.
+        """After a loss: find or make the engine again; `instance` is another one then.
 
         Returns:
-            None if it is the one of before, with its state; else what it did beyond `lived`, with its restarts.
+            None if it is the former one, with its state; else counters beyond `instance_counters`, restarts included.
 
         Raises:
             Lost: not yet; call again.
@@ -181,62 +221,197 @@ class EngineClient(ABC):
     def end(self) -> None:
         """End the engine, or leave it where it is not ours; called once, never raises."""
 
+    # --- sampling, on the thread of the loop --------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be asked for completions now."""
+        return self.dead is None and not (self.replacing or self.outdated) and self.busy_until <= time.monotonic()
+
+    @property
+    def outstanding(self) -> list[str]:
+        """Ids of its requests."""
+        return list(self._asked)
+
+    async def generate(self, request: Request) -> Completion:
+        """One sample. Raises Lost: ask another engine, or this one later; else what the engine raised."""
+        loop = self._loop = asyncio.get_running_loop()
+        asked = self._asked[request.request_id] = _Pending(loop.create_future(), self.instance)
+        self.load += tokens_of(request)
+        if not self._new:
+            loop.call_soon(self._post_new)
+        self._new.append(request)
+        try:
+            await asyncio.wait([asked.completion])
+        except asyncio.CancelledError:
+            if not self._abandoned:
+                loop.call_soon(self._abort_abandoned)
+            self._abandoned.append(request.request_id)
+            if (await asyncio.wait([asked.completion], timeout=self.timeouts.pause_s))[0]:
+                asked.completion.exception()  # marks it as retrieved
+            raise
+        finally:
+            del self._asked[request.request_id]
+            self.load -= tokens_of(request)
+        return asked.completion.result()
+
+    def _post_new(self) -> None:
+        """What was asked for in one turn of the loop goes out together."""
+        requests, self._new = self._new, []
+        instance, self.progress_at = self.instance, time.monotonic()
+        waiting = [request for request in requests if request.request_id in self._asked]
+        to_send = [request for request in waiting if self._asked[request.request_id].instance is instance]
+        names = [request.request_id for request in to_send]
+        replaced = {request.request_id for request in waiting} - set(names)
+        self._end(list(replaced), Lost("was replaced"))
+        try:
+            self.post(instance, to_send)
+        except Lost as lost:
+            self._take(instance, lost)
+        except Exception as error:
+            self._end(names, error)
+
+    def _abort_abandoned(self) -> None:
+        names, self._abandoned = self._abandoned, []
+        self.abort_those(names)
+
+    def abort_those(self, request_ids: Sequence[str]) -> None:
+        """End those of these requests that it has; from any thread."""
+        if names := [name for name in request_ids if name in self._asked]:
+            self.abort(names)
+
+    def deliver(self, instance: object, event: Event) -> None:
+        """What comes of requests of this instance, of all with None; from any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._take, instance, event)
+
+    def _take(self, instance: object, event: Event) -> None:
+        """Resolve the futures of an event: all outstanding ones if the engine is lost, else those it names.
+
+        Late events of a former instance are ignored.
+        """
+        if instance not in (None, self.instance) and not isinstance(event, Lost):
+            return
+        names, outcome = self.outstanding, self._outcome(event)
+        if isinstance(event, Completion):
+            names = [event.request_id]
+        elif not isinstance(outcome, Lost) or isinstance(event, Returned):
+            names = event.request_ids  # type: ignore[union-attr]
+        known = [name for name in names if name in self._asked]
+        self._end([name for name in known if instance in (None, self._asked[name].instance)], outcome)
+        if isinstance(outcome, Lost) and not isinstance(event, Returned):
+            self._recover_in_background(instance, str(outcome))
+
+    def _end(self, request_ids: Sequence[str], outcome: Completion | Exception) -> None:
+        for name in request_ids:
+            asked = self._asked.get(name)
+            if asked is None or asked.completion.done():
+                continue
+            if isinstance(outcome, Exception):
+                asked.completion.set_exception(outcome)
+            else:
+                asked.completion.set_result(outcome)
+
+    def _outcome(self, event: Event) -> Completion | Exception:
+        """What an event means for the callers."""
+        if isinstance(event, Completion):
+            self.progress()
+            return _checked(self.name, event)
+        if isinstance(event, Lost):
+            return event
+        if isinstance(event, Returned):
+            self.busy_until = time.monotonic() + BUSY_S if event.busy else self.busy_until
+            return Lost("it has not taken the request")
+        error: SwiftError = event.error
+        if isinstance(error, EngineDead):
+            return Lost(f"failed ({self._without_name(error)})")
+        if isinstance(error, SyncFailed):
+            self.invalid = error.problems[0]
+        elif not isinstance(error, EngineAsleep | NumericError) and len(event.request_ids) == 1:
+            return RequestRefused(event.request_ids[0], *error.problems)
+        return error
+
+    def _without_name(self, error: SwiftError) -> str:
+        return error.problems[0].removeprefix(f"{self.name}: ")
+
+    def _recover_in_background(self, instance: object, how: str) -> None:
+        """Replace or find the engine on a thread; until then it is not usable."""
+        if self.instance is not instance or self.dead is not None or self.replacing or self._closed:
+            return
+        self.replacing = True
+
+        def work() -> None:
+            try:
+                self.recover(instance, how)
+            except Exception as error:  # whoever asks next is told by `dead` or `invalid`
+                logger.warning("%s: %s", self.name, first_line(error).removeprefix(f"{self.name}: "))
+            finally:
+                self.replacing = False
+
+        on_thread(work, f"replaces {self.name}")
+
     # --- an engine that was lost ------------------------------------------------------------------------------
 
     def safe_call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        return self.guarded(lambda: self.call(name, timeout_s, **fields))
+        return self.with_recovery(lambda: self.call(name, timeout_s, **fields))
 
-    def guarded(self, work: Callable[[], T]) -> T:
+    def with_recovery(self, work: Callable[[], T]) -> T:
         """Work that is repeated on the engine that replaces this one. Raises EngineDead: it is not coming back."""
         while True:
             with self._replacing:  # one that is being restored is not disturbed
                 self.check_alive()
                 _ = self.capabilities  # connected
-                life = self.life
+                instance = self.instance
             try:
                 done = work()
             except Lost as lost:
-                self.recover(life, str(lost))
+                self.recover(instance, str(lost))
             else:
                 self.progress()
                 return done
 
-    def recover(self, life: object, how: str) -> None:
-        """Have the engine again, with all it had, unless another thread has seen to it. Raises EngineDead."""
+    def recover(self, instance: object, how: str) -> None:
+        """Have the engine again, with all it had, unless another thread has recovered it. Raises EngineDead."""
         with self._replacing:
             self.check_alive()
-            while self.life is life:
+            while self.instance is instance:
                 self.replacing = True
-                self.deliver(life, Lost(how))
+                self.deliver(instance, Lost(how))
                 before = self.counters
                 try:
                     more = self.replace(how)
-                    life = self.life
+                    instance = self.instance
                     if more is not None:
-                        logger.warning("%s: lost (%s); another one is there", self.name, how)
+                        logger.warning("%s: lost (%s); it was replaced", self.name, how)
                         self._before = before + more
-                        self._begin_life()
+                        self._begin_instance()
                 except (Lost, SyncFailed) as again:
                     self.check_alive()
-                    life, how = self.life, str(again)
+                    instance, how = self.instance, str(again)
                 except EngineDead as error:
                     self._check_open()
                     self.dead = self.dead or error
                     raise
                 except BaseException as error:  # it is there, without the weights of the one before
-                    self.void = self.void or f"version {self.version} was not given back ({first_line(error)})"
+                    self.invalid = self.invalid or f"version {self.version} was not given back ({first_line(error)})"
                     raise
                 else:
                     return
                 finally:
                     self.replacing = False
 
-    def _begin_life(self) -> None:
+    def _begin_instance(self) -> None:
         """Another engine is there, awake: it gets weights and adapter of the one before."""
-        self.lived = EngineCounters()
+        self.instance_counters = EngineCounters()
         self._paused, self.asleep = False, ""
-        if self.void:
+        if self.invalid:
             return
+        self.outdated = self._has_new_weights and self._kept is None and self._adapter is None
+        if self.outdated:
+            logger.warning(
+                "%s: samples again with the next weight sync; no copy of version %d", self.name, self.version
+            )
         if self._kept is not None:
             self.asleep = self._kept.send(self)
         if self._adapter is not None:
@@ -252,8 +427,8 @@ class EngineClient(ABC):
 
     def resume(self) -> None:
         """Go on after a pause; an engine that was replaced meanwhile is not paused."""
-        self.guarded(lambda: self._paused and self.call("resume", self.timeouts.pause_s))
-        self._paused = False
+        self.with_recovery(lambda: self._paused and self.call("resume", self.timeouts.pause_s))
+        self._paused, self.progress_at = False, time.monotonic()
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -263,29 +438,33 @@ class EngineClient(ABC):
         return ClientUpdate(self, number, manifest, version, deadline)
 
     def weights_change(self, why: str) -> None:
-        """For `ClientUpdate`: the weights there are void from now on, and those kept are out of date."""
-        self.void = why
+        """For `ClientUpdate`: the weights there are invalid from now on, and those kept are out of date."""
+        self.invalid = why
         self._kept = self._adapter = None
 
-    def weights_arrived(self, kept: Kept, asleep: str) -> None:
-        self._kept = kept if self.keeps_weights else None
-        self._adapter = None
-        self.void, self.asleep = "", asleep
-        self.version = kept.version
+    def weights_arrived(self, version: int, kept: Kept | None, asleep: str) -> None:
+        """For `ClientUpdate`; kept: what a restart needs of them, if anybody has kept it."""
+        self._kept, self._adapter = kept, None
+        self.invalid, self.asleep = "", asleep
+        self._has_new_weights, self.outdated = True, False
+        self.version = version
 
     def rebuild(self) -> None:
         self._kept = self._adapter = None
-        self._paused = False
-        self.version, self.void, self.asleep = 0, "", ""
+        self._has_new_weights = self.outdated = False
+        self.version, self.invalid, self.asleep = 0, "", ""
+        self._paused = True  # nothing moves until it is there
         self.safe_call("rebuild", self.timeouts.start_s)
+        self._paused = False
+        self.deliver(None, Returned(self.outstanding))
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         self.check_alive()
-        life = self.life
+        instance = self.instance
         try:
             ack = self._send_adapter(adapter, version)
         except Lost as lost:
-            self.recover(life, str(lost))
+            self.recover(instance, str(lost))
             raise SyncFailed(f"weights: adapter version {version} for {self.name}: its engine {lost}") from lost
         self.version = version
         if self.keeps_weights:
@@ -329,8 +508,8 @@ class EngineClient(ABC):
         """Asked now; a lost engine that can be replaced is healthy again after that."""
         if self._closed or self.dead is not None:
             return Health(False, self.dead.problems[0] if self.dead is not None else "closed")
-        if self.void:
-            return Health(False, f"its weights are void: {self.void}")
+        if self.invalid:
+            return Health(False, f"its weights are invalid: {self.invalid}")
         return self.ask_health()
 
     def close(self) -> None:
@@ -340,12 +519,7 @@ class EngineClient(ABC):
         if self.broadcaster is not None:
             self.broadcaster.close()
         self._kept = self._adapter = None
-
-    def die(self, problem: str) -> EngineDead:
-        """Nothing more is expected of this engine."""
-        self.dead = error = EngineDead(f"{self.name}: {problem}")
-        self._end_once()
-        return error
+        self.deliver(None, Lost("it is closed"))
 
     def _end_once(self) -> None:
         first, self.ended = not self.ended, True

@@ -1,8 +1,7 @@
-"""What comes of requests to an engine that lives elsewhere, and how long anything there may take."""
+"""What comes of requests to an engine in another process, and how long anything there may take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from swift.rollout.engines.completion_stream import Failure
@@ -13,16 +12,14 @@ from swift.types import Completion
 class Timeouts:
     """Bounds on every wait, in seconds; the defaults are those of the settings.
 
-    start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. request_s: one request, then
-    it is aborted and tried once more. stall_s: no progress while sampling. sync_s: one weight update. sleep_s: sleep or
-    wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
-    without an answer mean death. close_s: an orderly end.
+    start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. stall_s: no progress while
+    sampling. sync_s: one weight update. sleep_s: sleep or wake. pause_s: pause. reply_s: any other call. connect_s: a
+    connection. heartbeat_s, misses: so many heartbeats without an answer mean death. close_s: an orderly end.
     """
 
     start_s: float = 1800.0
     server_s: float = 120.0
     poll_s: float = 2.0
-    request_s: float = 600.0
     stall_s: float = 300.0
     sync_s: float = 300.0
     sleep_s: float = 60.0
@@ -50,7 +47,5 @@ class Returned:
     busy: bool = False
 
 
-Event = Completion | Failure | Returned | Exception
+Event = Completion | Failure | Returned | Lost
 """What comes of requests: each comes back in one of the first three, or all that an engine has are `Lost`."""
-Deliver = Callable[[object, Event], None]
-"""Takes an event and the life of the engine that it comes from; from any thread."""

@@ -1,7 +1,7 @@
-"""Completions that match an expression or a JSON schema: which tokens a row may sample next, and what is refused.
+"""Guided decoding: completions that match a regular expression or a JSON schema.
 
-xgrammar compiles the expression for the tokenizer and walks it; vLLM and LMDeploy use the same package inside. It is
-optional (`pip install xgrammar`) and imported here only.
+xgrammar compiles the expression for the tokenizer and computes the tokens that may follow; vLLM and LMDeploy use the
+same package. It is optional (`pip install xgrammar`) and imported in this module only.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from swift.types import SamplingParams
 FLAG = "--vllm_guided_decoding_regex"
 PACKAGE = "xgrammar"
 Guide = tuple[str, str]
-"""What completions are held to: "regex" and an expression, or "json" and a schema."""
+"""A constraint on completions: "regex" and an expression, or "json" and a schema."""
 KEPT_EXPRESSIONS = 64
-"""Compiled expressions that are kept; a run has one, a server as many as its clients."""
+"""Size of the cache of compiled expressions; a run has one, a server one per client or more."""
 
 
 def available() -> bool:
-    """Whether the package is installed; imports nothing."""
+    """Whether xgrammar is installed; does not import it."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def require(backend: str, regex: str) -> None:
-    """Checks package and expression before weights are loaded, as far as it can be told here.
-
-    Backends of plugins look for themselves.
+    """Check package and expression before weights are loaded; backends of plugins check requests themselves.
 
     Raises:
-        ResourceError: the package is missing.
-        ConfigError: the backend would refuse the expression.
+        ResourceError: xgrammar is missing.
+        ConfigError: the backend does not support the expression.
     """
     if backend == "transformers" and not available():
         raise ResourceError(
@@ -53,7 +51,7 @@ def require(backend: str, regex: str) -> None:
 
 
 def _guidance_takes(regex: str) -> bool:
-    """Whether llguidance takes an expression: vLLM asks it where xgrammar refuses."""
+    """Whether llguidance supports an expression: vLLM uses it where xgrammar does not."""
     if importlib.util.find_spec("llguidance") is None:
         return False
     from llguidance import LLMatcher, grammar_from
@@ -62,7 +60,7 @@ def _guidance_takes(regex: str) -> bool:
 
 
 def refusal(regex: str) -> str:
-    """Why xgrammar does not take an expression, in one line; "" when it does."""
+    """Reason why xgrammar does not support an expression, in one line; "" if it does."""
     import xgrammar
 
     try:
@@ -73,7 +71,7 @@ def refusal(regex: str) -> str:
 
 
 def guide_of(sampling: SamplingParams) -> Guide | None:
-    """What a completion is held to. Raises EngineError: something other than an expression or JSON."""
+    """The constraint on a completion; None is unconstrained. Raises EngineError: another kind of constraint."""
     wanted = sampling.extra.get("structured_outputs")
     if wanted is None:
         return None if sampling.regex is None else ("regex", sampling.regex)
@@ -86,7 +84,7 @@ def guide_of(sampling: SamplingParams) -> Guide | None:
 
 
 class GuideFactory:
-    """Compiles expressions for one tokenizer. vocab_size: columns of its logits, which may be more than its tokens."""
+    """Compiles expressions for one tokenizer. vocab_size: size of the logits, at least the number of tokens."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         import xgrammar
@@ -97,7 +95,7 @@ class GuideFactory:
         self.compiled = functools.lru_cache(KEPT_EXPRESSIONS)(self._compiled)
 
     def _compiled(self, guide: Guide) -> Any:
-        """The automaton of an expression or a JSON schema; raises EngineError when xgrammar refuses it."""
+        """The compiled expression or JSON schema. Raises EngineError: xgrammar does not support it."""
         kind, text = guide
         if kind == "json":
             try:
@@ -109,14 +107,12 @@ class GuideFactory:
         return self._compiler.compile_regex(text)
 
     def matcher(self, guide: Guide, end_token_ids: Sequence[int]) -> Any:
-        """A walk through an automaton; once it matches, one of the end tokens may follow."""
+        """A matcher for one completion; after a full match one of the end tokens may follow."""
         return self._xgrammar.GrammarMatcher(self.compiled(guide), override_stop_tokens=list(end_token_ids))
 
 
-def allowed_tokens(matchers: Sequence[Any], logits_RV: Tensor) -> Tensor | None:
-    """[R, V] bool: what each row may sample next; None when no row has a matcher."""
-    if all(matcher is None for matcher in matchers):
-        return None
+def allowed_tokens(matchers: Sequence[Any], logits_RV: Tensor) -> Tensor:
+    """[R, V] bool: the tokens that each row may sample next; all of them without a matcher (None)."""
     import xgrammar
 
     num_tokens = logits_RV.shape[1]

@@ -1,7 +1,7 @@
 """LMDeploy's PyTorch engine behind the engine contract; GPUs only.
 
 Requests are handed to LMDeploy's engine below its text layer: ids in, ids out. Each is a coroutine on the event loop of
-LMDeploy's own thread, which puts its completion into the queue that `stream` reads.
+LMDeploy's own thread, for whose completion `generate` waits.
 
 Log-probs are at temperature 1 ("raw"). `update_params` takes a bucket as CUDA IPC handles, one set for each
 tensor-parallel rank; it confirms nothing, and a failure leaves half of it in the model. So names and shapes are checked
@@ -18,11 +18,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import functools
-import queue
-import threading
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,18 +32,19 @@ from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
-from swift.rollout.engines.life import EngineLife, LifeUpdate
 from swift.rollout.engines.lmdeploy_api import require
 from swift.rollout.engines.process import on_thread, same_environment
 from swift.rollout.engines.running import Running, SoFar, ends_with_stop
 from swift.rollout.engines.spec import EngineSpec, visible_devices
+from swift.rollout.engines.states import StatefulEngine, StatefulUpdate
+from swift.rollout.engines.stepped import MAX_TRIES
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, torch_dtype
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 START_S, SYNC_S, SLEEP_S, CLOSE_S = 600.0, 300.0, 60.0, 30.0
 """Bounds of waits, in seconds."""
 LOOK_S = 0.5
-"""How often a waiting stream looks whether the engine is still there."""
+"""How often a request looks whether the engine is still there."""
 PROBE_TOKENS = 16
 QUIET_UPDATES = 3
 """Updates in a row that changed bytes but no log-prob of the probe; more than that is no accident of rounding."""
@@ -52,10 +52,15 @@ QUIET_UPDATES = 3
 
 @dataclass(slots=True)
 class _Running(Running):
-    """A request on its way. `session` is LMDeploy's, once it has one."""
+    """A request on its way. `session` is LMDeploy's, once it has one; `serving` ends with its completion."""
 
     aborted: bool = False
     session: Any = None
+    serving: Future[Completion] = field(default_factory=Future)
+
+    def start_again(self) -> None:
+        """For another try, without tokens."""
+        self.token_ids, self.logprobs, self.spans, self.session = [], [], [], None
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
@@ -63,19 +68,20 @@ def build(spec: EngineSpec) -> LMDeployEngine:
     return LMDeployEngine(spec)
 
 
-class LMDeployEngine(EngineLife):
+class _TooLong(Exception):
+    """A request has exceeded its time limit."""
+
+
+class LMDeployEngine(StatefulEngine):
     """See the module's docstring."""
 
     name = "lmdeploy"
-    in_process = False  # LMDeploy's own thread works
 
     def __init__(self, spec: EngineSpec) -> None:
         api_.check_spec(spec)
         self.spec = spec
         self.counters = EngineCounters()
         self._api = api_.load_api()
-        self._lock = threading.Lock()
-        self._ready: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._pipeline: Any = None
         self._reset()
         self._tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
@@ -90,7 +96,7 @@ class LMDeployEngine(EngineLife):
             raise
 
     def _reset(self) -> None:
-        self._reset_life()
+        self._reset_states()
         self._running: dict[str, _Running] = {}
         self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
         self._quiet = 0  # probes in a row that did not show a change of weights
@@ -154,52 +160,67 @@ class LMDeployEngine(EngineLife):
     def _shut(self) -> None:
         """End LMDeploy's engine, its thread and its workers; what was loaded is gone."""
         pipeline, self._pipeline = self._pipeline, None
-        with self._lock:
-            for one in self._running.values():
-                self._ready.put(one.completion("abort"))
-            self._reset()
+        for one in self._running.values():
+            one.serving.cancel()
+        self._reset()
         if pipeline is not None:
             _bounded(pipeline.close, CLOSE_S, "close")
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    async def generate(self, request: Request) -> Completion:
         self._check_usable()
         self.check_length(request)
+        name = request.request_id
+        if name in self._running:
+            raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
+        running = self._running[name] = _Running(request)
+        try:
+            running.serving = self._spawn(self._serve(running))
+            waited = asyncio.wrap_future(running.serving)
+            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
+                self._check_valid()
+        except asyncio.CancelledError:
+            self.abort([name])
+            await asyncio.wait([waited], timeout=CLOSE_S)
+            raise
+        finally:
+            if self._running.get(name) is running:
+                del self._running[name]
+        return running.completion("abort") if waited.cancelled() else waited.result()
+
+    def check_length(self, request: Request) -> None:
+        """Also refuses a temperature that LMDeploy does not take."""
+        super().check_length(request)
         if request.sampling.temperature > api_.HIGHEST_TEMPERATURE:
             raise EngineError(
                 f"--temperature: {request.sampling.temperature}: LMDeploy takes at most {api_.HIGHEST_TEMPERATURE}; "
                 "use a lower one, or another engine"
             )
-        running = _Running(request)
-        with self._lock:
-            if request.request_id in self._running:
-                raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
-            self._running[request.request_id] = running
-        self._spawn(self._serve(running))
 
-    async def _serve(self, running: _Running) -> None:
-        """From LMDeploy's handle to a completion in the queue; whatever happens, exactly one."""
-        try:
-            reason = await self._sample(running)
-        except asyncio.CancelledError:
-            reason = "abort"
-        except Exception as error:  # one request's failure is that request's end
-            reason = "error"
-            if "ENGINE_STOP_ERROR" in str(error):
-                self._dead = f"LMDeploy's engine has stopped ({first_line(error)})"
-        with self._lock:
-            if self._running.get(running.request.request_id) is running:
-                self._ready.put(running.completion(reason))  # first, so that `stream` never finds neither
-                del self._running[running.request.request_id]
+    async def _serve(self, running: _Running) -> Completion:
+        """On LMDeploy's loop: the completion of a request, which is tried once more when it takes too long."""
+        for tries in range(MAX_TRIES):
+            try:
+                return running.completion(await self._sample(running))
+            except _TooLong:
+                self.counters.late += 1
+                if tries < MAX_TRIES - 1:
+                    running.start_again()
+            except Exception as error:  # one request's failure is that request's end
+                if "ENGINE_STOP_ERROR" in str(error):
+                    self._dead = f"LMDeploy's engine has stopped ({first_line(error)})"
+                break
+        return running.completion("error")
 
     async def _sample(self, running: _Running) -> FinishReason:
         engine, request = self._engine, running.request
         config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()
         reason: FinishReason | None = None
+        loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
         try:
-            async with running.session.request_handle() as handle:
+            async with limit, running.session.request_handle() as handle:
                 if running.aborted:
                     return "abort"
                 async with engine.safe_run(
@@ -211,10 +232,18 @@ class LMDeployEngine(EngineLife):
                 ) as outputs:
                     async for output in outputs:
                         reason = self._take(running, output)
+                        if limit.when() is None and running.token_ids and request.limit_s < math.inf:
+                            limit.reschedule(loop.time() + request.limit_s)
                         if reason is not None and output.status == self._api.ResponseType.SUCCESS:
                             return reason  # a stop word, which LMDeploy does not see: leaving cancels the request
+        except Exception as error:  # LMDeploy wraps what is raised inside, and swallows cancellations
+            if limit.expired():
+                raise _TooLong from None
+            raise error.__cause__ or error from None
         finally:
             engine.session_mgr.remove(running.session)
+        if limit.expired():
+            raise _TooLong
         return reason or ("abort" if running.aborted else "error")
 
     def _take(self, running: _Running, output: Any) -> FinishReason | None:
@@ -237,33 +266,16 @@ class LMDeployEngine(EngineLife):
             return "stop" if running.token_ids and running.token_ids[-1] in ends else "length"
         return "abort" if status == types.CANCEL or running.aborted else None
 
-    def stream(self) -> Iterator[Completion]:
-        while (done := self.advance()) is not None:
-            yield from done
-
-    def advance(self) -> list[Completion] | None:
-        idle = not self._running  # nothing more comes by itself
-        try:
-            return [self._ready.get(timeout=0.0 if idle else LOOK_S)]
-        except queue.Empty:
-            if idle:
-                return None
-            self._check_valid()
-            return []
-
     def so_far(self, request_id: str) -> SoFar:
         running = self._running.get(request_id)
         return ((), (), ()) if running is None else (list(running.token_ids), list(running.logprobs), [])
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        with self._lock:
-            wanted = set(self._running if request_ids is None else request_ids)
-            chosen = [one for name, one in self._running.items() if name in wanted]
-            for one in chosen:
+        for name, one in list(self._running.items()):
+            if request_ids is None or name in request_ids:
                 one.aborted = True
-        for one in chosen:
-            if one.session is not None and self._pipeline is not None:
-                self._spawn(one.session.async_abort())
+                if one.session is not None and self._pipeline is not None:
+                    self._spawn(one.session.async_abort())
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -343,7 +355,7 @@ class LMDeployEngine(EngineLife):
             raise
 
 
-class _Update(LifeUpdate):
+class _Update(StatefulUpdate):
     """An update in calls of `update_params`, one for each bucket."""
 
     def _deliver(self, bucket: Bucket) -> None:

@@ -1,23 +1,23 @@
-"""The engines that live elsewhere, as one: requests are spread over them, everything else happens to all of them.
+"""The engines that live elsewhere, as one: each request goes to one of them, everything else happens to all of them.
 
-    submit* -> stream   each group of requests goes to one engine; completions come as they finish (`Dispatch`)
-    an engine is lost   its requests go to the others at once, with their ids and seeds; it is replaced meanwhile
-    everything else     in parallel on all engines; what they can do is what each of them can do
+    generate        choose an engine (`EngineChoice`), await its completion; from another one when that engine is lost,
+                    with the same id and seed, while the lost one is replaced
+    everything else in parallel on all engines; what they can do is what each of them can do
 
-An engine that is dead beyond its own restarts is left out from then on; the last one takes the pool with it. Engines
-never sample with different versions: an update that did not reach all of them makes the weights void until another
+An engine that is dead beyond its own restarts is left out from then on; after the last one the pool is dead. Engines
+never sample with different versions: an update that did not reach all of them makes the weights invalid until another
 update or `rebuild` has.
-
-`submit`, `abort`, `pause`, `health` and `close` may be called while another thread is in `stream`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,142 +36,181 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.choice import EngineChoice
 from swift.rollout.engines.client import EngineClient
-from swift.rollout.engines.dispatch import LOOK_S, Dispatch
-from swift.rollout.engines.events import Late
+from swift.rollout.engines.events import Late, Lost
+from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import Said, Spans, digest_of
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.sending import join_broadcast
 from swift.types import Completion, Request
 
 T = TypeVar("T")
+LOOK_S = 0.05
+"""Interval, in seconds, at which a request asks for an engine while none is usable."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request that is outstanding."""
+
+    aborted: bool = False
 
 
 class EnginePool(InferenceEngine):
     """See the module's docstring; waits for its engines when it is first needed."""
 
-    in_process = False
-
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.version = 0
-        self._dispatch = Dispatch(clients)
+        self._clients = list(clients)
+        for client in clients:
+            client.alone = len(clients) == 1
+        self._gone: list[EngineClient] = []  # dead for good
+        self._choose = EngineChoice()
+        self._asked: dict[str, _Pending] = {}
+        self._held = self._paused = self._closed = False
+        self._pruning = threading.Lock()
+        self._ending: list[Future[None]] = []  # of dead engines
+        self._waiting: list[asyncio.Future[None]] = []  # for `release`, or an engine that is usable
+        self._looking: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
         if self._capabilities is None:
-            self._capabilities = common_capabilities([client.capabilities for client in self._dispatch.clients])
+            self._capabilities = common_capabilities([client.capabilities for client in self._clients])
         return self._capabilities
 
     @property
     def counters(self) -> EngineCounters:  # type: ignore[override]
-        return sum((client.counters for client in [*self._dispatch.clients, *self._dispatch.buried]), EngineCounters())
+        return sum((client.counters for client in [*self._clients, *self._gone]), EngineCounters())
 
     @property
-    def late(self) -> int:  # type: ignore[override]
-        return self._dispatch.table.late
-
-    @property
-    def void(self) -> str:  # type: ignore[override]
-        return next((client.void for client in self._dispatch.clients if client.void), "")
+    def invalid(self) -> str:  # type: ignore[override]
+        return next((client.invalid for client in self._clients if client.invalid), "")
 
     @property
     def engines(self) -> list[EngineClient]:
-        return self._dispatch.alive()
+        with self._pruning:
+            dead = [client for client in self._clients if client.dead is not None]
+            self._gone += dead
+            self._clients = alive = [client for client in self._clients if client.dead is None]
+        self._ending += [on_thread(client.close, f"end of {client.name}") for client in dead]
+        for client in alive if dead else ():
+            client.alone = len(alive) == 1
+        if not alive and (last := self._gone[-1].dead) is not None:
+            raise last
+        return alive
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """It travels when `stream` is called."""
+    async def generate(self, request: Request) -> Completion:
         self._check_open()
         self.check_length(request)
-        self._check_valid()
-        for client in self._dispatch.clients:
-            if client.asleep:
-                raise EngineAsleep(f"{client.name}: {client.asleep}; wake it, and send what it dropped")
-        with self._dispatch.changed:
-            self._dispatch.table.add(request)
-            self._dispatch.changed.notify_all()
+        name = request.request_id
+        if name in self._asked:
+            raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
+        asked = self._asked[name] = _Pending()
+        try:
+            while (client := await self._engine_for(request, asked)) is not None:
+                with contextlib.suppress(Lost):
+                    completion = await client.generate(request)
+                    if completion.finish_reason != "abort" or asked.aborted:
+                        return completion
+            return Completion(name, [], [], "abort")
+        finally:
+            del self._asked[name]
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        with contextlib.suppress(EngineDead):  # each request will be told
-            self._check_open()  # which may close engines, and so take a while
-        with self._dispatch.changed:  # no other thread sends the first of them meanwhile
-            yield
+    async def _engine_for(self, request: Request, asked: _Pending) -> EngineClient | None:
+        """The engine that samples a request, waited for while none can; None: the request was aborted."""
+        while not asked.aborted:
+            if self._held:
+                await self._change()
+                continue
+            self._check_open()
+            self._check_valid()
+            for client in self._clients:
+                if client.asleep:
+                    raise EngineAsleep(f"{client.name}: {client.asleep}; wake it, and send what it dropped")
+            if usable := [client for client in self._clients if client.usable]:
+                return self._choose(request, usable)
+            if all(client.outdated for client in self._clients):
+                raise EngineDead(
+                    f"engine: each was lost since version {self.version} was sent, and none of them has it; "
+                    "--weight_transport object_store keeps a copy for restarts"
+                )
+            await self._change()
+        return None
 
-    def stream(self) -> Iterator[Completion]:
-        """See `InferenceEngine.stream`.
+    async def _change(self) -> None:
+        """Wait until a request may go on: one task looks for all of them."""
+        loop = asyncio.get_running_loop()
+        self._waiting.append(loop.create_future())
+        if not self._held and (self._looking is None or self._looking.done()):
+            self._looking = loop.create_task(self._look())
+        await self._waiting[-1]
 
-        Raises:
-            EngineDead: all engines are gone.
-            RequestRefused: an engine does not take one request; another `stream` goes on with the rest.
-            EngineError: no progress for `stall_s`; impossible log-probs; what an engine raised.
-            SyncFailed: requests wait, but the weights are void.
-        """
-        while (ended := self.advance()) is not None:
-            yield from ended
+    async def _look(self) -> None:
+        while not (self._held or self._closed or self.invalid):
+            clients = self._clients
+            if any(one.usable or one.dead is not None for one in clients) or all(one.outdated for one in clients):
+                break
+            await asyncio.sleep(LOOK_S)
+        if not self._held:
+            self._wake()
 
-    def advance(self) -> list[Completion] | None:
-        dispatch = self._dispatch
-        self._check_open()
-        if not dispatch.table.ready:
-            if dispatch.paused_at is None:
-                if not dispatch.table:
-                    return None
-                self._check_valid()
-                dispatch.post_waiting()
-                dispatch.await_event(LOOK_S)
-                dispatch.check_clocks()
-            elif not dispatch.events:
-                return None
-            dispatch.read_events()
-        ended = list(dispatch.table.ready)
-        dispatch.table.ready.clear()
-        return ended
-
-    def recover(self) -> Collection[str]:
-        """What failed is let go of already; the rest goes on."""
-        with self._dispatch.changed:
-            return self._dispatch.table.ids
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        self._dispatch.abort(request_ids)
+        wanted = None if request_ids is None else set(request_ids)
+        chosen = {name: asked for name, asked in list(self._asked.items()) if wanted is None or name in wanted}
+        for asked in chosen.values():
+            asked.aborted = True
+        for client in list(self._clients):
+            client.abort_those(list(chosen))
+        for future in list(self._waiting)[:1]:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                future.get_loop().call_soon_threadsafe(self._wake)
+
+    def hold(self) -> None:
+        self._held = True
+
+    def release(self) -> None:
+        self._held = False
+        self._wake()
 
     def pause(self) -> None:
         """A pause that is not confirmed in time aborts what runs; if that has no effect either, the engine is lost."""
         self._check_open()
-        if self._dispatch.paused_at is not None:
+        if self._paused:
             return
         try:
-            self._on_all(self._pause_there)
+            self._call_all(self._pause_there)
         except BaseException:
             with contextlib.suppress(SwiftError):  # those that are paused go on
                 self.resume()
             raise
-        with self._dispatch.changed:
-            self._dispatch.paused_at = time.monotonic()
-            self._dispatch.changed.notify_all()
+        self._paused = True
 
     def _pause_there(self, client: EngineClient) -> None:
-        def running() -> list[str]:
-            with self._dispatch.changed:
-                return [one.request_id for one in self._dispatch.table.held(client.life)]
-
         def pause() -> None:
             try:
                 client.pause()
             except Late:
-                self.abort(running())
+                self.abort(client.outstanding)
                 client.pause()
 
-        if running():
-            client.guarded(pause)
+        if client.outstanding:
+            client.with_recovery(pause)
 
     def resume(self) -> None:
         self._check_open()
-        self._on_all(lambda client: client.resume())
-        self._dispatch.go_on()
+        self._call_all(lambda client: client.resume())
+        self._paused = False
 
     # --- what servers sample for others -------------------------------------------------------------------------
 
@@ -182,7 +221,7 @@ class EnginePool(InferenceEngine):
         remembers these log-probs; None where none remembers the tokens as they stand.
         """
         digests = [digest for ids in samples for digest in (digest_of(*ids), digest_of(*ids[:2]))]
-        said = self._on_all(lambda client: client.safe_call("versions", client.timeouts.reply_s, digests=digests))
+        said = self._call_all(lambda client: client.safe_call("versions", client.timeouts.reply_s, digests=digests))
         found = [next((spans for spans in one if spans is not None), None) for one in zip(*said, strict=True)]
         return [exact or known for exact, known in zip(found[::2], found[1::2], strict=True)]
 
@@ -191,30 +230,26 @@ class EnginePool(InferenceEngine):
 
         Until it is called again or this run falls silent; a server that was restarted holds nothing back.
         """
-        self._on_all(lambda client: client.safe_call("hold", client.timeouts.reply_s, held=held))
+        self._call_all(lambda client: client.safe_call("hold", client.timeouts.reply_s, held=held))
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
         self._check_at_rest("new weights")
-        updates = self._on_all(
+        updates = self._call_all(
             lambda client: client.begin_update(manifest, version), undo=lambda update: update.abort()
         )
         return PoolUpdate(self, updates, manifest, version)
 
-    def spoil(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """The engines' weights may differ from now on."""
-        for client in self._dispatch.clients:
-            client.void = client.void or why
+        for client in self._clients:
+            client.invalid = client.invalid or why
 
     def rebuild(self) -> None:
         """Outstanding requests stay so, and begin anew."""
         self._check_open()
-        lives = [client.life for client in self._dispatch.clients]
-        self._on_all(lambda client: client.rebuild())
-        with self._dispatch.changed:
-            for life in lives:
-                self._dispatch.table.release(life)
+        self._call_all(lambda client: client.rebuild())
         self.version = 0
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
@@ -223,23 +258,23 @@ class EnginePool(InferenceEngine):
         if not self.capabilities.lora:
             raise self._unsupported("LoRA adapters")
         try:
-            ack = self._on_all(lambda client: client.load_adapter(adapter, version))[0]
+            ack = self._call_all(lambda client: client.load_adapter(adapter, version))[0]
         except SwiftError as error:
             refused = isinstance(error, ConfigError | EngineAsleep | Unsupported)  # before anything was touched
-            if not refused or any(client.version != self.version for client in self._dispatch.clients):
-                self.spoil(f"the adapter of version {version} has not reached every engine")
+            if not refused or any(client.version != self.version for client in self._clients):
+                self.invalidate(f"the adapter of version {version} has not reached every engine")
             raise
         self.version = version
         return ack
 
     def drop_adapter(self) -> None:
         self._check_at_rest("a change of adapter")
-        self._on_all(lambda client: client.drop_adapter())
-        self.version = self._dispatch.clients[0].version
+        self._call_all(lambda client: client.drop_adapter())
+        self.version = self._clients[0].version
 
     def reset_caches(self) -> None:
         self._check_open()
-        self._on_all(lambda client: client.reset_caches())
+        self._call_all(lambda client: client.reset_caches())
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -249,60 +284,61 @@ class EnginePool(InferenceEngine):
             return SleepReport()
         if level not in self.capabilities.sleep_levels:
             raise self._unsupported(f"sleep({level})")
-        if count := len(self._dispatch.table):
+        if count := len(self._asked):
             raise EngineError(f"engine: {self.capabilities.name}: sleep: {count} requests are outstanding; abort them")
-        reports = self._on_all(lambda client: client.sleep(level))
+        reports = self._call_all(lambda client: client.sleep(level))
         notes = dict.fromkeys(report.note for report in reports if report.note)
         return SleepReport(sum(report.freed_bytes for report in reports), "; ".join(notes))
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
         self._check_open()
-        return all(self._on_all(lambda client: client.wake(tags)))
+        return all(self._call_all(lambda client: client.wake(tags)))
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
         """Alive while one engine is; the detail names the others."""
-        if self._dispatch.closed:
+        if self._closed:
             return Health(False, "closed")
-        reports = [client.health() for client in [*self._dispatch.clients, *self._dispatch.buried]]
-        alive = not self.void and any(report.alive for report in reports)
-        details = dict.fromkeys([self.void, *(report.detail for report in reports)])
+        reports = [client.health() for client in [*self._clients, *self._gone]]
+        alive = not self.invalid and any(report.alive for report in reports)
+        details = dict.fromkeys([self.invalid, *(report.detail for report in reports)])
         return Health(alive, "; ".join(filter(None, details)))
 
     def stacks(self) -> str:
-        clients = self._dispatch.clients
+        clients = self._clients
         said = in_parallel([client.stacks for client in clients])
         return "; ".join(f"{client.name}: {one}" for client, one in zip(clients, said, strict=True))
 
     def close(self) -> None:
-        """End all engines at the same time; a stream in another thread ends with `EngineDead`."""
-        with self._dispatch.changed:
-            self._dispatch.closed = True
-            self._dispatch.changed.notify_all()
-        in_parallel([client.close for client in self._dispatch.clients])
+        """End all engines at the same time; whoever waits for a completion gets `EngineDead`."""
+        self._closed = True
+        in_parallel([client.close for client in self._clients])
+        futures.wait(self._ending, max((client.timeouts.close_s for client in self._gone), default=0.0))
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._dispatch.closed:
+        if self._closed:
             raise EngineDead("engine: it is closed; make a new one")
         _ = self.engines
 
     def _check_valid(self) -> None:
-        if void := self.void:
-            raise SyncFailed(f"engine: its weights are void: {void}; sync again, or rebuild it")
+        if invalid := self.invalid:
+            raise SyncFailed(f"engine: its weights are invalid: {invalid}; sync again, or rebuild it")
 
     def _check_at_rest(self, what: str) -> None:
         self._check_open()
-        count = len(self._dispatch.table)
-        if count and self._dispatch.paused_at is None:
+        count = len(self._asked)
+        if count and not self._paused:
             raise EngineError(
                 f"engine: {self.capabilities.name}: {what} while {count} requests are outstanding; wait for them, or "
                 "pause"
             )
 
-    def _on_all(self, work: Callable[[EngineClient], T], *, undo: Callable[[T], object] = lambda done: None) -> list[T]:
+    def _call_all(
+        self, work: Callable[[EngineClient], T], *, undo: Callable[[T], object] = lambda done: None
+    ) -> list[T]:
         """`work` on every engine at the same time; one that turns out to be dead is left out.
 
         The first failure is raised once all are done.
@@ -334,18 +370,20 @@ class PoolUpdate(WeightUpdate):
     def _deliver(self, bucket: Bucket) -> None:
         if self.sent == len(bucket.tensors):
             join_broadcast(self._updates, bucket)
-        waits = settled([outcome_of(partial(update.start, bucket)) for update in self._updates])
-        settled([outcome_of(wait) for wait in waits if wait is not None])
+        waits = raise_first([outcome_of(partial(update.start, bucket)) for update in self._updates])
+        raise_first([outcome_of(wait) for wait in waits if wait is not None])
 
     def _finish(self) -> Ack:
-        return settled(in_parallel([update.commit for update in self._updates]))[0]  # each has confirmed what it got
+        return raise_first(in_parallel([update.commit for update in self._updates]))[
+            0
+        ]  # each has confirmed what it got
 
     def commit(self) -> Ack:
         """All engines switch; see `WeightUpdate.commit`."""
         try:
             ack = super().commit()
         except SwiftError:  # some may have switched
-            self._pool.spoil(f"the update to version {self.version} has not reached every engine")
+            self._pool.invalidate(f"the update to version {self.version} has not reached every engine")
             raise
         self._pool.version = self.version
         return ack
@@ -371,7 +409,7 @@ def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
         return list(threads.map(outcome_of, work))
 
 
-def settled(outcomes: Sequence[T | Exception]) -> list[T]:
+def raise_first(outcomes: Sequence[T | Exception]) -> list[T]:
     """What all returned; raises the first failure among them."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):

@@ -1,8 +1,8 @@
-"""Keeps a process as it was while an engine is made or works in it: the trainer may live there too.
+"""Protects the state of a process in which an engine starts or samples, as the trainer may run in it too.
 
-vLLM moves the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
-variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), and freezes the garbage collector's
-heap. Each of these is undone here, at the call that does it.
+vLLM advances the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
+variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), and freezes the heap of the garbage
+collector. The context managers here restore each of these after the call that changes it.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 def stack_of(thread: threading.Thread | None) -> str:
-    """The innermost calls of a thread, in one line; of the main thread with None."""
+    """The innermost frames of a thread in one line; None is the main thread."""
     frame = sys._current_frames().get((thread or threading.main_thread()).ident or 0)
-    where = [f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in traceback.extract_stack(frame)]
-    return " < ".join(reversed(where[-STACK_FRAMES:]))
+    frames = traceback.extract_stack(frame)[-STACK_FRAMES:]
+    return " < ".join(f"{call.name} ({Path(call.filename).name}:{call.lineno})" for call in reversed(frames))
 
 
 def on_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin `work` on a thread of its own, which keeps nobody from ending and is left behind if it hangs."""
+    """Call `work` on a new daemon thread, which does not keep the process from ending."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # belongs to whoever waits
+        except BaseException as error:  # raised by the future
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -49,7 +49,7 @@ def on_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def random_state() -> Callable[[], None]:
-    """A call that puts all random generators of the process back to where they stand now."""
+    """Save the state of all random generators of the process; returns the function that restores it."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
@@ -65,7 +65,7 @@ def random_state() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def same_randomness() -> Iterator[None]:
-    """All random generators of the process continue afterwards where they stood before."""
+    """Context that restores the state of all random generators of the process at its end."""
     restore = random_state()
     try:
         yield
@@ -75,7 +75,7 @@ def same_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_environment(during: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables, heap and `torch.set_num_threads` are afterwards what they were; `during` holds inside."""
+    """Context that restores environment variables, heap and `torch.set_num_threads`; `during` is set inside."""
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     os.environ.update(during)
     try:
@@ -89,7 +89,7 @@ def same_environment(during: Mapping[str, str]) -> Iterator[None]:
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Keep all threads of this process on some CPU cores, one thread of torch for each; () changes nothing."""
+    """Bind all threads of this process to CPU cores, with one torch thread for each; () has no effect."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     for task in Path("/proc/self/task").iterdir():

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift.errors import EngineError, SwiftError, SyncFailed
+from swift.errors import EngineError, SwiftError, SyncFailed, first_line
 from swift.rollout.child import is_of_launch
 from swift.rollout.engines import cluster, guard
 from swift.rollout.engines.base import Capabilities, Health, InferenceEngine
@@ -35,7 +35,7 @@ from swift.startup import collector_resting
 from swift.types import Request
 
 MARKER = "SWIFT_ENGINE"
-"""Variable that all processes of one life have."""
+"""Variable that all processes of one instance have."""
 GROUPS = {"inbox": 1, "control": 6, "events": 1}
 """Concurrency groups of the actor, and how many calls of each run at once; all other calls run one by one."""
 
@@ -72,17 +72,20 @@ class EngineHost:
 
     @_in_group("inbox")
     def submit(self, requests: list[Request]) -> None:
-        """Requests that are to enter one batch. One that the engine does not take fails alone."""
+        """Requests that are to enter one batch. One that the engine does not take fails alone; nobody waits here."""
         stream = self._stream
         assert stream is not None
         try:
             stream.submit(requests)
-        except SwiftError:
+        except Exception:
             for request in requests:
                 try:
                     stream.submit([request])
                 except SwiftError as error:
                     stream.put(Failure([request.request_id], error))
+                except Exception as error:
+                    line = f"engine: request {request.request_id}: {type(error).__name__}: {first_line(error)}"
+                    stream.put(Failure([request.request_id], EngineError(line)))
 
     @_in_group("inbox")
     def abort(self, request_ids: list[str]) -> None:
@@ -175,7 +178,7 @@ class EngineHost:
 
 
 class EngineActor(EngineHost):
-    """The process of an engine, for one life of it."""
+    """The process of an engine, for one instance of it."""
 
     def __init__(self, spec: EngineSpec, log_file: str, marker: str) -> None:
         self._log_folder: Path | None = None

@@ -13,8 +13,10 @@ completion is out, or at once while the engine is paused in flight. An open weig
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -24,7 +26,6 @@ from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 from swift.errors import EngineDead, RequestRefused, SwiftError, first_line
-from swift.rollout.engines.awaited import AwaitedEngine
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure, QueueFull
 from swift.rollout.engines.process import stack_of
@@ -46,6 +47,7 @@ class RequestQueue:
     Args:
         engine: owned by the queue from now on.
         limit: samples that may wait or run; None for no limit.
+        request_limit_s: longest time of a request; see `Request.limit_s`.
 
     Attributes:
         dead: why the engine cannot go on, or None.
@@ -53,13 +55,12 @@ class RequestQueue:
         updates: its weight updates.
     """
 
-    def __init__(self, engine: InferenceEngine, *, limit: int | None = None) -> None:
-        self.engine, self.limit = engine, limit
+    def __init__(self, engine: InferenceEngine, *, limit: int | None = None, request_limit_s: float = math.inf) -> None:
+        self.engine, self.limit, self.request_limit_s = engine, limit, request_limit_s
         self.dead: EngineDead | None = None
         self.paused = False
         self.updates = QueueUpdates(self.do)
-        self._source = AwaitedEngine(engine, patient=True)
-        self._source.stepped = self._grow
+        engine.after_step = self._grow
         self._loop = RolloutLoop(threaded=True, name="request queue")
         self._lock = threading.Lock()  # of what follows
         self._streams: dict[str, CompletionStream] = {}  # by the names that the engine knows: "<stream>:<id>"
@@ -121,8 +122,8 @@ class RequestQueue:
         return len(names)
 
     def _abort(self, begun: list[str]) -> None:
-        if begun:  # once coroutines that were begun in this turn of the loop have asked the source
-            asyncio.get_running_loop().call_soon(self._source.abort, begun)
+        if begun:  # once coroutines that were begun in this turn of the loop have asked the engine
+            asyncio.get_running_loop().call_soon(self.engine.abort, begun)
         self._turn()
 
     def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
@@ -144,25 +145,24 @@ class RequestQueue:
                 raise RequestRefused(name, f"request: {name}: is outstanding already; give each an id of its own")
             stream.outstanding.update(named)
             self._streams.update(dict.fromkeys(named, stream))
-            self._waiting.update({name: replace(request, request_id=name) for name, request in named.items()})
+            for name, request in named.items():
+                limit_s = min(request.limit_s, self.request_limit_s)
+                self._waiting[name] = replace(request, request_id=name, limit_s=limit_s)
         self._loop.call(self._turn)
 
     async def _sample(self, request: Request) -> None:
         """A request from its turn to its end, whatever that is."""
         name = request.request_id
         try:
-            self._put(name, await self._source.generate(request))
+            completion = await self.engine.generate(request)
+            if (stream := self._left(name)) is not None:  # it has not ended already
+                stream.put(replace(completion, request_id=_own_id(name)))
         except Exception as error:
             if isinstance(error, SwiftError) and not isinstance(error, EngineDead):
                 self._fail(name, error)
             else:
                 self._die(error)
         self._turn()
-
-    def _put(self, name: str, completion: Completion) -> None:
-        """Bring a completion home, unless the request has ended already."""
-        if (stream := self._left(name)) is not None:
-            stream.put(replace(completion, request_id=_own_id(name)))
 
     def _left(self, name: str) -> CompletionStream | None:
         with self._lock:
@@ -194,12 +194,14 @@ class RequestQueue:
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
-    def do(self, work: Callable[[InferenceEngine], T]) -> Future[T]:
-        """Carry out `work` on the engine's thread, at rest. A future that is cancelled in time is not carried out.
+    def do(self, work: Callable[[InferenceEngine], Any]) -> Future[Any]:
+        """Carry out `work` on the engine's thread, at rest; it may be a coroutine function.
+
+        A future that is cancelled in time is not carried out.
 
         Raises EngineDead: the engine is gone, or the queue is closed.
         """
-        future: Future[T] = Future()
+        future: Future[Any] = Future()
         with self._lock:
             self._check_alive()
             self._jobs.append((work, future))
@@ -214,16 +216,22 @@ class RequestQueue:
         with self._pausing:
             self._check_alive()
             before, self.paused = self.paused, True
-            self._loop.do(self._source.hold)
             try:
+                self._loop.run(self._hold())
                 self.engine.pause()
             except BaseException:
                 self.paused = before
                 self._loop.call(self._go_on)
                 raise
-            self._loop.run(self._source.rest())
+            self._loop.run(self.engine.rest())
             self.paused = self._kept = True
             self._loop.call(self._turn)
+
+    async def _hold(self) -> None:
+        """Hold the engine when no job uses it."""
+        while self._worker is not None:
+            await asyncio.wait([self._worker])
+        self.engine.hold()
 
     def resume(self) -> Future[None]:
         """Go on after a pause, as soon as no weight update is open; idempotent."""
@@ -241,10 +249,10 @@ class RequestQueue:
             return
         engine.resume()
         self._kept = self.paused = False
-        self._source.release()
+        self.engine.release()
 
     def _go_on(self) -> None:
-        self._source.release()
+        self.engine.release()
         self._turn()
 
     def reset_caches(self) -> Future[None]:
@@ -277,22 +285,23 @@ class RequestQueue:
 
     async def _work_off(self) -> None:
         """One job, with the engine left alone."""
-        await self._source.rest()
+        await self.engine.rest()
         with self._lock:
             work, future = self._jobs.popleft() if self._jobs else (None, None)
         if work is not None and future is not None and future.set_running_or_notify_cancel():
             self._working = future
             try:
-                future.set_result(self._carry_out(work))
+                future.set_result(await self._carry_out(work))
             except BaseException as error:  # belongs to whoever waits for the job
                 future.set_exception(error)
             self._working = None
         self._worker = None
         self._turn()
 
-    def _carry_out(self, work: Callable[[InferenceEngine], T]) -> T:
+    async def _carry_out(self, work: Callable[[InferenceEngine], Any]) -> Any:
         try:
-            return work(self.engine)
+            done = work(self.engine)
+            return await done if inspect.isawaitable(done) else done
         finally:
             if self._resumes_later:  # if that has ended the update
                 self._resume(self.engine)

@@ -1,4 +1,4 @@
-"""The requests that a backend has, and what they have sampled so far; `abort` may come from any thread."""
+"""Requests of a backend with their tokens so far; `abort` may be called from any thread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from swift.errors import EngineError, NumericError
 from swift.types import Alternatives, Completion, FinishReason, Request
 
 SoFar = tuple[Sequence[int], Sequence[float], Sequence[Alternatives]]
-"""Tokens of an unfinished completion, their log-probs, and what else could have been drawn, if that was asked for."""
+"""Tokens of an unfinished completion, their log-probs, and the likeliest alternatives, if requested."""
 TAIL_SLACK_TOKENS = 8
-"""Tokens decoded beyond the stop word's length, for tokenizers whose tokens depend on their neighbours."""
+"""Number of tokens decoded beyond the length of the stop text, as the text of a token may depend on others."""
 
 
 @dataclass(slots=True)
 class Running:
-    """One request. pinned: the version of its adapter, or None when it follows the weights."""
+    """One request. pinned: version of its adapter; None: that of the weights."""
 
     request: Request
     pinned: int | None = None
@@ -31,7 +31,7 @@ class Running:
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
-        """Note tokens sampled with `version` of the weights. Raises NumericError: a log-prob that cannot be one."""
+        """Append tokens sampled with `version` of the weights. Raises NumericError: an invalid log-prob."""
         if problem := impossible(logprobs, len(self.token_ids)):
             raise NumericError(
                 f"request: {self.request.request_id}: {problem}: the model's output is not finite; look at its weights"
@@ -59,7 +59,7 @@ R = TypeVar("R", bound=Running)
 
 
 class RunningRequests(dict[str, R]):
-    """By id. Only `abort` may be called from another thread than the one that samples."""
+    """Requests by id. Only `abort` may be called from another thread than the sampling one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class RunningRequests(dict[str, R]):
         self._to_abort: set[str] = set()
 
     def insert(self, running: R) -> None:
-        """Raises EngineError: its id is outstanding."""
+        """Add a request. Raises EngineError: its id is outstanding."""
         name = running.request.request_id
         if name in self:
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
@@ -79,17 +79,17 @@ class RunningRequests(dict[str, R]):
             return self.pop(request_id, None)
 
     def so_far(self, request_id: str) -> SoFar:
-        """Of a request; nothing of one that is unknown."""
+        """The tokens of a request so far; empty for an unknown id."""
         running = self.get(request_id)
         return ((), (), ()) if running is None else (running.token_ids, running.logprobs, running.tops)
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """Name requests for the next `take_aborted`, all with None; unknown ids are ignored."""
+        """Mark requests for the next `take_aborted`, all with None; unknown ids are ignored."""
         with self._lock:
             self._to_abort.update(self.keys() if request_ids is None else self.keys() & set(request_ids))
 
     def take_aborted(self) -> list[R]:
-        """Remove those that `abort` has named, in the order in which they came."""
+        """Remove and return the requests marked by `abort`, in the order of their insertion."""
         if not self._to_abort:
             return []
         with self._lock:
@@ -99,7 +99,7 @@ class RunningRequests(dict[str, R]):
 
 
 def impossible(logprobs: Sequence[float], first: int = 0) -> str:
-    """Which of the log-probs of tokens, from number `first` on, cannot be one; "" when none."""
+    """Description of the first invalid log-prob of tokens numbered from `first`; "" if there is none."""
     for place, logprob in enumerate(logprobs, start=first):
         if not (logprob <= 0 and math.isfinite(logprob)):
             return f"token {place} has log-prob {logprob}"
@@ -107,7 +107,7 @@ def impossible(logprobs: Sequence[float], first: int = 0) -> str:
 
 
 def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: Any, least: int = 0) -> bool:
-    """Whether a stop text ends after `least` tokens; only the tail of the tokens is decoded."""
+    """Whether the tokens contain a stop text that ends after `least` tokens; decodes only the last tokens."""
     if not words or len(token_ids) <= least:
         return False
     first = max(0, len(token_ids) - max(len(word) for word in words) - TAIL_SLACK_TOKENS)
@@ -118,7 +118,7 @@ def ends_with_stop(token_ids: Sequence[int], words: Sequence[str], tokenizer: An
 def first_stop(
     token_ids: Sequence[int], words: Sequence[str], least: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[int, str]:
-    """Where in the text of the tokens the first stop text begins that ends after `least` tokens; (-1, "") for none."""
+    """Position and text of the first stop text that ends after `least` tokens; (-1, "") if there is none."""
     text, early = decode(token_ids), len(decode(token_ids[:least]).rstrip("\ufffd")) if least else 0
     found = [(text.find(word, max(0, early - len(word) + 1)), word) for word in words]
-    return min((one for one in found if one[0] >= 0), default=(-1, ""))
+    return min(((place, word) for place, word in found if place >= 0), default=(-1, ""))

@@ -32,6 +32,7 @@ from swift.rollout.engines import replies, wire
 from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
+from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.server_calls import Busy, ServerCalls, problem_of
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.weights import disk
@@ -83,7 +84,7 @@ class ServerClient(ServerCalls):
         bounds = replace(timeouts, stall_s=math.inf)  # a server watches its engines itself
         super().__init__(url, spec, api_key, bounds, run_id or secrets.token_hex(8), weight_transport)
         self.force_restart = force_restart
-        self.life: object = object()
+        self.instance: object = object()
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
         self._boot = ""
@@ -126,7 +127,7 @@ class ServerClient(ServerCalls):
 
     def replace(self, how: str) -> EngineCounters | None:
         """Find the server again, after a pause; one that was restarted is taken over anew."""
-        self.life = object()
+        self.instance = object()
         self._failures += 1
         if self._failures > len(BACKOFF_S):
             raise EngineDead(f"{self.name}: failed {self._failures} times without any progress ({how})")
@@ -136,7 +137,7 @@ class ServerClient(ServerCalls):
         try:
             info = self._info(self.timeouts.reply_s)
             same = info.boot_id == self._boot and info.run_id == self.run_id
-            if same and info.version == self.version and not self.void:
+            if same and info.version == self.version and not self.invalid:
                 return None
             self._check_expected(info)
             self._take_lease(rebuild=same)
@@ -146,7 +147,7 @@ class ServerClient(ServerCalls):
             problem = error.problems[0].removeprefix(f"{self.name}: ")
             raise EngineDead(f"{self.name}: cannot be used again: {problem}") from error
         now = info.counters
-        more = now - self._base - self.lived if info.boot_id == self._boot else EngineCounters(restarts=1)
+        more = now - self._base - self.instance_counters if info.boot_id == self._boot else EngineCounters(restarts=1)
         self._boot, self._base = info.boot_id, now
         return more
 
@@ -155,33 +156,36 @@ class ServerClient(ServerCalls):
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def post(self, life: object, requests: Sequence[Request]) -> None:
-        if life is not self.life:
+    def post(self, instance: object, requests: Sequence[Request]) -> None:
+        if instance is not self.instance:
             raise Lost("its requests were given up")
         for part in _parts([self._with_ends(request) for request in requests]):
             asked = {request.request_id: request for request in part}
             content = wire.encode(wire.InferRequest.of(part, self.version))
             name = f"stream of {self.name}"
-            threading.Thread(target=self._read, args=(life, asked, content), name=name, daemon=True).start()
+            threading.Thread(target=self._read, args=(instance, asked, content), name=name, daemon=True).start()
 
     def _with_ends(self, request: Request) -> Request:
         """With the ids that end a completion: the server may know others."""
         stops = tuple(sorted({*self.spec.eos_token_ids, *request.sampling.stop_token_ids}))
         return replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
 
-    def _read(self, life: object, asked: Mapping[str, Request], content: bytes) -> None:
+    def _read(self, instance: object, asked: Mapping[str, Request], content: bytes) -> None:
         left = set(asked)
-        for event in self._events(asked, left, content):
-            if life is not self.life:  # given up: the server sees the stream closed, and aborts
-                return
-            if isinstance(event, Completion):
-                left.discard(event.request_id)
-            elif isinstance(event, Failure):
-                left.difference_update(event.request_ids)
-            if isinstance(event, EngineCounters):
-                self.lived = event - self._base
-            else:
-                self.deliver(life, event)
+        try:
+            for event in self._events(asked, left, content):
+                if instance is not self.instance:  # given up: the server sees the stream closed, and aborts
+                    return
+                if isinstance(event, Completion):
+                    left.discard(event.request_id)
+                elif isinstance(event, Failure):
+                    left.difference_update(event.request_ids)
+                if isinstance(event, EngineCounters):
+                    self.instance_counters = event - self._base
+                else:
+                    self.deliver(instance, event)
+        except Exception as error:  # such as a thread that cannot be started
+            self.deliver(instance, Lost(f"{type(error).__name__}: {first_line(error)}"))
 
     def _events(self, asked: Mapping[str, Request], left: set[str], content: bytes) -> Iterator[Event | EngineCounters]:
         """What comes of the requests of one POST, and what the engines did by then. left: ids that have not come."""
@@ -221,16 +225,25 @@ class ServerClient(ServerCalls):
 
     def _refusal(self, left: set[str], problem: Exception) -> Iterator[Event]:
         """Nothing of a POST was taken."""
-        if isinstance(problem, RequestRefused):
-            yield Failure([problem.request_id], problem)
-        if not isinstance(problem, Lost):
-            yield Returned(list(left), busy=isinstance(problem, Busy))
-        if not isinstance(problem, RequestRefused | Busy):
+        if isinstance(problem, Lost):
             yield problem
+        elif isinstance(problem, Busy):
+            yield Returned(list(left), busy=True)
+        elif isinstance(problem, RequestRefused) and problem.request_id in left:  # the others come again
+            yield Failure([problem.request_id], problem)
+            yield Returned([name for name in left if name != problem.request_id])
+        elif isinstance(problem, SwiftError):
+            yield Failure(list(left), problem)
+        else:
+            yield Lost(first_line(problem))
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        with contextlib.suppress(Lost, EngineError):  # then the stream sees it, or the clock
-            self._get("POST", "/abort_requests", self.timeouts.reply_s, dict, json={"request_ids": list(request_ids)})
+        def abort() -> None:
+            body = {"request_ids": list(request_ids)}
+            with contextlib.suppress(Lost, EngineError):  # then the stream sees it
+                self._get("POST", "/abort_requests", self.timeouts.reply_s, dict, json=body)
+
+        on_thread(abort, f"aborts at {self.name}")
 
     # --- calls ------------------------------------------------------------------------------------------------
 
@@ -238,7 +251,7 @@ class ServerClient(ServerCalls):
         match name:
             case "rebuild":
                 self._take_lease(rebuild=True)
-                self.life = object()
+                self.instance = object()
                 return None
             case "begin_update":
                 body = wire.encode(wire.BeginUpdate.of(**fields))
@@ -262,11 +275,11 @@ class ServerClient(ServerCalls):
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         if self.force_restart and self._adapter is not None and version == self._adapter[0] + 1:
             self.check_alive()
-            life = self.life
+            instance = self.instance
             try:
                 self._restart()
             except Lost as lost:
-                self.recover(life, str(lost))
+                self.recover(instance, str(lost))
                 self.progress()
         return super().load_adapter(adapter, version)
 
@@ -338,7 +351,7 @@ class ServerClient(ServerCalls):
 
     def end(self) -> None:
         self._ending.set()
-        self.life = object()
+        self.instance = object()
         if self._boot:
             with contextlib.suppress(Lost):  # a server that is gone has no lease to give back
                 replies.whole(self._http, "POST", "/release", self._bounds(5.0), json={"run_id": self.run_id})

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from swift.errors import EngineError, SwiftError, first_line, shortened
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Changes when either side would misunderstand the other."""
 RUN_HEADER = "X-Swift-Run"
 """Id of the run that sends the request."""
@@ -40,24 +41,25 @@ ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-"""Entries of config.json that tell models apart whose folders have other names on other machines."""
+"""Entries of config.json that identify a model whose folder has another name on another machine."""
 
 encode = msgspec.json.encode
 
 Spans = list[tuple[int, int, int]]
 """Versions of the tokens of a completion, as in `Completion.versions`."""
 Said = tuple[Sequence[int], Sequence[int], Sequence[float]]
-"""A completion as an environment tells it: prompt ids, token ids, and the log-probs of these, if it tells them."""
+"""A completion as an environment returns it: prompt ids, token ids, and their log-probs or ()."""
 Versions = Callable[[Sequence[Said]], Sequence[Spans | None]]
-"""The weight versions of completions; None where nobody knows."""
+"""Returns the policy versions of completions; None if they are unknown."""
 
 
 class Sample(Struct, forbid_unknown_fields=True):
-    """One sample. prompt: index into the prompts of the request."""
+    """One sample. prompt: index into the prompts of the request. limit_s: see `Request`; None is the server's own."""
 
     id: Annotated[str, Meta(min_length=1, max_length=1024)]
     prompt: Annotated[int, Meta(ge=0)]
     sampling: SamplingParams
+    limit_s: Annotated[float, Meta(gt=0)] | None = None
 
 
 class InferRequest(Struct, forbid_unknown_fields=True):
@@ -72,7 +74,12 @@ class InferRequest(Struct, forbid_unknown_fields=True):
         """Requests for one POST; equal prompts travel once."""
         prompts: dict[tuple[int, ...], int] = {}
         samples = [
-            Sample(one.request_id, prompts.setdefault(tuple(one.prompt_ids), len(prompts)), one.sampling)
+            Sample(
+                one.request_id,
+                prompts.setdefault(tuple(one.prompt_ids), len(prompts)),
+                one.sampling,
+                one.limit_s if math.isfinite(one.limit_s) else None,
+            )
             for one in requests
         ]
         return cls([list(prompt) for prompt in prompts], samples, version)
@@ -196,31 +203,31 @@ class VersionsReply(Struct):
 
 
 def digest_of(prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> str:
-    """What the version ledger knows a completion by; where the prompt ends does not matter.
+    """Key of a completion in `SampledVersions`; independent of where the prompt ends.
 
-    logprobs: tell it from the same tokens of other weights; as float32, which is what engines compute.
+    logprobs: distinguish equal tokens of other weights; as float32, the dtype of engines.
     """
     content = encode([*prompt_ids, *token_ids]) + array("f", logprobs).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def probe_name(boot_id: str) -> str:
-    """The file in a weights folder by which a client sees whether its disk is that of the server."""
+    """Name of the file in a weights folder that shows a client whether it shares a disk with the server."""
     return f".swift-rollout-{boot_id}"
 
 
 def line_bytes(max_model_len: int) -> int:
-    """Longest line of a reply: that of a completion, or of the ids of a whole batch."""
+    """Maximum length of a line of a reply: that of a completion, or of the ids of a whole batch."""
     return (4 << 20) + 256 * max_model_len
 
 
 def not_of(completion: Completion, request: Request, vocab_size: int | None) -> str:
-    """Why a completion cannot be one of a request; "" when it can."""
+    """Reason why a completion cannot be that of a request; "" if it can."""
     ids, most = completion.token_ids, request.sampling.max_new_tokens
     if len(ids) > most:
         return f"{len(ids)} tokens came, and at most {most} were asked for"
     size = vocab_size or 1 << 31
-    if wrong := next((one for one in ids if not 0 <= one < size), None):
+    if wrong := next((token for token in ids if not 0 <= token < size), None):
         return f"token id {wrong}: outside of 0..{size - 1}"
     if completion.log_mass and len(completion.log_mass) != len(ids):
         return f"{len(completion.log_mass)} masses for {len(ids)} tokens"
@@ -231,7 +238,7 @@ def not_of(completion: Completion, request: Request, vocab_size: int | None) -> 
 
 
 def architecture(folder: str | Path) -> dict[str, Any]:
-    """What config.json says of the model; {} without that file."""
+    """Entries of config.json that identify the model; {} without that file."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         return {}
@@ -242,7 +249,7 @@ def architecture(folder: str | Path) -> dict[str, Any]:
 
 
 def error_body(error: BaseException, status: int) -> dict[str, Any]:
-    """The JSON of a failure: OpenAI's `message`, `type` and `code`, and what is needed to raise it again."""
+    """The JSON of an error: OpenAI's `message`, `type` and `code`, and the fields to raise it again."""
     if isinstance(error, SwiftError):
         state = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
         kind, problems = type(error).__name__, error.problems
@@ -254,17 +261,17 @@ def error_body(error: BaseException, status: int) -> dict[str, Any]:
 
 
 def error_from(error: ToldError, name: str) -> SwiftError | None:
-    """The error that a failed reply holds, in the server's name; None when it is no typed error of ours."""
+    """The error of a failed reply, with the server's name; None if it is not an error of swift."""
     if not error.type or not error.problems:
         return None
     kind = getattr(swift.errors, error.type, None)
     if not (isinstance(kind, type) and issubclass(kind, SwiftError)):
         kind = EngineError
-    return error_in_name(name, kind, [shortened(one, LINE_CHARACTERS) for one in error.problems], error.state)
+    return error_in_name(name, kind, [shortened(problem, LINE_CHARACTERS) for problem in error.problems], error.state)
 
 
 def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: Mapping[str, Any]) -> SwiftError:
-    """An error of this kind that an engine or server has raised, with its name in front. state: further attributes."""
+    """An error of this kind from an engine or server, prefixed with its name. state: further attributes."""
     made = kind.__new__(kind)
     first, *rest = problems
     SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)

@@ -1,7 +1,7 @@
-"""How a conversation goes on in tokens: what stands between an answer of the model and its next turn.
+"""Tokens between an answer of the model and its next turn.
 
-Tokens in, tokens out: the ids of a trajectory so far are kept, and only what the template writes after an answer is
-tokenised. History is never encoded again.
+Tokens in, tokens out: the ids of a trajectory so far are kept, and only the template's text after an answer is
+tokenised. Earlier turns are never encoded again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from swift.models.template import Message, Template
 
 _ANSWER = f"\ue000the answer of the policy {secrets.token_hex(8)}\ue000"
-"""Stands for the last answer in a rendering: private characters that no template changes, and no other text has."""
+"""Placeholder of the last answer in a rendering, with private characters that templates do not change."""
 
 
 class HistoryRewritten(ValueError):
-    """The template shows earlier turns differently once later ones follow, so the sampled tokens are no prefix."""
+    """The template renders earlier turns differently if later ones follow, so that the sampled tokens are no prefix."""
 
 
 def continuation(
@@ -32,18 +32,18 @@ def continuation(
     Args:
         template: the policy's chat template.
         messages: the chat up to the answer, which is its last message.
-        new: what follows it: tool results, an observation, a user's turn.
-        ended: whether the answer ends with its end token; otherwise the template's is added.
-        tools: as in the prompt.
+        new: messages that follow: tool results, an observation, a user's turn.
+        ended: whether the answer ends with its end token; if not, the template's is added.
+        tools: those of the prompt.
 
     Raises:
-        HistoryRewritten: the rendering of `messages` changes when `new` follows.
+        HistoryRewritten: the rendering of `messages` changes if `new` follows.
         RefusedChat: the template refuses the messages.
     """
     render = functools.partial(template.render, tools=tools)
     answer = {**messages[-1], "content": _ANSWER}
     _, shown, after = render([*messages[:-1], answer, *new], add_generation_prompt=True).rpartition(_ANSWER)
-    # a template may write something in front of the last answer only, such as empty thoughts
+    # some templates write text before the last answer only, such as empty thoughts
     sampled = render(messages[:-1], add_generation_prompt=True) + messages[-1]["content"]
     if not shown or not render([*messages, *new]).startswith((sampled, render(messages))):
         raise HistoryRewritten

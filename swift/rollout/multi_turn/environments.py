@@ -1,4 +1,4 @@
-"""What drives a trajectory: a scheduler or function of `multi_turns`, or an environment of `envs`."""
+"""Code that runs a trajectory: a scheduler or function of `multi_turns`, or an environment of `envs`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from swift.rollout.multi_turn.source import Play
 from swift.rollout.multi_turn.trajectory import Trajectory
 
 UNREAD = ("response_token_ids", "response_loss_mask", "rollout_logprobs")
-"""What `step` may not return: ids, masks and log-probs are those of the engine."""
+"""Keys that `step` may not return: ids, masks and log-probs are those of the engine."""
 CLOSE_S = 10.0
-"""How long an environment may take to close."""
+"""Timeout of closing an environment, in seconds."""
 
 
 def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int | None) -> Play | None:
-    """What `--multi_turn_scheduler` or `--gym_env` names; None for neither.
+    """The scheduler, function or environment of `--multi_turn_scheduler` or `--gym_env`; None without either.
 
-    Raises ConfigError: nothing of that name is registered, it is neither scheduler nor function, or has a `run`.
+    Raises ConfigError: it is not registered, is neither scheduler nor function, or has a `run`.
     """
     from swift.plugin import envs, multi_turns
 
@@ -49,7 +49,7 @@ def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int |
 
 
 def require_registered(registry: Mapping[str, Any], flag: str, name: str) -> None:
-    """Raises ConfigError: no plugin has registered the name; the nearest are named."""
+    """Raises ConfigError with the nearest names if no plugin has registered the name."""
     if name not in registry:
         fix = suggest(name, sorted(registry)) if registry else "none is registered; give --external_plugins"
         raise ConfigError(f"{flag}: {name}: no plugin has registered it; {fix}")
@@ -68,18 +68,19 @@ def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
 async def _result(value: Any) -> Any:
     try:
         return await value if inspect.isawaitable(value) else value
-    except KeyboardInterrupt as error:  # of the environment: it would end the loop, and no key was pressed here
+    except KeyboardInterrupt as error:  # raised by the environment; it would end the event loop
         raise RuntimeError("it raised KeyboardInterrupt") from error
 
 
 def _request(trajectory: Trajectory) -> RolloutInferRequest:
     prompt = trajectory.request.prompt
     columns = dict(prompt.columns) if prompt is not None else {}
-    return RolloutInferRequest([dict(one) for one in trajectory.messages], columns, trajectory.request.request_id)
+    messages = [dict(message) for message in trajectory.messages]
+    return RolloutInferRequest(messages, columns, trajectory.request.request_id)
 
 
 def of_scheduler(scheduler: MultiTurnScheduler, name: str) -> Play:
-    """Plays by a scheduler of `multi_turns`."""
+    """A trajectory with a scheduler of `multi_turns`."""
 
     async def play(trajectory: Trajectory) -> None:
         await _result(scheduler.on_trajectory_start([_request(trajectory)]))
@@ -112,7 +113,7 @@ def of_scheduler(scheduler: MultiTurnScheduler, name: str) -> Play:
 
 
 def of_function(function: Callable[[list[dict[str, Any]]], Any], name: str) -> Play:
-    """Plays by a function `f(rows) -> rows` of `multi_turns`, called with each row when it has been answered.
+    """A trajectory with a function `f(rows) -> rows` of `multi_turns`, called with a row after each answer.
 
     A row has `messages`, `finish_reason`, `index` (of the sample in its group), `response_token_ids` and the columns;
     the function sets `finished`, and otherwise adds messages or changes the end of the last answer.
@@ -142,7 +143,7 @@ def of_function(function: Callable[[list[dict[str, Any]]], Any], name: str) -> P
 
 
 def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
-    """Plays in an environment of `envs`: that of the row's `env_config`, or `default`."""
+    """A trajectory in an environment of `envs`: that of the row's `env_config`, or `default`."""
 
     async def play(trajectory: Trajectory) -> None:
         request = _request(trajectory)
@@ -157,8 +158,8 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
                 trajectory.begin(_opening(request.messages, observation, system))
             while True:
                 await trajectory.answer()
-                asked = [dict(one) for one in trajectory.messages]
-                observation, reward, done, columns = await _result(env.step(asked))
+                messages = [dict(message) for message in trajectory.messages]
+                observation, reward, done, columns = await _result(env.step(messages))
                 trajectory.reward(_reward(reward))
                 trajectory.columns |= columns or {}
                 if done or trajectory.out_of_turns():
@@ -172,7 +173,7 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
 
 
 def _reward(value: Any) -> float | None:
-    """What a step returned as its reward, which is read as a value of a reward function is."""
+    """The reward of a step, checked as the value of a reward function."""
     try:
         number = as_number(value)
     except TypeError as error:
@@ -183,9 +184,9 @@ def _reward(value: Any) -> float | None:
 
 
 def _opening(messages: list[Message], observation: str | None, system: str | None) -> list[Message]:
-    """The chat that an environment opens with; what it does not give is the row's."""
-    head = [one for one in messages if one["role"] in INSTRUCTIONS]
-    rest = [one for one in messages if one["role"] not in INSTRUCTIONS]
+    """The chat at the start of an environment; messages that it does not provide are the row's."""
+    head = [message for message in messages if message["role"] in INSTRUCTIONS]
+    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
     if system is not None:
         head = [{"role": "system", "content": system}]
     return [*head, *(rest if observation is None else [{"role": "user", "content": observation}])]

@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own that says when it has nothing left to run."""
+"""An asyncio event loop on a background thread that signals when it is idle."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from concurrent.futures import Future
 from typing import Any
 
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-"""Folders of what environments call."""
+"""Folders of libraries, whose frames are skipped in messages."""
 
 
 class Loop:
-    """Runs environments while another thread samples."""
+    """The event loop of environments; another thread samples."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.idle = False
         self.threads = 0
-        """Functions that run on threads and are waited for."""
+        """Number of awaited functions that run on threads."""
         self._asked = self._begun = 0
         self._late = False
-        self._since: float | None = None  # it runs something; None while it waits
+        self._since: float | None = None  # start of the present callbacks; None while it is idle
         self.given_up = False
         self._loop = _EventLoop(self)
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
         self._thread.start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function on the loop's thread, unless it was given up; from any thread."""
+        """Call a function on the loop's thread, from any thread; no effect on an abandoned loop."""
         if self.given_up:
             return
         with self.changed:
             self._asked += 1
         self._loop.call_soon_threadsafe(self._begin, function, arguments)
 
-    def settle(self, limit_s: float) -> None:
-        """Wait until what was asked for has run as far as it goes by itself.
+    def wait_until_idle(self, limit_s: float) -> None:
+        """Wait until the loop is idle, for `limit_s` at most.
 
-        What blocks the loop's thread, or one of its own, is waited for once, then only when it has come back.
+        After a timeout it does not wait again until the loop has been idle.
         """
         with self.changed:
             limit = 0 if self._late else limit_s
@@ -53,16 +53,16 @@ class Loop:
             )
 
     def give_up(self, limit_s: float) -> str | None:
-        """Give the loop up if one function has blocked it for so long; where that is, or None.
+        """Abandon the loop if a function has blocked it for `limit_s`; returns the place of that function, or None.
 
-        The thread ends when the function returns, and so do the coroutines.
+        The thread and its coroutines end when the function returns.
         """
         with self.changed:
             if self._since is None or time.monotonic() - self._since < limit_s:
                 return None
             self.given_up = True
         frames = traceback.extract_stack(sys._current_frames()[self._thread.ident or 0])
-        place = next((one for one in reversed(frames) if not one.filename.startswith(LIBRARIES)), frames[-1])
+        place = next((frame for frame in reversed(frames) if not frame.filename.startswith(LIBRARIES)), frames[-1])
         self._loop.call_soon_threadsafe(self._loop.stop)
         return f"{place.filename}:{place.lineno}"
 
@@ -86,17 +86,17 @@ class Loop:
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """Gives each function of `asyncio.to_thread` a thread of its own: a slow one holds up no other, and no exit."""
+    """Runs each function of `asyncio.to_thread` on a new daemon thread: slow ones delay no others and no exit."""
 
-    def __init__(self, home: Loop) -> None:
-        super().__init__(_Selector(home))
-        self._home = home
+    def __init__(self, owner: Loop) -> None:
+        super().__init__(_Selector(owner))
+        self._owner = owner
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         done: Future[Any] = Future()
-        done.set_running_or_notify_cancel()  # it cannot be stopped any more
+        done.set_running_or_notify_cancel()  # it cannot be cancelled
 
         def work() -> None:
             try:
@@ -111,25 +111,25 @@ class _EventLoop(asyncio.SelectorEventLoop):
         return awaited
 
     def _count(self, more: int) -> None:
-        with self._home.changed:
-            self._home.threads += more
+        with self._owner.changed:
+            self._owner.threads += more
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Notes when the loop is about to wait: nothing is ready to run then."""
+    """Records when the loop is idle: `select` is about to wait."""
 
-    def __init__(self, home: Loop) -> None:
+    def __init__(self, owner: Loop) -> None:
         super().__init__()
-        self._home = home
+        self._owner = owner
 
     def select(self, timeout: float | None = None) -> Any:
-        with self._home.changed:
-            self._home._since = None
-            self._home.idle = timeout is None or timeout > 0
-            if self._home.idle:
-                self._home.changed.notify_all()
+        with self._owner.changed:
+            self._owner._since = None
+            self._owner.idle = timeout is None or timeout > 0
+            if self._owner.idle:
+                self._owner.changed.notify_all()
         try:
             return super().select(timeout)
         finally:
-            with self._home.changed:
-                self._home.idle, self._home._since = False, time.monotonic()
+            with self._owner.changed:
+                self._owner.idle, self._owner._since = False, time.monotonic()

@@ -1,15 +1,15 @@
-"""Completions that are whole trajectories of an environment, each turn sampled by an engine.
+"""Completions that are multi-turn trajectories of an environment, each turn sampled by an engine.
 
-    generate -> play(trajectory)      a coroutine on the environments' own loop
+    generate -> play(trajectory)      a coroutine on the event loop of the environments
                  answer()  -> generate(turn) of the engine, on the rollout loop
-                 say(...)      meanwhile others are sampled
-    completion <- with its mask, when the coroutine is done
+                 say(...)      while other trajectories are sampled
+    completion <- with its mask, at the end of the coroutine
 
-Code of the user runs apart from the engine, so one that blocks holds no other up. A trajectory that waits for its
-environment holds nothing: its next turn joins the running batch when it comes. Before a step the engine waits until the
-environments have nothing left to run, so that those that answer at once meet it at the same step in every run; one that
-takes its time is waited for `SETTLE_S` at most. One that blocks its loop for longer than the limit of a trajectory ends
-all trajectories there, and the next ones get another loop.
+The user's code runs on another thread than the engine, which it cannot block. A trajectory that waits for its
+environment uses no resources of the engine: its next turn joins the running batch. Before a step the engine waits until
+the event loop of the environments is idle, so that environments without delay join at the same step in every run; it
+waits for `SETTLE_S` at most. An environment that blocks the event loop for longer than the limit of a trajectory ends
+all trajectories on that loop, and later ones get a new loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from functools import partial
 
 from swift.errors import EngineError, SwiftError, first_line
 from swift.models.template import Template
-from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.multi_turn.loop import Loop
 from swift.rollout.multi_turn.trajectory import Excluded, Limits, OutOfRoom, Trajectory
 from swift.rollout.source import Source
@@ -33,16 +33,16 @@ from swift.types import Completion, Episode, Request
 logger = logging.getLogger("swift.rollout")
 
 SETTLE_S = 0.05
-"""How long the engine waits for environments that are at work, once."""
+"""Maximum wait of the engine for running environments, in seconds."""
 LOOK_S = 1.0
-"""How often it is seen whether an environment blocks the others."""
+"""Interval of the check for an environment that blocks the others, in seconds."""
 MOST_TURNS = 32
-"""Answers of a sample where nothing else is said."""
+"""Default of the maximum number of answers per sample."""
 FIRST_FAILURES = 32
-"""When so many trajectories failed and none has come to an end before, the environment is broken."""
+"""Number of failed trajectories at the start of a run that stop it if none has succeeded."""
 
 Play = Callable[[Trajectory], Awaitable[None]]
-"""Drives one trajectory to its end; see `swift.rollout.multi_turn.environments`."""
+"""Runs one trajectory to its end; see `swift.rollout.multi_turn.environments`."""
 
 
 @dataclass(eq=False)
@@ -51,22 +51,24 @@ class TrajectorySource(Source):
 
     Attributes:
         inner: samples each turn.
-        template: the policy's.
-        limits: of each trajectory.
-        play: drives one.
-        name: of the environment, for messages.
-        limit_s: bound on one trajectory (`--rollout_timeout`); a late one is left out.
+        template: the policy's chat template.
+        limits: limits of each trajectory.
+        play: runs one trajectory.
+        name: name of the environment, for messages.
+        limit_s: time limit of a trajectory (`--rollout_timeout`); later ones are excluded.
     """
 
-    inner: AwaitedEngine
+    inner: InferenceEngine
     template: Template
     limits: Limits
     play: Play
     name: str
     limit_s: float = 600.0
     _running: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
-    _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(default_factory=dict)  # on the other loop
-    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)  # of which trajectory, on which
+    _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(
+        default_factory=dict
+    )  # on the environments' loop
+    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)  # -> trajectory, loop
     _late: int = 0
     _failures: int = 0
     _worked: bool = False
@@ -74,7 +76,7 @@ class TrajectorySource(Source):
     _watch: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.inner.settle = self._settle
+        self.inner.before_step = self._wait_for_environments
 
     @property
     def late(self) -> int:
@@ -87,7 +89,7 @@ class TrajectorySource(Source):
 
     async def generate(self, request: Request) -> Completion:
         name, rollout = request.request_id, asyncio.get_running_loop()
-        self.inner.engine.check_length(request)
+        self.inner.check_length(request)
         if name in self._running:
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
         if self._environments is None:
@@ -107,31 +109,31 @@ class TrajectorySource(Source):
 
     # --- on the rollout loop --------------------------------------------------------------------------------------
 
-    async def _sampled(self, environments: Loop, request: Request, answer: asyncio.Future[Completion]) -> None:
-        """A turn, whose answer an environment waits for."""
-        this = asyncio.current_task()
-        assert this is not None
-        self._turns[this] = request.request_id.rpartition("#")[0], environments
+    async def _sample_turn(self, environments: Loop, request: Request, answer: asyncio.Future[Completion]) -> None:
+        """Sample a turn, and set `answer` on the environments' loop."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._turns[task] = request.request_id.rpartition("#")[0], environments
         try:
             outcome: Completion | Exception = await self.inner.generate(request)
         except Exception as error:
             outcome = error
         finally:
-            del self._turns[this]
+            del self._turns[task]
         environments.call(_end, answer, outcome)
 
     async def free(self) -> None:
-        """Also until turns of trajectories that have ended are over."""
+        """Also wait for turns of trajectories that have ended."""
         while ending := [turn for turn, (name, _) in self._turns.items() if name not in self._running]:
             await asyncio.wait(ending)
         await super().free()
 
-    def _settle(self) -> None:
+    def _wait_for_environments(self) -> None:
         if self._environments is not None:
-            self._environments.settle(SETTLE_S)
+            self._environments.wait_until_idle(SETTLE_S)
 
     async def _watch_the_loop(self) -> None:
-        """Exclude all trajectories of a loop that one of them has blocked for too long."""
+        """Exclude all trajectories of a loop that one of them blocks for longer than the limit."""
         try:
             while self._running:
                 await asyncio.sleep(LOOK_S)
@@ -141,19 +143,19 @@ class TrajectorySource(Source):
         finally:
             self._watch = None
 
-    def _leave_loop(self, told: str) -> None:
+    def _leave_loop(self, reason: str) -> None:
         for turn in [turn for turn, (_, loop) in self._turns.items() if loop is self._environments]:
             turn.cancel()
         self._environments, self._tasks = None, {}
         if self._worked:
             logger.warning(
-                "warning: %s: %s; use asyncio.to_thread; %d samples are excluded", self.name, told, len(self._running)
+                "warning: %s: %s; use asyncio.to_thread; %d samples are excluded", self.name, reason, len(self._running)
             )
         for name, ended in self._running.items():
             if not ended.done():
                 self._late += 1
                 done = Completion(name, [], [], "stop", episode=Episode([], 0, 0, problem="timeout"))
-                _end(ended, self._failed(f"{told}; use asyncio.to_thread") or done)
+                _end(ended, self._failed(f"{reason}; use asyncio.to_thread") or done)
 
     # --- on the environments' loop --------------------------------------------------------------------------------
 
@@ -169,7 +171,7 @@ class TrajectorySource(Source):
 
     def _cancel(self, ended: asyncio.Future[Completion]) -> None:
         if (task := self._tasks.get(ended)) is not None:
-            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step, so that it has an end
+            asyncio.get_running_loop().call_soon(task.cancel)  # after its first step, so that its cleanup runs
 
     async def _run(
         self,
@@ -178,23 +180,23 @@ class TrajectorySource(Source):
         rollout: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
     ) -> None:
-        """A trajectory from its request to its completion, or to what ends the run."""
+        """Run a trajectory, and set its completion, or the error that stops the run, on the rollout loop."""
         try:
             outcome: Completion | Exception = await self._played(environments, request, rollout)
         except Exception as error:
             outcome = error
         if not environments.given_up:
             del self._tasks[ended]
-            with contextlib.suppress(RuntimeError):  # the rollout loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the rollout loop is closed
                 rollout.call_soon_threadsafe(_end, ended, outcome)
 
     async def _played(self, environments: Loop, request: Request, rollout: asyncio.AbstractEventLoop) -> Completion:
-        """The completion of a request, with the reason where it is not to be trained on."""
-        assert request.prompt is not None, "a round sends requests with their rows"
-        messages = [dict(one) for one in request.prompt.messages]
+        """The completion of a request, with the reason if it is excluded."""
+        assert request.prompt is not None, "a request without its row"
+        messages = [dict(message) for message in request.prompt.messages]
         tools = request.prompt.columns.get("tools")
         problem, limit = "", asyncio.timeout(self.limit_s)
-        sample = partial(self._answered, environments, rollout)
+        sample = partial(self._sampled_turn, environments, rollout)
         trajectory = Trajectory(request, self.template, sample, self.limits, messages, tools=tools, clock=limit)
         try:
             async with limit:
@@ -206,24 +208,26 @@ class TrajectorySource(Source):
             self._worked, problem = True, str(reason)
         except asyncio.CancelledError:
             problem = "cancelled"
-        except SwiftError:  # a broken contract, not a sample that failed
+        except SwiftError:  # an error of the run, not of one sample
             raise
-        except BaseException as error:  # of the environment, whatever it raises; its sample is left out
+        except BaseException as error:  # any error of the environment; its sample is excluded
             problem = "timeout" if limit.expired() else type(error).__name__
             if not environments.given_up:
                 self._late += limit.expired()
-                told = f"took over --rollout_timeout {self.limit_s:g} s" if limit.expired() else _told(error)
-                if (broken := self._failed(told)) is not None:
+                late = f"took over --rollout_timeout {self.limit_s:g} s"
+                if (broken := self._failed(late if limit.expired() else _description(error))) is not None:
                     raise broken from error
         return trajectory.completion(problem)
 
-    async def _answered(self, environments: Loop, rollout: asyncio.AbstractEventLoop, request: Request) -> Completion:
-        """Have the engine sample a turn; one that nobody waits for any more is aborted."""
+    async def _sampled_turn(
+        self, environments: Loop, rollout: asyncio.AbstractEventLoop, request: Request
+    ) -> Completion:
+        """Sample a turn on the rollout loop; cancelling the caller aborts it."""
         if environments.given_up:
             raise asyncio.CancelledError
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         turn: list[asyncio.Task[None]] = []
-        sampled = partial(self._sampled, environments, request, answer)
+        sampled = partial(self._sample_turn, environments, request, answer)
         rollout.call_soon_threadsafe(lambda: turn.append(rollout.create_task(sampled())))
         try:
             return await answer
@@ -232,22 +236,24 @@ class TrajectorySource(Source):
                 rollout.call_soon_threadsafe(lambda: rollout.call_soon(turn[0].cancel))  # after its first step
             raise
 
-    def _failed(self, told: str) -> EngineError | None:
-        """The first failure is told in full; that of an environment that has never worked ends the run."""
+    def _failed(self, reason: str) -> EngineError | None:
+        """Count a failure, log the first one. Returns an error once `FIRST_FAILURES` have failed and none worked."""
         if self._worked:
             return None
         if self._failures == 0:
-            logger.warning("warning: %s: %s; samples whose environment fails take no part in training", self.name, told)
+            logger.warning(
+                "warning: %s: %s; samples whose environment fails take no part in training", self.name, reason
+            )
         self._failures += 1
         if self._failures < FIRST_FAILURES:
             return None
         return EngineError(
-            f"{self.name}: {told}; the first {FIRST_FAILURES} samples all failed: correct the environment"
+            f"{self.name}: {reason}; the first {FIRST_FAILURES} samples all failed: correct the environment"
         )
 
 
-def _told(error: BaseException) -> str:
-    """What the environment raised, and where."""
+def _description(error: BaseException) -> str:
+    """The error of an environment, with its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
 

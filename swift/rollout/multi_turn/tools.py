@@ -2,9 +2,9 @@
 
     answer -> its tool calls -> the functions, all at once -> one message each -> the next answer ...
 
-The chat template shows the functions to the policy, as JSON schemas of their signatures and docstrings, and says how a
-call is written. A trajectory ends with an answer that calls nothing. Whatever goes wrong with a call, from its text to
-an exception of the function, is its result: "error: ...".
+The chat template renders JSON schemas of the functions, from their signatures and docstrings, and describes the format
+of a call. A trajectory ends with an answer without calls. An error of a call, from its text to an exception of the
+function, is its result: "error: ...".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swift.rollout.multi_turn.trajectory import Trajectory
 FLAG = "--rollout_tools"
 CALLS, FAILED = "tools/calls", "tools/failed"
 _ASKED = "\ue001"
-"""Stands for a question in a rendering."""
+"""Placeholder of a question in a rendering."""
 Schema = dict[str, Any]
 
 
@@ -33,7 +33,7 @@ Schema = dict[str, Any]
 class Toolbox:
     """The functions of a run; see `open_toolbox`.
 
-    schemas: what the template shows, by name. format: response template that reads calls. limit_s: bound on one call.
+    schemas: JSON schemas by name. format: response template that parses calls. limit_s: time limit of a call.
     """
 
     template: Template
@@ -47,23 +47,23 @@ class Toolbox:
         return self.template.encode_prompt(messages, self.shown(tools))
 
     def shown(self, tools: Sequence[Schema] | None) -> list[Schema]:
-        """The schemas that a prompt shows: those of its row, or all.
+        """The schemas of a prompt: those of its row, or all.
 
-        Raises ConfigError: the row has one that is no tool of the run.
+        Raises ConfigError: the row has a tool that the run does not have.
         """
-        for one in tools or ():
-            name = _function(one).get("name")
+        for schema in tools or ():
+            name = _function(schema).get("name")
             if name not in self.functions:
                 raise ConfigError(f"tools: {name}: not among {FLAG}; {suggest(str(name), sorted(self.functions))}")
         return list(tools or self.schemas.values())
 
     async def play(self, trajectory: Trajectory) -> None:
-        """Answers and results in turn, until an answer calls nothing, is cut, or is the last one allowed."""
+        """Alternate answers and results, until an answer has no calls, is truncated, or is the last one allowed."""
         prompt = trajectory.request.prompt
         schemas = trajectory.tools = self.shown(prompt.columns.get("tools") if prompt is not None else None)
         metrics = trajectory.metrics
         metrics |= {CALLS: 0, FAILED: 0}
-        known = {_function(one)["name"] for one in schemas}
+        known = {_function(schema)["name"] for schema in schemas}
         while True:
             await trajectory.answer()
             if trajectory.finish_reason == "length":
@@ -78,14 +78,14 @@ class Toolbox:
             trajectory.say(*(message for message, _ in results))
 
     def _calls(self, text: str, schemas: Sequence[Schema]) -> Sequence[Mapping[str, Any] | ValueError]:
-        """The calls in an answer; an error where they cannot be read."""
+        """The calls in an answer, or an error if they cannot be parsed."""
         try:
             return read_calls(text, self.format, schemas)
         except ValueError as error:
             return [error]
 
     async def _result(self, call: Mapping[str, Any] | ValueError, known: set[str], most: int) -> tuple[Message, bool]:
-        """The message of at most so many characters that answers a call, and whether it failed."""
+        """The message with the result of a call, of at most `most` characters, and whether it failed."""
         if isinstance(call, ValueError):
             return {"role": "tool", "content": f"error: the tool call cannot be read: {first_line(call)}"}, True
         name = call.get("name")
@@ -97,17 +97,17 @@ class Toolbox:
             raise
         except TimeoutError:
             text, failed = f"error: it took over {self.limit_s:g} s", True
-        except BaseException as error:  # whatever it raises, the policy learns from it
+        except BaseException as error:  # any error of the function is the result of the call
             text, failed = f"error: {type(error).__name__}: {first_line(error)}", True
         if len(text) > most:
             text = f"{text[:most]}\n[cut: {most} of {len(text)} characters]"
         return {"role": "tool", "name": str(name), "content": text.encode("utf-8", "replace").decode()}, failed
 
     async def _called(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """What a function returns; one that is not async runs on a thread.
+        """The result of a function; it runs on a thread unless it is async.
 
-        It is a thread of the trainer's process, which cannot be stopped: a function that holds the interpreter's lock
-        stops trainer and time-out, and an endless one goes on after its time-out.
+        A thread of the trainer's process cannot be stopped: a function that holds the GIL blocks the trainer and the
+        timeout, and an endless one continues after its timeout.
         """
         if not isinstance(arguments, Mapping):
             raise TypeError(f"arguments are {type(arguments).__name__}, not an object")
@@ -118,7 +118,7 @@ class Toolbox:
 
 
 def _text(result: Any) -> str:
-    """What the policy reads of a result: text as it is, bytes as UTF-8, anything else as JSON."""
+    """A result as text: bytes as UTF-8, other types than strings as JSON."""
     if isinstance(result, bytes | bytearray):
         return result.decode("utf-8", "replace")
     return str(result) if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
@@ -127,7 +127,7 @@ def _text(result: Any) -> str:
 def open_toolbox(names: Sequence[str], parser: str | None, template: Template, limit_s: float) -> Toolbox:
     """The tools of `--rollout_tools`, in the format of the template or of `--tool_parser`.
 
-    Raises ConfigError: no such tool or format, a function without a schema, or a template that cannot show tools.
+    Raises ConfigError: no such tool or format, a function without a schema, or a template without tools.
     """
     from swift.plugin import tools
 
@@ -145,15 +145,15 @@ def open_toolbox(names: Sequence[str], parser: str | None, template: Template, l
 
 
 def read_calls(text: str, format: Mapping[str, Any], schemas: Sequence[Schema] = ()) -> list[Mapping[str, Any]]:
-    """The calls in an answer, as {"name", "arguments"}; values of formats without types get those of the schemas.
+    """The calls in an answer, as {"name", "arguments"}; values of untyped formats are converted by the schemas.
 
-    Raises ValueError: a call that cannot be read.
+    Raises ValueError: a call that cannot be parsed.
     """
     from transformers.utils.chat_parsing import parse_response
 
     calls = parse_response(text, dict(format), prefix="", tools=list(schemas)).get("tool_calls", [])
     functions = [call.get("function") for call in calls]
-    if not all(isinstance(one, Mapping) for one in functions):
+    if not all(isinstance(function, Mapping) for function in functions):
         raise ValueError("it is no object with name and arguments")
     return functions
 
@@ -167,7 +167,7 @@ def _schema_of(name: str, function: Any) -> Schema:
 
     try:
         schema = get_json_schema(function)
-    except Exception as error:  # whatever the function's annotations and docstring raise
+    except Exception as error:  # any error of annotations and docstring
         raise ConfigError(
             f"{FLAG}: {name}: {first_line(error)}; register a function with annotations, and a docstring with Args"
         ) from error
@@ -175,7 +175,7 @@ def _schema_of(name: str, function: Any) -> Schema:
 
 
 def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
-    """The response template that reads what the chat template writes."""
+    """The response template that parses the tool calls of the chat template."""
     from swift.plugin import tool_parsers
 
     if parser is not None:
@@ -209,7 +209,7 @@ def _reads(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> boo
 
 
 def _check_turns(template: Template, schemas: Sequence[Schema]) -> None:
-    """Refuses a template that does not show tools, or changes an answer that a result follows."""
+    """Raises ConfigError: a template that does not render tools, or changes an answer if a result follows."""
     asked: list[Message] = [{"role": "user", "content": "a question"}]
     answer, result = {"role": "assistant", "content": "an answer"}, {"role": "tool", "name": "probe", "content": "-"}
     try:

@@ -1,10 +1,10 @@
 """A trajectory: one sample of several turns, as token ids from the first prompt to the last answer.
 
-    prompt | answer | what the environment says | answer | ...
-             mask 1   mask 0                      mask 1
+    prompt | answer | messages of the environment | answer | ...
+             mask 1   mask 0                        mask 1
 
-The prompt of a turn is all ids so far, so a prefix cache holds them. Ids and log-probs of answers are what the engine
-sampled; everything else is written by the chat template and masked.
+The prompt of a turn is all ids so far, so that a prefix cache applies. Ids and log-probs of answers are those of the
+engine; all other tokens are from the chat template, and masked.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ OnPrefixBreak = Literal["exclude", "truncate"]
 REWRITTEN = "rollout/history_rewritten"
 """Metric: whether earlier turns of a sample were rewritten."""
 OUT_OF_TURNS = "rollout/out_of_turns"
-"""Metric: whether a sample ended only because it had as many answers as it may."""
+"""Metric: whether a sample ended because of the maximum number of answers."""
 
 CUT_CHARACTER = 4
-"""Tokens of one character at most: within it the text of more tokens can be the shorter one."""
+"""Maximum number of tokens of one character: inside of it the text of more tokens can be shorter."""
 
 Sample = Callable[[Request], Awaitable[Completion]]
-"""Samples one turn with an engine that many trajectories share."""
+"""Samples one turn with the engine that all trajectories share."""
 
 
 class Excluded(Exception):
-    """The sample takes no part in training; the text says why, in a word or two."""
+    """The sample is excluded from training; the text is a short reason."""
 
 
 class OutOfRoom(Exception):
-    """No further answer is possible; the trajectory ends with what it has."""
+    """No further answer is possible; the trajectory ends with its tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a trajectory.
+    """Limits of a trajectory.
 
-    max_turns: answers of the policy. scope: whether `max_completion_length` bounds each answer, or all tokens after the
-    prompt. max_model_len: bounds prompt and everything after it. on_prefix_break: what becomes of a sample whose chat
-    template rewrites earlier turns: left out, or ended before.
+    max_turns: maximum number of answers. scope: whether `max_completion_length` applies to each answer, or to all
+    tokens after the prompt. max_model_len: maximum number of all tokens. on_prefix_break: whether a sample whose chat
+    template rewrites earlier turns is excluded, or ends before the rewriting turn.
     """
 
     max_turns: int
@@ -62,11 +62,11 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One sample while it is made; the environment's code drives it by `answer` and `say`.
+    """One sample in progress; the environment calls `answer` and `say`.
 
-    messages: the chat so far, the prompt's included. turns: answers so far. finish_reason: of the last answer.
-    rewards: of the environment. columns: what reward functions get beside those of the row. tools: what the template
-    shows. clock: of its time limit. metrics: for the log.
+    messages: the chat so far, with the prompt. turns: number of answers so far. finish_reason: of the last answer.
+    rewards: of the environment. columns: further columns for reward functions. tools: schemas of the tools in the
+    prompt. clock: its time limit. metrics: for the log.
     """
 
     request: Request
@@ -89,17 +89,17 @@ class Trajectory:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     _start: int = 0
     _answer_at: int = 0  # first token of the last answer
-    _said: int = 0  # messages after the last answer that are not in token_ids yet
-    _open: bool = False  # the last answer goes on
+    _num_unencoded: int = 0  # messages after the last answer that are not in token_ids yet
+    _open: bool = False  # the next answer continues the last one
 
     def __post_init__(self) -> None:
         self._start = len(self.messages)
         self.prompt_ids = list(self.request.prompt_ids)
 
-    # --- what the environment calls -------------------------------------------------------------------------------
+    # --- calls of the environment ---------------------------------------------------------------------------------
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Another prompt than the row's; before the first answer. Raises Excluded: it leaves no room for an answer."""
+        """Replace the row's prompt, before the first answer. Raises Excluded: it leaves no room for an answer."""
         self.messages = list(messages)
         self._start = len(self.messages)
         self.prompt_ids = self.template.encode_prompt(self.messages, self.tools)
@@ -107,15 +107,15 @@ class Trajectory:
             raise Excluded("prompt too long")
 
     async def answer(self) -> Message:
-        """Let the policy speak; returns its message.
+        """Sample the next answer of the policy; returns its message.
 
         Raises:
-            OutOfRoom: no token fits any more.
-            Excluded: the engine gave the request up, or the template rewrites history.
+            OutOfRoom: no further token fits.
+            Excluded: the engine has aborted the request, or the template rewrites history.
         """
-        if self._said:
-            self._take_said()
-        room = min(self._left(), self.request.sampling.max_new_tokens)
+        if self._num_unencoded:
+            self._encode_messages()
+        room = min(self._room(), self.request.sampling.max_new_tokens)
         if room < 1:
             self.finish_reason = "length"
             raise OutOfRoom
@@ -124,7 +124,8 @@ class Trajectory:
             sampling = replace(sampling, seed=seed_of(sampling.seed, "turn", self.turns))
         name = f"{self.request.request_id}#{self.turns}"
         ids = [*self.prompt_ids, *self.token_ids]
-        done = await self.sample(Request(name, ids, replace(sampling, max_new_tokens=room)))
+        turn = Request(name, ids, replace(sampling, max_new_tokens=room), limit_s=self.request.limit_s)
+        done = await self.sample(turn)
         if done.finish_reason in ("error", "abort"):
             raise Excluded(f"engine {done.finish_reason}")
         if not self._open:
@@ -138,15 +139,15 @@ class Trajectory:
         return self.messages[-1]
 
     def add_turn(self, prompt_ids: Sequence[int], done: Completion) -> None:
-        """A turn that somebody else had the policy sample; what its prompt adds to the tokens so far is masked.
+        """Append a turn sampled elsewhere; the tokens that its prompt adds to those so far are masked.
 
-        A prompt that does not begin with those tokens raises what `Limits.on_prefix_break` says.
+        Raises Excluded or OutOfRoom, by `Limits.on_prefix_break`, if the prompt does not begin with the tokens so far.
         """
         if not self.turns:
             self.prompt_ids = list(prompt_ids)
         seen = [*self.prompt_ids, *self.token_ids]
         if list(prompt_ids[: len(seen)]) != seen:
-            self._broken()
+            self._break_prefix()
         self._add_masked(prompt_ids[len(seen) :])
         self._answer_at = len(self.token_ids)
         self._add(done)
@@ -154,26 +155,26 @@ class Trajectory:
         self.turns += 1
 
     def say(self, *messages: Message) -> None:
-        """What the policy is told before its next answer; masked."""
+        """Append messages before the next answer; their tokens are masked."""
         self.messages += messages
-        self._said += len(messages)
+        self._num_unencoded += len(messages)
 
     def become(self, messages: Sequence[Message]) -> None:
-        """The chat as an environment wants it: more messages, and maybe another end of the last answer.
+        """Replace the chat by one with more messages, or with another end of the last answer.
 
-        Without more messages the last answer goes on. Changed earlier messages raise what `Limits.on_prefix_break`
-        says.
+        Without more messages the next answer continues the last one. Raises Excluded or OutOfRoom, by
+        `Limits.on_prefix_break`, if earlier messages differ.
         """
         count = len(self.messages)
         if list(messages[: count - 1]) != self.messages[:-1] or len(messages) < count:
-            self._broken()
+            self._break_prefix()
         text = messages[count - 1].get("content") or ""
         if text != self.messages[-1]["content"] or len(messages) == count:
             self.edit(text)
         self.say(*messages[count:])
 
     def edit(self, text: str) -> None:
-        """Another text of the last answer, which then goes on: its tokens stay as far as they say the same."""
+        """Replace the text of the last answer, which the next one continues; tokens of the common prefix are kept."""
         end = len(self.token_ids)
         while end > self._answer_at and self.token_ids[end - 1] in self.template.stop_token_ids:
             end -= 1
@@ -191,12 +192,12 @@ class Trajectory:
         self._open = True
 
     def reward(self, value: float | None) -> None:
-        """The environment's reward of the last turn; None where it has none."""
+        """Append the environment's reward of the last turn; None without one."""
         self.rewards.append(value)
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """What is waited for inside takes nothing from its time limit."""
+        """Context whose time does not count towards the time limit."""
         if self.clock is None or (end := self.clock.when()) is None:
             yield
             return
@@ -209,7 +210,7 @@ class Trajectory:
             self.clock.reschedule(loop.time() + left)
 
     def out_of_turns(self) -> bool:
-        """Whether it has as many answers as it may; to be asked last, as it is counted."""
+        """Whether it has the maximum number of answers; sets the metric, so it must be the last condition checked."""
         over = self.turns >= self.limits.max_turns
         self.metrics[OUT_OF_TURNS] = float(over)
         return over
@@ -223,24 +224,24 @@ class Trajectory:
     def _text_of_answer(self, end: int) -> str:
         return self.template.decode(self.token_ids[self._answer_at : end])
 
-    def _take_said(self) -> None:
-        """Add the tokens between the last answer and the next."""
-        at = len(self.messages) - self._said
+    def _encode_messages(self) -> None:
+        """Append the tokens between the last answer and the next one."""
+        at = len(self.messages) - self._num_unencoded
         ended = not self._open and bool(self.token_ids) and self.token_ids[-1] in self.template.stop_token_ids
         try:
             ids = continuation(self.template, self.messages[:at], self.messages[at:], ended=ended, tools=self.tools)
         except HistoryRewritten:
             del self.messages[at:]
-            self._broken()
-        if self._left() <= len(ids):
+            self._break_prefix()
+        if self._room() <= len(ids):
             del self.messages[at:]
             self.finish_reason = "length"
             raise OutOfRoom
-        self._said, self._open = 0, False
+        self._num_unencoded, self._open = 0, False
         self._add_masked(ids)
 
-    def _broken(self) -> NoReturn:
-        """Earlier turns were rewritten: leave the sample out, or end it before."""
+    def _break_prefix(self) -> NoReturn:
+        """Exclude or end a sample whose earlier turns are rewritten."""
         self.metrics[REWRITTEN] = 1.0
         if self.limits.on_prefix_break == "exclude":
             raise Excluded("history_rewritten")
@@ -269,18 +270,19 @@ class Trajectory:
             del values[end:]
         self.versions = [(version, first, min(last, end)) for version, first, last in self.versions if first < end]
 
-    def _left(self) -> int:
-        """Tokens that fit after those there are."""
-        left = self.limits.max_model_len - len(self.prompt_ids) - len(self.token_ids)
+    def _room(self) -> int:
+        """Number of further tokens that fit."""
+        room = self.limits.max_model_len - len(self.prompt_ids) - len(self.token_ids)
         if self.limits.scope == "total":
-            left = min(left, self.request.sampling.max_new_tokens - len(self.token_ids))
-        return left
+            room = min(room, self.request.sampling.max_new_tokens - len(self.token_ids))
+        return room
 
     # --- the end --------------------------------------------------------------------------------------------------
 
     def completion(self, problem: str = "") -> Completion:
-        """The sample as the pipeline takes it. problem: why it is excluded."""
-        answers = [one.get("content") for one in self.messages[self._start :] if one.get("role") == "assistant"]
+        """The sample as a completion. problem: reason of an exclusion, or ""."""
+        new = self.messages[self._start :]
+        answers = [message.get("content") for message in new if message.get("role") == "assistant"]
         own = [] if self.prompt_ids == list(self.request.prompt_ids) else self.prompt_ids
         return Completion(
             request_id=self.request.request_id,

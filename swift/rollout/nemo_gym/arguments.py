@@ -12,12 +12,12 @@ from swift.rollout.arguments import ENVIRONMENT_REWARDS
 
 NEEDS = "rollout_source=nemo_gym"
 UNSENT = ("top_k", "min_p", "repetition_penalty", "stop_words", "generation_kwargs", "vllm_guided_decoding_regex")
-"""Sampling settings that no agent is told."""
+"""Sampling settings that are not sent to agents."""
 
 
 @dataclass(kw_only=True)
 class NemoGymArguments:
-    """Servers of NeMo Gym, and what they are asked for."""
+    """Servers of NeMo Gym, and their use."""
 
     GROUP: ClassVar[str] = "Environments"
 
@@ -66,11 +66,9 @@ class NemoGymArguments:
                 given.dataset = [*given.dataset, text]
         if self.nemo_gym_command == "false":
             self.nemo_gym_command = None
-        if self.nemo_gym_agent is None and len(names := self._server_names()) == 1:
+        names = {str(entry["server_name"]) for entry in self.nemo_gym_datasets if entry.get("server_name")}
+        if self.nemo_gym_agent is None and len(names) == 1:
             [self.nemo_gym_agent] = names
-
-    def _server_names(self) -> set[str]:
-        return {str(entry["server_name"]) for entry in self.nemo_gym_datasets if entry.get("server_name")}
 
     def problems(self) -> Iterator[str]:
         given: Any = self
@@ -81,7 +79,8 @@ class NemoGymArguments:
             yield f"{flag}: no reward function takes its rewards; --reward_funcs environment, besides others"
         for entry in (entry for entry in self.nemo_gym_datasets if not isinstance(entry.get("path"), str)):
             yield f'--nemo_gym_datasets: {entry}: names no file; write {{"path": "train.jsonl"}}'
-        if len(names := self._server_names()) > 1:
+        names = {str(entry["server_name"]) for entry in self.nemo_gym_datasets if entry.get("server_name")}
+        if len(names) > 1:
             yield (
                 f"--nemo_gym_datasets: server_name {', '.join(sorted(names))}: rows of several servers name their own "
                 'by "agent_ref": {"name": ...}; put it there'

@@ -71,7 +71,7 @@ def serving(
 
 
 def _start(args: Any, policy_servers: Sequence[str]) -> Child:
-    """The command of the settings; `ng_run` is told the port of its head server and the policy server."""
+    """Start the command of the settings; `ng_run` gets the port of its head server, and the policy server."""
     words = shlex.split(args.nemo_gym_command)
     folder = Path(args.nemo_gym_dir).expanduser() if args.nemo_gym_dir else None
     if folder is not None and not folder.is_dir():
@@ -82,12 +82,12 @@ def _start(args: Any, policy_servers: Sequence[str]) -> Child:
         words.append(f"+config_paths=[{','.join(args.nemo_gym_config_paths)}]")
     variables = {"PATH": f"{(folder or Path.cwd()) / '.venv' / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"}
     if Path(words[0]).name == "ng_run":
-        told = {"head_server.host": "127.0.0.1", "head_server.port": urlsplit(head_url(args.nemo_gym_head)).port}
+        overrides = {"head_server.host": "127.0.0.1", "head_server.port": urlsplit(head_url(args.nemo_gym_head)).port}
         if args.nemo_gym_mode == "run":
             key = args.vllm_server_api_key or os.environ.get("SWIFT_API_KEY")
             variables |= {"SWIFT_API_KEY": key} if key else {}
-            told["policy_base_url"] = f"[{','.join(f'{server}/v1' for server in policy_servers)}]"
-            told["policy_model_name"] = served_name(args)
-            told["policy_api_key"] = "${oc.env:SWIFT_API_KEY}" if key else "none"
-        words += [f"+{name}={value}" for name, value in told.items()]
+            overrides["policy_base_url"] = f"[{','.join(f'{server}/v1' for server in policy_servers)}]"
+            overrides["policy_model_name"] = served_name(args)
+            overrides["policy_api_key"] = "${oc.env:SWIFT_API_KEY}" if key else "none"
+        words += [f"+{name}={value}" for name, value in overrides.items()]
     return Child("--nemo_gym_command", words, folder=folder, variables=variables)

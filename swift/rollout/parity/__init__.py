@@ -1,14 +1,14 @@
-"""Does the rollout engine sample from the policy that the trainer trains? Compared on real prompts, token by token.
+"""Parity check: log-probs of the rollout engine against those of the trainer, on real prompts, token by token.
 
-    as loaded      engine and trainer read the same checkpoint
-    with noise     both get the same noise on one tensor of each place in a layer, the engine's by a weight sync
-    restored       the true weights are synced again, the prompts stay the same
+    as loaded      engine and trainer have read the same checkpoint
+    with noise     both have the same noise on one tensor of each place in a layer, the engine by a weight sync
+    restored       the true weights are synced again, with the same prompts
 
-A wrong temperature or a shifted log-prob shows in the first stage. A weight sync that does nothing does not, as the
-checkpoint on disk equals the trainer's weights: the second stage finds it. A KV or prefix cache that outlives a sync
-shows in the second or third.
+The first stage detects a wrong temperature or shifted log-probs. The second one detects a weight sync without effect,
+which the first cannot: the checkpoint equals the trainer's weights. The second or third one detects a KV or prefix
+cache that is not reset by a weight sync.
 
-`check` runs the stages, `noise` chooses and makes the noise, `tolerance` measures and judges.
+`check` runs the stages, `noise` makes the noise, `tolerance` computes the differences and compares them with limits.
 """
 
 from swift.rollout.parity.check import ParityCheck, ParityReport

@@ -1,9 +1,9 @@
-"""The three stages, on all ranks together.
+"""The three stages of the check, a collective of all ranks.
 
 Every rank makes the same forward passes, because a pass of a sharded policy is a collective: a rank without an engine
-of its own scores the samples of the first rank that has one. All ranks come to the same verdict. What the check touches
-is as it was afterwards: parameters bit for bit, the mode of the model, random number generators, the version of the
-weights. The engine is left with the true weights, synced under the version of the run.
+scores the samples of the first rank that has one. All ranks get the same verdict. The check restores parameters (bit
+for bit), the mode of the model, random number generators and the version of the weights. At its end the engine has the
+true weights, synced under the version of the run.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
 
 PROMPTS, SAMPLES, TOKENS = 8, 2, 32
-"""Size of a stage: prompts, samples of each, tokens of each sample."""
+"""Size of a stage: number of prompts, of samples per prompt, and of tokens per sample."""
 LONG_PROMPT = 160
-"""Tokens of the longest prompt at least, where the context allows: a prefix cache keeps whole blocks of up to 128."""
+"""Minimum length of the longest prompt, if the context allows: a prefix cache keeps blocks of up to 128 tokens."""
 STOP_IDS = 64
-"""How many tokens count as end tokens in the samples that are there to end."""
+"""Number of stop tokens of the samples that test the end of a completion."""
 AS_LOADED, NOISY, RESTORED, NOW = "as loaded", "with noise", "restored", "now"
 ORDER: tuple[Verdict, ...] = ("pass", "warn", "refuse")
 
 Score = Callable[[Sequence[TokenSequence], float], Tensor]
-"""The trainer's log-probs [N] of all completion tokens at a temperature, without gradient."""
+"""Computes the trainer's log-probs [N] of all completion tokens at a temperature, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Outcome of one stage on the rank where it was worst. problem: why it did not pass, or ""."""
+    """Result of one stage on the rank with the worst result. problem: reason why it did not pass, or ""."""
 
     name: str
     version: int
@@ -58,17 +58,17 @@ class Stage:
     verdict: Verdict
     problem: str = ""
 
-    @property
-    def badness(self) -> tuple[int, float]:
-        """Orders stages: the worst is the largest."""
-        return ORDER.index(self.verdict), self.gaps.maximum
+
+def worst_of(stages: Sequence[Stage]) -> Stage:
+    """The stage with the worst verdict; of equal ones, that with the largest gap."""
+    return max(stages, key=lambda stage: (ORDER.index(stage.verdict), stage.gaps.maximum))
 
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
     """All stages of one check.
 
-    dtypes: of trainer and engine. limits: the row of the table. note: what could not be checked, or "".
+    dtypes: of trainer and engine. limits: the row of the table. note: a property that could not be checked, or "".
     """
 
     stages: tuple[Stage, ...]
@@ -79,43 +79,37 @@ class ParityReport:
 
     @property
     def verdict(self) -> Verdict:
-        return self._worst.verdict
-
-    @property
-    def _worst(self) -> Stage:
-        return max(self.stages, key=lambda stage: stage.badness)
+        return worst_of(self.stages).verdict
 
     def line(self) -> str:
+        """The report in one line, for the log."""
         gaps = [stage.gaps for stage in self.stages]
-        tokens, top = sum(one.tokens for one in gaps), max(gaps, key=lambda one: one.maximum)
-        mean = sum(one.mean * one.tokens for one in gaps) / max(tokens, 1)
+        tokens, top = sum(gap.tokens for gap in gaps), max(gaps, key=lambda gap: gap.maximum)
+        mean = sum(gap.mean * gap.tokens for gap in gaps) / max(tokens, 1)
         versions = ", ".join("rehearsal" if stage.version == REHEARSAL else str(stage.version) for stage in self.stages)
         return (
             f"parity: engine against trainer over {tokens} tokens ({', '.join(stage.name for stage in self.stages)}): "
-            f"max |logp difference| {top.maximum:.1e}, mean {mean:.1e}, p99 {max(one.p99 for one in gaps):.1e}, "
-            f"k3 {max(one.k3 for one in gaps):.1e}{top.place}; {self._types}; versions {versions}"
-            + (f"; {self.note}" if self.note else "")
+            f"max |logp difference| {top.maximum:.1e}, mean {mean:.1e}, p99 {max(gap.p99 for gap in gaps):.1e}, "
+            f"k3 {max(gap.k3 for gap in gaps):.1e}{top.place}; trainer {self.dtypes[0]}, {self.engine} "
+            f"{self.dtypes[1]}; versions {versions}" + (f"; {self.note}" if self.note else "")
         )
 
     def error(self) -> str:
-        """One line when a stage is refused; else ""."""
-        stage = self._worst
+        """The error message in one line if a stage is refused; else ""."""
+        stage = worst_of(self.stages)
         if stage.verdict != "refuse":
             return ""
         worst = stage.gaps.worst
         values = f": {worst.engine:.4g}, the trainer's {worst.trainer:.4g}" if worst else ""
         return (
             f"--parity_check: {stage.name}: {stage.problem}: engine and trainer disagree by more than rounding "
-            f"explains ({self.limits.row}; {self._types}){stage.gaps.place}{values}; see docs/parity_check.md, or "
+            f"explains ({self.limits.row}; trainer {self.dtypes[0]}, {self.engine} {self.dtypes[1]})"
+            f"{stage.gaps.place}{values}; see docs/parity_check.md, or "
             "--parity_check warn to continue with wrong ratios"
         )
 
-    @property
-    def _types(self) -> str:
-        return f"trainer {self.dtypes[0]}, {self.engine} {self.dtypes[1]}"
-
     def require(self) -> None:
-        """Raises NumericError (exit 6) when a stage is refused."""
+        """Raises NumericError (exit 6) if a stage is refused."""
         if error := self.error():
             raise NumericError(error)
 
@@ -125,17 +119,17 @@ class ParityCheck:
 
     Args:
         engine: this rank's engine, or None.
-        score: the trainer's log-probs at a temperature; makes one forward pass.
-        model: the policy as the trainer holds it, wrappers and all.
-        weight_sync: sends weights to the engines, on all ranks together.
-        prompts: the first of the data set.
-        sampling: the training distribution; truncation, penalties and stop words are left out, as they change the
-            engine's distribution on purpose.
+        score: computes the trainer's log-probs at a temperature, in one forward pass.
+        model: the trainer's policy, with its wrappers.
+        weight_sync: syncs weights to the engines; collective.
+        prompts: the first prompts of the dataset.
+        sampling: the training distribution; the check omits truncation, penalties and stop words, which change the
+            engine's distribution.
         ranks: the collectives.
         end_token_ids: tokens that end every completion.
-        adapter_only: only the LoRA adapter is synced.
-        around: entered by every rank around sampling (a sharded policy needs it).
-        seed: of samples and noise.
+        adapter_only: whether only the LoRA adapter is synced.
+        around: context of sampling, entered by every rank (needed for a sharded policy).
+        seed: seed of samples and noise.
     """
 
     def __init__(
@@ -156,11 +150,11 @@ class ParityCheck:
         self.engine, self.model, self.weight_sync, self.ranks = engine, model, weight_sync, ranks
         self.end_token_ids = frozenset(end_token_ids)
         self.adapter_only, self.around, self.seed = adapter_only, around, seed
-        self.capabilities: Capabilities = self._first(engine.capabilities if engine is not None else None)
+        self.capabilities: Capabilities = self._from_engine(engine.capabilities if engine is not None else None)
         self._score = score
         self._temperature = 1.0 if self.capabilities.logprob_support == "raw" else sampling.temperature
-        parameter = next(one for one in model.parameters() if one.dtype.is_floating_point)
-        self.dtypes = dtype_name(parameter.dtype), self.capabilities.dtype
+        dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
+        self.dtypes = dtype_name(dtype), self.capabilities.dtype
         other_base = rounds_activations(model) or (adapter_only and is_quantised(model))
         self.limits = limits_for(
             *self.dtypes,
@@ -169,24 +163,24 @@ class ParityCheck:
             experts=has_experts(model),
         )
         self._requests = self._make_requests(prompts, sampling)
-        self._ended = True
+        self._end_tokens_checked = True
 
     def run(self) -> ParityReport:
-        """All stages; ends with the true weights synced under the present version. Collective.
+        """Run all stages; at the end the true weights are synced under the present version. Collective.
 
-        Raises SyncFailed or EngineDead on every rank: the engine could not be sampled from, or did not take the
-        weights.
+        Raises SyncFailed or EngineDead on every rank: sampling or a weight sync failed.
         """
         with same_randomness():
-            stages = [self._compare(AS_LOADED, self._version(), ends=True)]
+            version = int(self._from_engine(self.engine.version if self.engine is not None else None))
+            stages = [self._compare(AS_LOADED, version, ends=True)]
             if stages[0].verdict == "refuse":
                 return self._report(stages)
             noise = make_noise(self.model, seed=self.seed, adapter_only=self.adapter_only)
-            if self.capabilities.shares_weights:  # it follows the noise without a sync
+            if self.capabilities.shares_weights:  # the engine has the noise without a sync
                 with exchanged(self.model, noise):
-                    stages.append(self._compare(NOISY, self._version(), requests=self._requests[::SAMPLES]))
+                    stages.append(self._compare(NOISY, version, requests=self._requests[::SAMPLES]))
                 return self._report(stages)
-            self.weight_sync.separate()  # the noise stands in for parameters that are put aside meanwhile
+            self.weight_sync.separate()  # an engine that shares memory would not have the noise
             with exchanged(self.model, noise):
                 self.weight_sync.rehearse()
                 stages.append(self._compare(NOISY, REHEARSAL))
@@ -196,9 +190,9 @@ class ParityCheck:
             return self._report(stages)
 
     def now(self) -> ParityReport:
-        """The engine as it is against the trainer as it is, with nothing in flight. Collective.
+        """Compare engine and trainer without a change of weights, while no request is in flight. Collective.
 
-        The prompts are those of every check, so a cache with keys and values of older weights shows.
+        All checks use the same prompts, so that a cache with keys and values of older weights is found.
         """
         with same_randomness():
             return self._report([self._compare(NOW, self.weight_sync.version)])
@@ -206,22 +200,33 @@ class ParityCheck:
     def _compare(
         self, name: str, version: int, *, ends: bool = False, requests: Sequence[Request] | None = None
     ) -> Stage:
-        """Sample, score and judge; the stage of the rank where it is worst."""
+        """Sample, score and compare; returns the result of the worst rank.
+
+        ends: also sample completions that end at one of the tokens that were frequent in the others.
+        """
         samples = self._sample(self._requests if requests is None else requests)
         if ends:
-            samples += self._sample(self._ending(samples))
-            self._ended = any(one.completion.finish_reason == "stop" for one in samples)
+            counts = Counter(token for sample in samples for token in sample.completion.token_ids)
+            stops = tuple(token for token, _ in counts.most_common(STOP_IDS))
+            ending = []
+            for request in (sample.request for sample in samples[::SAMPLES]):
+                sampling = replace(request.sampling, stop_token_ids=stops, seed=request.sampling.seed ^ 1)
+                ending.append(replace(request, request_id=f"{request.request_id}/end", sampling=sampling))
+            samples += self._sample(ending)
+            self._end_tokens_checked = any(sample.completion.finish_reason == "stop" for sample in samples)
         broken = contract_faults(
             samples, end_token_ids=self.end_token_ids, limit=self.capabilities.max_model_len, version=version
         )
-        usable = [one for one in samples if 0 < len(one.completion.token_ids) == len(one.completion.logprobs)]
-        trainer_N = self._scored([one.sequence for one in usable] or [_FILLER])
+        usable = [
+            sample for sample in samples if 0 < len(sample.completion.token_ids) == len(sample.completion.logprobs)
+        ]
+        sequences = [TokenSequence(sample.request.prompt_ids, sample.completion.token_ids) for sample in usable]
+        trainer_N = self._scored(sequences or [_FILLER])
         gaps = measure(usable, trainer_N, left_out=self.limits.left_out) if usable else Gaps()
         verdict, problem = self.limits.judge(gaps)
         if broken:
             verdict, problem = "refuse", f"contract: {broken}"
-        stages: list[Stage] = self.ranks.all_gather(Stage(name, version, gaps, verdict, problem))
-        return max(stages, key=lambda stage: stage.badness)
+        return worst_of(self.ranks.all_gather(Stage(name, version, gaps, verdict, problem)))
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -231,8 +236,11 @@ class ParityCheck:
         with self.around():
             if self.engine is not None:
                 try:
-                    done = {one.request_id: one for one in self.engine.generate(requests)}
-                    mine = [Sample(one, int(one.request_id.split("/")[0]), done[one.request_id]) for one in requests]
+                    done = {completion.request_id: completion for completion in self.engine.sample(requests)}
+                    mine = [
+                        Sample(request, int(request.request_id.split("/")[0]), done[request.request_id])
+                        for request in requests
+                    ]
                 except SwiftError as error:
                     failure = error
         offers = self.ranks.all_gather((mine, failure))
@@ -254,20 +262,7 @@ class ParityCheck:
             for s in range(SAMPLES)
         ]
 
-    def _ending(self, samples: Sequence[Sample]) -> list[Request]:
-        """One request per prompt that ends at any of the tokens that were common before."""
-        counts = Counter(token for one in samples for token in one.completion.token_ids)
-        stops = tuple(token for token, _ in counts.most_common(STOP_IDS))
-        return [
-            replace(
-                one.request,
-                request_id=f"{one.request.request_id}/end",
-                sampling=replace(one.request.sampling, stop_token_ids=stops, seed=one.request.sampling.seed ^ 1),
-            )
-            for one in samples[::SAMPLES]
-        ]
-
-    # --- the trainer's side -----------------------------------------------------------------------------------
+    # --- scoring ----------------------------------------------------------------------------------------------
 
     def _scored(self, sequences: Sequence[TokenSequence]) -> Tensor:
         was_training = self.model.training
@@ -278,27 +273,24 @@ class ParityCheck:
         finally:
             self.model.train(was_training)
 
-    def _version(self) -> int:
-        return int(self._first(self.engine.version if self.engine is not None else None))
-
-    def _first(self, mine: Any) -> Any:
-        """This rank's value, or that of the first rank that has one."""
-        found = [one for one in self.ranks.all_gather(mine) if one is not None]
+    def _from_engine(self, mine: Any) -> Any:
+        """This rank's value, or without an engine that of the first rank that has one; collective."""
+        found = [value for value in self.ranks.all_gather(mine) if value is not None]
         return found[0] if mine is None else mine
 
     def _report(self, stages: Sequence[Stage]) -> ParityReport:
-        note = "" if self._ended else "no sample ended by itself, so end tokens are unchecked"
+        note = "" if self._end_tokens_checked else "no sample ended by itself, so end tokens are unchecked"
         return ParityReport(tuple(stages), self.dtypes, self.capabilities.name, self.limits, note)
 
 
 _FILLER = TokenSequence([0], [0])
-"""What a rank scores when it got nothing, so that all ranks make the same forward passes."""
+"""Scored by a rank without samples, so that all ranks make the same forward passes."""
 
 
 def choose_prompts(prompts: Sequence[list[int]], room: int, count: int = PROMPTS) -> list[list[int]]:
-    """Prompts of different lengths that fit `room` tokens, one of them long.
+    """Prompts of different lengths within `room` tokens, one of them long.
 
-    Padding shows only beside a longer prompt, and a prefix cache only keeps long ones; a data set may have neither.
+    Errors of padding need prompts of different lengths, those of a prefix cache a long one; a dataset may have neither.
     """
     usable = [ids for ids in prompts if 0 < len(ids) <= room][:count] or [ids[-room:] for ids in prompts[:count] if ids]
     usable = [usable[i % len(usable)] for i in range(count)]

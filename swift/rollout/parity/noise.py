@@ -1,11 +1,11 @@
-"""Seeded noise on one tensor of each place in a layer, so that weights which do not arrive cannot go unnoticed.
+"""Seeded noise on one tensor of each place in a layer, to detect weights that a weight sync does not update.
 
-A place is a parameter's name without the numbers in it; of a LoRA adapter every B gets noise, which starts at zero. The
-tensors are taken from different depths. The noise is as large as the tensor's own values, within a factor of a few, so
-that log-probs move by far more than rounding.
+A place is a parameter's name without its layer numbers. The tensors are from layers at different depths. Every B of a
+LoRA adapter, which is zero at first, gets noise. The scale of the noise is that of the tensor, within a factor of a
+few, so that log-probs change by far more than rounding.
 
-Parameters are exchanged, not added to: what comes back afterwards are the same bits. Under ZeRO-3 and FSDP2 they are
-gathered, exchanged and put back by `swift.models.sharded`, on all ranks together.
+Parameters are exchanged, not added to, so that the restored ones have the same bits. `swift.models.sharded` gathers,
+exchanges and restores them under ZeRO-3 and FSDP2; collective.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ RELATIVE = 0.5
 """Noise as a share of the tensor's root mean square."""
 
 _ROUTED = re.compile(r"\bexperts\.|\b(mlp\.gate|router)\b")
-"""Parts of a mixture of experts, of which a token computes few and adds their outputs at a fraction."""
+"""Routers and experts; a token uses few experts, and adds their outputs with small weights."""
 
 RELATIVE_OF = (
     (_ROUTED, 4.0),
     (re.compile(r"\b(q|k|kv)(_[ab])?_proj|\.(query|key)\."), 4.0),
     (re.compile(r"\b(gate|up|gate_up|down)_proj|\.(w[123]|fc[12]|c_fc)\."), 1.0),
 )
-"""The same where it moves log-probs less: measured, so that each tensor moves them by about 0.05 nats or more."""
+"""The same for tensors with less effect on log-probs: measured, so that each changes them by 0.05 nats or more."""
 
 FLOOR, FLOOR_ROUTED = 0.05, 0.1
-"""Standard deviation where the tensor is zero, such as a fresh bias or LoRA's B; the latter on experts and routers."""
+"""Standard deviation on a zero tensor, such as a new bias or LoRA's B; the second one for experts and routers."""
 
 _BLOCK = 1_000_003
-"""Random numbers per tensor; longer ones repeat them. A prime, so that no two rows of a matrix get the same."""
+"""Number of random numbers per tensor; larger tensors repeat them. A prime, so that rows of a matrix differ."""
 
 _LORA_B = re.compile(r"\blora_(embedding_)?B\b")
 _VECTORS = re.compile(r"(norm|\bln_)[^.]*\.weight$|\.bias$")
@@ -43,12 +43,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def make_noise(model: nn.Module, *, seed: int, adapter_only: bool) -> dict[str, Tensor]:
-    """Choose the tensors and draw the noise; a collective when parameters are sharded.
+    """The chosen tensors with noise, by name; a collective if parameters are sharded.
 
     Args:
-        model: the policy as the trainer holds it.
+        model: the trainer's policy.
         seed: equal seeds give equal noise, on every rank.
-        adapter_only: the engine gets nothing but the adapter, so only that may change.
+        adapter_only: whether only the adapter is synced, so that only its tensors get noise.
     """
     parameters = dict(model.named_parameters())
     values = {}
@@ -60,7 +60,7 @@ def make_noise(model: nn.Module, *, seed: int, adapter_only: bool) -> dict[str, 
 
 
 def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
-    """Names of one parameter of each place in a layer, in a layer somewhere in the model, and of every LoRA B."""
+    """Names of one parameter of each place in a layer, at different depths, and of every LoRA B."""
     chosen: list[str] = []
     places: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -68,11 +68,14 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
             continue
         if _LORA_B.search(name):
             chosen.append(name)
-        elif not adapter_only and _has_noise(name, len(whole_shape(parameter))):
+            continue
+        unused = adapter_only or "lora_" in name or ".original_module." in name
+        # vectors other than norms and biases may not allow arbitrary values
+        if not unused and (len(whole_shape(parameter)) > 1 or _VECTORS.search(name)):
             places.setdefault(_NUMBER.sub("N", name), []).append(name)
     for number, (place, names) in enumerate(places.items()):
         depth = (number * 0.618) % 1.0  # golden ratio: places spread evenly over the layers
-        if _ROUTED.search(place):  # all in one layer, where they show more of each other
+        if _ROUTED.search(place):  # all in one layer, where their effects add up
             depth = 0.618
         chosen.append(names[int(depth * len(names))])
     return chosen
@@ -81,12 +84,6 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
 def has_experts(model: nn.Module) -> bool:
     """Whether tokens are routed to experts."""
     return any(_ROUTED.search(name) for name, _ in model.named_parameters())
-
-
-def _has_noise(name: str, dimensions: int) -> bool:
-    """Whether a parameter is in use, and one that any value suits: a matrix, a norm or a bias."""
-    unused = "lora_" in name or ".original_module." in name
-    return not unused and (dimensions > 1 or bool(_VECTORS.search(name)))
 
 
 def _with_noise(name: str, tensor: Tensor, seed: int) -> Tensor:

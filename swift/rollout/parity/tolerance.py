@@ -1,4 +1,4 @@
-"""How far apart engine and trainer are, and how far rounding explains.
+"""Differences between the log-probs of engine and trainer, and the limits that rounding explains.
 
 | trainer / engine            | passes                    | refused                   |
 |-----------------------------|---------------------------|---------------------------|
@@ -8,12 +8,12 @@
 | 16 bits on GPU, TF32        | mean 2e-2 and k3 1e-3     | mean > 5e-2 or k3 > 1e-2  |
 | quantised                   | reported                  | k3 > 0.1                  |
 
-In 16 bits a router near a tie may choose another expert, which moves the log-prob of one token by up to a nat. So mean
-and k3 of a mixture of experts leave out the largest twentieth of the gaps; wrong experts make the others large, too.
+In 16 bits a router near a tie may choose another expert, which changes the log-prob of a token by up to a nat. So mean
+and k3 of a mixture of experts omit the largest 5% of the gaps; with wrong experts the other gaps are large, too.
 
 Gaps are in nats per token. k3 is the mean of exp(d) - 1 - d with d = trainer - engine, an estimate of KL(engine,
-trainer) that is never negative (http://joschu.net/blog/kl-approx.html). What lies between is only reported. TF32 keeps
-10 of the 23 bits of a float32, which is why it counts as 16 bits.
+trainer) that is never negative (http://joschu.net/blog/kl-approx.html). Gaps between the two limits are only reported.
+TF32 has 10 of the 23 mantissa bits of a float32, so it counts as 16 bits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from swift.models.forward import TokenSequence
 from swift.types import Completion, Request
 
 Verdict = Literal["pass", "warn", "refuse"]
 FULL, HALF = ("float32", "float64"), ("bfloat16", "float16")
 POSITIVE_SLACK = 1e-5
-"""A log-prob that is above 0 by no more than this is a rounded 0."""
+"""Maximum of a positive log-prob that counts as a rounded 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,6 @@ class Sample:
     request: Request
     prompt: int
     completion: Completion
-
-    @property
-    def sequence(self) -> TokenSequence:
-        return TokenSequence(self.request.prompt_ids, self.completion.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +67,17 @@ class Gaps:
 
     @property
     def place(self) -> str:
-        one = self.worst
-        return f"; worst at prompt {one.prompt}, token {one.position} (id {one.token_id})" if one else ""
+        """Description of the worst token, for messages."""
+        worst = self.worst
+        return f"; worst at prompt {worst.prompt}, token {worst.position} (id {worst.token_id})" if worst else ""
 
 
 def measure(samples: Sequence[Sample], trainer_N: Tensor, *, left_out: float = 0.0) -> Gaps:
-    """Compare the trainer's log-probs [N], N > 0, with the engine's; one that is not finite makes an infinite gap.
+    """Compare the trainer's log-probs [N], N > 0, with the engine's; a log-prob that is not finite is an infinite gap.
 
-    left_out: share of the tokens, those with the largest gaps, that do not count in mean and k3 unless infinite.
+    left_out: share of tokens with the largest gaps that mean and k3 omit, unless a gap is infinite.
     """
-    engine_N = torch.tensor([value for one in samples for value in one.completion.logprobs], dtype=torch.float64)
+    engine_N = torch.tensor([value for sample in samples for value in sample.completion.logprobs], dtype=torch.float64)
     trainer_N = trainer_N.double().cpu()
     assert engine_N.shape == trainer_N.shape, (engine_N.shape, trainer_N.shape)
     delta_N = trainer_N - engine_N
@@ -91,7 +87,7 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor, *, left_out: float = 0
     counted = gap_N.argsort()[:count]
     at = int(gap_N.argmax())
     prompt, position, token = [
-        (one.prompt, place, token) for one in samples for place, token in enumerate(one.completion.token_ids)
+        (sample.prompt, place, token) for sample in samples for place, token in enumerate(sample.completion.token_ids)
     ][at]
     worst = Worst(prompt, position, token, float(engine_N[at]), float(trainer_N[at]))
     mean, k3 = float(gap_N[counted].mean()), float(k3_N[counted].mean())
@@ -99,23 +95,23 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor, *, left_out: float = 0
 
 
 def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:
-    """Where the completions break the engine's contract, each kind of fault once; "" when nowhere.
+    """Violations of the engine's contract by the completions, one of each kind; "" if there are none.
 
     Args:
-        samples: without stop strings.
+        samples: samples without stop strings.
         end_token_ids: tokens that end every completion, besides a request's own `stop_token_ids`.
-        limit: most tokens of prompt and completion together.
-        version: of the weights that they should have been sampled with.
+        limit: maximum tokens of prompt and completion together.
+        version: policy version that should have sampled them.
     """
     found: dict[str, str] = {}
-    for one in samples:
-        for kind, text in _faults(one, set(end_token_ids), limit, version):
-            found.setdefault(kind, f"{text} (prompt {one.prompt})")
+    for sample in samples:
+        for kind, text in _faults(sample, set(end_token_ids), limit, version):
+            found.setdefault(kind, f"{text} (prompt {sample.prompt})")
     return "; ".join(found.values())
 
 
-def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[tuple[str, str]]:
-    done, ids = one.completion, one.completion.token_ids
+def _faults(sample: Sample, ends: set[int], limit: int, version: int) -> Iterator[tuple[str, str]]:
+    done, ids = sample.completion, sample.completion.token_ids
     reason = done.finish_reason
     if reason not in ("stop", "length"):
         yield "reason", f"a completion ended with {reason!r}"
@@ -124,8 +120,8 @@ def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[t
         yield "count", f"{len(ids)} tokens came with {len(done.logprobs)} log-probs"
     if not all(math.isfinite(value) and value <= POSITIVE_SLACK for value in done.logprobs):
         yield "value", "a log-prob is not finite or above 0"
-    if ends:  # the token that ends a completion belongs to it, once, and nothing follows
-        ends = ends | set(one.request.sampling.stop_token_ids)
+    if ends:  # the end token is part of the completion, once, as its last token
+        ends = ends | set(sample.request.sampling.stop_token_ids)
         early = next((i for i, token in enumerate(ids[:-1]) if token in ends), None)
         if reason == "stop" and (not ids or ids[-1] not in ends):
             yield "end", "finish reason 'stop', but the end token is missing"
@@ -134,7 +130,7 @@ def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[t
             yield "end", f"the end token {ids[early]} {again}"
         elif reason == "length" and ids and ids[-1] in ends:
             yield "end", "finish reason 'length' with an end token in last place"
-    room = min(one.request.sampling.max_new_tokens, limit - len(one.request.prompt_ids))
+    room = min(sample.request.sampling.max_new_tokens, limit - len(sample.request.prompt_ids))
     if len(ids) > room or (reason == "length" and len(ids) < room):
         yield "length", f"{len(ids)} tokens with finish reason {reason!r} where {room} are the limit"
     other = next((span[0] for span in done.versions if span[0] != version), None)
@@ -144,7 +140,7 @@ def _faults(one: Sample, ends: set[int], limit: int, version: int) -> Iterator[t
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """One row of the table: its name, and each measure with the most that passes and that is not refused.
+    """One row of the table: its name, and for each measure the maximum that passes and the maximum not refused.
 
     left_out: see `measure`.
     """
@@ -154,7 +150,7 @@ class Limits:
     left_out: float = 0.0
 
     def judge(self, gaps: Gaps) -> tuple[Verdict, str]:
-        """The verdict on a stage, and the first measure over its limit: "max 2.3e+00 above 1e-04"."""
+        """The verdict, and the first measure above its limit, such as "max 2.3e+00 above 1e-04"."""
         values = {"max": gaps.maximum, "mean": gaps.mean, "k3": gaps.k3}
         for place, verdict in ((1, "refuse"), (0, "warn")):
             for name, limits in self.measures.items():
@@ -168,7 +164,7 @@ FLOAT32_GPU = Limits("float32 on GPU", {"max": (1e-4, 1e-3)})
 MIXED = Limits("16 bits on CPU or mixed types", {"mean": (1e-2, 5e-2), "k3": (1e-4, 1e-3)})
 HALF_GPU = Limits("16 bits on GPU", {"mean": (2e-2, 5e-2), "k3": (1e-3, 1e-2)})
 FLIPPED = 0.05
-"""Share of tokens whose routing may differ; measured: k3 of the others is below 1e-4, of lost experts 1e-2 or more."""
+"""Share of tokens whose routing may differ; measured: k3 of the others is below 1e-4, with wrong experts above 1e-2."""
 QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 
 
@@ -179,11 +175,11 @@ def limits_for(
 
     Args:
         trainer: torch dtype name of the policy's weights.
-        engine: dtype that the engine declares; one that is no torch float counts as quantised.
+        engine: dtype of the engine; other names than those of torch floats count as quantised.
         device: type of the trainer's device, "cpu" or an accelerator.
-        tf32: whether float32 products are rounded to TF32 there; None looks at torch's settings.
-        quantised: either side holds quantised weights.
-        experts: the policy is a mixture of experts.
+        tf32: whether float32 products use TF32; None takes torch's settings.
+        quantised: whether either side has quantised weights.
+        experts: whether the policy is a mixture of experts.
     """
     row = _row(trainer, engine, device, tf32, quantised)
     return replace(row, row=f"{row.row}, experts", left_out=FLIPPED) if experts and row in (MIXED, HALF_GPU) else row

@@ -162,10 +162,10 @@ async def read_body(http: HttpRequest, limit: int, came: Callable[[int], object]
     Raises:
         Refused: it is longer (413), or stops on the way (408).
     """
-    said = http.headers.get("content-length", "")
+    declared = http.headers.get("content-length", "")
     too_long = f"longer than the limit of {limit} bytes"
-    if said.isdigit() and int(said) > limit:
-        raise Refused(413, "body", f"body: {said} bytes: {too_long}")
+    if declared.isdigit() and int(declared) > limit:
+        raise Refused(413, "body", f"body: {declared} bytes: {too_long}")
     data = bytearray()
     parts, began = http.stream(), time.monotonic()
     while True:

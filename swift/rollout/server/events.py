@@ -1,4 +1,4 @@
-"""Answers as server-sent events: parts of texts while their tokens come, as far as they are certain."""
+"""Answers as server-sent events: parts of the text during sampling, as far as it is final."""
 
 from __future__ import annotations
 
@@ -10,54 +10,59 @@ from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Grown
 from swift.rollout.server.service import Answers
 from swift.rollout.server.shapes import Sampling
-from swift.rollout.server.texts import Said, Texts
+from swift.rollout.server.texts import AnswerPart, Texts
 from swift.types import Completion, Request
 
 UNFINISHED_TOKENS = 16
-"""Tokens of a character that is not complete; with more of them it never will be."""
+"""Maximum number of tokens of an incomplete character; text after more tokens is sent as it is."""
 
-Choice = Callable[[int, Request, Said], dict[str, Any]]
+Choice = Callable[[int, Request, AnswerPart], dict[str, Any]]
 
 
 class GrowingText:
-    """The text of tokens that come one after the other; a character whose bytes are not complete waits.
+    """Incremental decoding of tokens; an incomplete character is held back.
 
     Args:
-        decode: tokens to text.
-        held_back: characters at the end that are not certain, because a stop text may begin there.
+        decode: converts tokens to text.
+        held_back: number of characters at the end that are held back, because a stop text may begin there.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], held_back: int) -> None:
         self.decode, self.held_back = decode, held_back
-        self.text, self.told = "", 0
+        self.text, self.num_sent = "", 0
         self._before = self._read = 0  # tokens: in `text`, and of them those before the last step
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """All tokens so far; what may be told of them beyond what was."""
+        """Add all tokens so far; returns the next part of the text that is final.
+
+        Fewer tokens than before are those of a second try (see `Request.limit_s`), which repeats them.
+        """
+        if len(token_ids) <= self._read:
+            return ""
         known = self.decode(token_ids[self._before : self._read])
         text = self.decode(token_ids[self._before :])
         if not text.endswith("\ufffd") or len(token_ids) - self._read > UNFINISHED_TOKENS:
             self.text += text[len(known) :]
             self._before, self._read = self._read, len(token_ids)
-        certain = max(self.told, len(self.text) - self.held_back)
-        told, self.told = self.text[self.told : certain], certain
-        return told
+        final = max(self.num_sent, len(self.text) - self.held_back)
+        part, self.num_sent = self.text[self.num_sent : final], final
+        return part
 
     def rest(self, text: str) -> str:
-        """What was not told yet of the whole text."""
-        return text[self.told :]
+        """The part of the whole text that is not sent yet."""
+        return text[self.num_sent :]
 
 
 class Events:
     """The answers to the requests of one client; see the module's docstring.
 
     Args:
-        answers: what comes of the requests.
-        texts: of the server.
-        requests: in the order of their entries.
-        choice: makes an entry.
-        head: what all events have in common.
-        body: what was asked for.
+        answers: the completions of the requests.
+        texts: tokenizer and template of the server.
+        requests: the requests, in the order of their entries.
+        choice: returns an entry.
+        head: common fields of all events.
+        body: the body of the client's request.
     """
 
     def __init__(
@@ -88,14 +93,15 @@ class Events:
             grown = self.answers.stream.take_grown()
             if not arrivals and not grown:
                 yield b": waiting\n\n"
-            ended = [one for one in arrivals if isinstance(one, Completion)]
-            for one in ended:
-                self.texts.service.ledger.add(self.requests[self.places[one.request_id]].prompt_ids, one)
-                grown.pop(one.request_id, None)
+            ended = [arrival for arrival in arrivals if isinstance(arrival, Completion)]
+            for completion in ended:
+                index = self.places[completion.request_id]
+                self.texts.service.sampled_versions.add(self.requests[index].prompt_ids, completion)
+                grown.pop(completion.request_id, None)
             done += ended
             for choice in await self.texts.run(partial(self._parts, grown, ended)):
                 yield _event({**self.head, "choices": [choice]})
-            failure = next((one for one in arrivals if not isinstance(one, Completion)), None)
+            failure = next((arrival for arrival in arrivals if not isinstance(arrival, Completion)), None)
             if failure is not None:
                 yield _event(wire.error_body(failure.error, 500))
                 break
@@ -105,7 +111,7 @@ class Events:
         yield b"data: [DONE]\n\n"
 
     def _parts(self, grown: Mapping[str, Grown], ended: Sequence[Completion]) -> list[dict[str, Any]]:
-        """Entries for what has come, of those that grow and of those that have ended."""
+        """Entries for the new tokens of unfinished answers, and for the answers that have ended."""
         parts = []
         for name, so_far in grown.items():
             index = self.places[name]
@@ -113,12 +119,12 @@ class Events:
             if text:
                 version = self.texts.service.engine.version
                 parts.append(self._part(index, text, so_far, version))
-        for one in ended:
-            index = self.places[one.request_id]
-            text, stop = self.texts.said(self.requests[index], one, self.body)
-            rest, version = self.growing[index].rest(text), self.texts.version(one)
-            so_far = (one.token_ids, one.logprobs, one.top_logprobs)
-            parts.append(self._part(index, rest, so_far, version, stop=stop, completion=one))
+        for completion in ended:
+            index = self.places[completion.request_id]
+            text, stop = self.texts.text_of(self.requests[index], completion, self.body)
+            rest, version = self.growing[index].rest(text), self.texts.version(completion)
+            so_far = (completion.token_ids, completion.logprobs, completion.top_logprobs)
+            parts.append(self._part(index, rest, so_far, version, stop=stop, completion=completion))
         return parts
 
     def _part(self, index: int, text: str, so_far: Grown, version: int, **end: Any) -> dict[str, Any]:
@@ -126,15 +132,17 @@ class Events:
         offset, self.offsets[index] = self.offsets[index], len(self.growing[index].text)
         token_ids, logprobs, tops = so_far
         new = (token_ids[sent:], logprobs[sent:], tops[sent:])
-        said = Said(text, *new, version, first=sent == 0, offset=offset, **end)
-        return self.choice(index, self.requests[index], said)
+        part = AnswerPart(text, *new, version, first=sent == 0, offset=offset, **end)
+        return self.choice(index, self.requests[index], part)
 
 
 def usage(requests: Sequence[Request], done: Sequence[Completion], body: Sampling) -> dict[str, int]:
-    """Tokens that were read and written; a prompt of several samples counts once."""
-    read = sum(len(one.prompt_ids) for one in requests[:: body.n or 1])
-    written = sum(len(one.token_ids) for one in done)
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    """Numbers of prompt and completion tokens; a prompt of several samples counts once."""
+    num_prompt = sum(len(request.prompt_ids) for request in requests[:: body.n or 1])
+    num_sampled = sum(len(completion.token_ids) for completion in done)
+    return {
+        "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
+    }  # fmt: skip
 
 
 def _held_back(request: Request) -> int:

@@ -42,10 +42,10 @@ class Fingerprint:
         return f"log-probs of the same tokens differ by {gap:.2g}" if wrong else ""
 
 
-def take_fingerprint(engine: InferenceEngine, prompt: Sequence[int]) -> Fingerprint:
+async def take_fingerprint(engine: InferenceEngine, prompt: Sequence[int]) -> Fingerprint:
     """What the engine answers now; a prompt that leaves no room is cut to its first token."""
     room = engine.capabilities.max_model_len - len(prompt)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
     request = Request("fingerprint", prompt if room > TOKENS else prompt[:1], sampling)
-    (completion,) = list(engine.generate([request]))
+    completion = await engine.generate(request)
     return Fingerprint(tuple(completion.token_ids), tuple(completion.logprobs))

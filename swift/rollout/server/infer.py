@@ -1,8 +1,9 @@
-"""Sampling for trainers, and the facts that everybody may look at: /infer/, /versions, /health, /info."""
+"""Routes for sampling by trainers and for the state of the server: /infer/, /versions, /health, /info."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ RunId = Annotated[str | None, Header(alias=wire.RUN_HEADER)]
 
 
 def needs_lease(service: Service) -> Any:
-    """For routes that change things; see `Lease.renew`."""
+    """Dependency of routes that change the state; see `Lease.renew`."""
 
     async def check(run: RunId = None) -> None:
         service.authorize(run)
@@ -59,7 +60,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/versions", dependencies=[needs_lease(service)])
     async def versions(body: Annotated[wire.VersionsRequest, json_body(wire.VersionsRequest)]) -> Response:
-        return json_response(wire.VersionsReply([service.ledger.find(one) for one in body.digests]))
+        return json_response(wire.VersionsReply([service.sampled_versions.find(digest) for digest in body.digests]))
 
     return routes
 
@@ -73,7 +74,8 @@ def _requests(body: wire.InferRequest) -> list[Request]:
             raise field_error(f"requests: {sample.id}: prompt {sample.prompt} of {len(body.prompts)} prompts")
         counts[sample.prompt] += 1
         check_sampling(sample.sampling)
-        requests.append(Request(sample.id, body.prompts[sample.prompt], sample.sampling))
+        limit_s = math.inf if sample.limit_s is None else sample.limit_s
+        requests.append(Request(sample.id, body.prompts[sample.prompt], sample.sampling, limit_s=limit_s))
     check_count("samples of a prompt", max(counts), LIMITS.samples_per_prompt)
     return requests
 
@@ -89,10 +91,10 @@ def _check_version(service: Service, expected: int | None) -> None:
 
 
 async def _lines(service: Service, answers: Answers, count: int) -> AsyncIterator[bytes]:
-    """Completions as they finish. Only the client itself renews its lease."""
+    """Completions as they finish. They do not renew the client's lease."""
     while count:
         arrivals = await answers.next(wire.ALIVE_S)
-        count -= sum(1 if isinstance(one, Completion) else len(one.request_ids) for one in arrivals)
+        count -= sum(1 if isinstance(found, Completion) else len(found.request_ids) for found in arrivals)
         lines = [wire.AliveLine(service.engine.counters), *map(_line, arrivals)]
         yield b"".join(wire.encode(line) + b"\n" for line in lines)
     yield wire.encode(wire.EndLine()) + b"\n"

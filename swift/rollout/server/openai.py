@@ -1,6 +1,6 @@
-"""OpenAI's API with vLLM's fields for token ids, which agents and environments use, and the plain /generate.
+"""OpenAI's API for agents and environments, with vLLM's fields for token ids, and the plain route /generate.
 
-Log-probs are those of the distribution that was sampled from. Tokens that it left out are no alternatives.
+Log-probs are those of the distribution sampled from; `top_logprobs` has no tokens that it excludes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from swift.rollout.server.shapes import (
     requests_of,
     token_ids,
 )
-from swift.rollout.server.texts import Said, Texts, alternatives
+from swift.rollout.server.texts import AnswerPart, Texts, alternatives
 from swift.types import Request
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's for plain completions; chats may use the rest of the context."""
+"""OpenAI's default for plain completions; the default of chats is the rest of the context."""
 
 
 def router(service: Service) -> APIRouter:
@@ -93,12 +93,12 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
         prompts = await _prompts(texts, body)
         requests = requests_of(texts.service, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
 
-        def choice(index: int, request: Request, said: Said) -> dict[str, Any]:
-            made = said.choice(index, text=said.text, logprobs=None)
+        def choice(index: int, request: Request, part: AnswerPart) -> dict[str, Any]:
+            made = part.choice(index, text=part.text, logprobs=None)
             if body.logprobs is not None:
-                made["logprobs"] = texts.listed(said, body)
+                made["logprobs"] = texts.completion_logprobs(part, body)
             if body.return_token_ids:
-                made |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": said.token_ids}
+                made |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": part.token_ids}
             return made
 
         return await _reply(texts, requests, choice, _head("text_completion", "cmpl"), body, http)
@@ -114,19 +114,19 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
         requests = requests_of(texts.service, [prompt], body, max_tokens=texts.context)
         calls = bool(body.tools) and body.tool_choice != "none"
 
-        def choice(index: int, request: Request, said: Said) -> dict[str, Any]:
-            message: dict[str, Any] = {"role": "assistant", "content": said.text}
-            if calls and said.completion is not None:
-                message = texts.message(said.completion, said.text, body)
-            if body.stream and not said.first:
+        def choice(index: int, request: Request, part: AnswerPart) -> dict[str, Any]:
+            message: dict[str, Any] = {"role": "assistant", "content": part.text}
+            if calls and part.completion is not None:
+                message = texts.message(part.completion, part.text, body)
+            if body.stream and not part.first:
                 del message["role"]
-            made = said.choice(index, **{"delta" if body.stream else "message": message}, logprobs=None)
+            made = part.choice(index, **{"delta" if body.stream else "message": message}, logprobs=None)
             if "tool_calls" in message:
                 made["finish_reason"] = "tool_calls"
             if body.logprobs:
-                made["logprobs"] = {"content": texts.entries(said, body)}
+                made["logprobs"] = {"content": texts.chat_logprobs(part, body)}
             if body.return_token_ids:
-                made["token_ids"] = said.token_ids
+                made["token_ids"] = part.token_ids
             return made
 
         head = _head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
@@ -148,16 +148,17 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
 
         def answer() -> Response:
             content: dict[str, Any] = {
-                "text": [texts.said(request, one, body)[0] for request, one in zip(requests, done, strict=True)],
+                "text": [texts.text_of(*pair, body)[0] for pair in zip(requests, done, strict=True)],
                 "prompt": text,
-                "finish_reasons": [one.finish_reason for one in done],
+                "finish_reasons": [completion.finish_reason for completion in done],
                 "prompt_token_ids": prompt,
-                "token_ids": [one.token_ids for one in done],
-                "weight_versions": [texts.version(one) for one in done],
+                "token_ids": [completion.token_ids for completion in done],
+                "weight_versions": [texts.version(completion) for completion in done],
             }
             if body.logprobs is not None:
                 content["logprobs"] = [
-                    [[{str(token): value for token, value in known}] for known in alternatives(one)] for one in done
+                    [[{str(token): value for token, value in known}] for known in alternatives(completion)]
+                    for completion in done
                 ]
             return json_response(content)
 
@@ -165,9 +166,9 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raises Refused for a model that is not served (404); without a name, the one that is.
+    """Raises Refused (404) for a model that is not served; without a name it is the served one.
 
-    The adapter of the run that owns the server is the model that is served, as whole weights are.
+    The adapter of the run that owns the server is served under its own name.
     """
     served = service.served
     if name and name not in served:
@@ -180,7 +181,10 @@ async def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
         return [token_ids(given)]
     check_count("prompts", len(given), LIMITS.prompts)
     special = body.add_special_tokens
-    return [await texts.tokenize(one, special=special) if isinstance(one, str) else token_ids(one) for one in given]
+    return [
+        await texts.tokenize(prompt, special=special) if isinstance(prompt, str) else token_ids(prompt)
+        for prompt in given
+    ]
 
 
 async def _plain_prompt(texts: Texts, given: str | dict[str, Any]) -> tuple[list[int], str]:
@@ -206,7 +210,7 @@ async def _reply(
     *,
     whole: bool = False,
 ) -> Response:
-    """The answers to requests, streamed if that is asked for. whole: a stream waits for the end of each answer."""
+    """The answers to requests, streamed on request. whole: a stream sends each answer once it is complete."""
     service = texts.service
     head["model"] = body.model or service.adapter or service.settings.model
     if body.stream:
@@ -217,8 +221,10 @@ async def _reply(
     done = await service.all_of(requests, http.is_disconnected)
 
     def answer() -> Response:
-        pairs = enumerate(zip(requests, done, strict=True))
-        choices = [choice(index, request, texts.said_whole(request, one, body)) for index, (request, one) in pairs]
+        choices = [
+            choice(index, request, texts.whole_answer(request, completion, body))
+            for index, (request, completion) in enumerate(zip(requests, done, strict=True))
+        ]
         return json_response({**head, "choices": choices, "usage": usage(requests, done, body)})
 
     return await texts.run(answer)

@@ -48,7 +48,7 @@ SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_completion_length": "max_new_tokens", "stop_words": "stop",
 }  # fmt: skip
-"""Flag -> field of `SamplingParams`: what the server was told beats the API's own default."""
+"""Flag -> field of `SamplingParams`: flags of the server override the defaults of the API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         api_key=args.api_key,
         weights_folder=folder,
         stall_s=args.stall_timeout,
+        request_s=args.rollout_timeout or request_limit_s(args.vllm_max_model_len or context or 0),
     )
     return Plan(settings, load_chat(args), (*trained, *notes))
 
@@ -181,8 +182,7 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
 
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
-    limit_s = args.rollout_timeout or request_limit_s(args.vllm_max_model_len or context_length(args) or 0)
-    timeouts = Timeouts(request_s=limit_s, stall_s=args.stall_timeout)
+    timeouts = Timeouts(stall_s=args.stall_timeout)
     workers = []
     for index, spec in enumerate(plan.settings.specs):
         workers.append(
@@ -258,12 +258,12 @@ def _placed(spec: EngineSpec, args: Any, heads: int | None) -> tuple[tuple[Engin
 
 
 def _sampling_defaults(args: Any, given: Collection[str]) -> dict[str, Any]:
-    """What the server was told about sampling, by fields of `SamplingParams`."""
+    """Sampling settings of the server's flags, by fields of `SamplingParams`."""
     named = {*given, *args.flags_in_kwargs()}
-    told = {name: _plain(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in named}
+    flags = {name: _plain(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in named}
     wanted, plain = args.sampling_params(), SamplingParams(max_new_tokens=1)
     more = ("frequency_penalty", "presence_penalty", "min_tokens", "regex", "stop_token_ids", "extra")
-    return told | {name: getattr(wanted, name) for name in more if getattr(wanted, name) != getattr(plain, name)}
+    return flags | {name: getattr(wanted, name) for name in more if getattr(wanted, name) != getattr(plain, name)}
 
 
 def _plain(value: Any) -> Any:

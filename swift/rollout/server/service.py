@@ -1,9 +1,10 @@
-"""The state that all routes share: the request queue of the engines, the lease, and what is loaded."""
+"""The state that all routes share: the request queue of the engines, the lease, and the loaded weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import sys
 import time
@@ -26,8 +27,8 @@ from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.server.access import LIMITS, Lease, Refused
 from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
-from swift.rollout.server.ledger import VersionLedger
 from swift.rollout.server.metrics import Meter
+from swift.rollout.server.sampled_versions import SampledVersions
 from swift.rollout.weights.base import AdapterWeights
 from swift.rollout.weights.broadcast import BroadcastReceiver
 from swift.rollout.weights.sync import REHEARSAL
@@ -41,21 +42,21 @@ T = TypeVar("T")
 
 WATCH_S = 1.0
 HELD_S = 0.2
-"""How often a request that is held back looks whether it may go on."""
+"""Interval at which a held-back request checks whether it may continue, in seconds."""
 HEALTH_S = 1.0
-"""How old an answer about the engines' health may be."""
+"""Maximum age of a result of a health check, in seconds."""
 HEALTH_LIMIT_S = 4.0
-"""Bound on such an answer; clients wait 5 s for it."""
+"""Timeout of a health check, in seconds; clients wait 5 s for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the server was started with.
+    """Settings of the server.
 
-    model: name under which clients know it. names: further ones. specs: one per engine. defaults: sampling settings for
-    what a request leaves out. system: of chats without one, or None. weights_folder: below which paths may be named.
-    sync_s: bound on one job. drain_s: how long a job waits for what runs. stall_s: without any progress for so long the
-    engines are given up.
+    model: name of the model for clients. names: further names. specs: one per engine. defaults: default sampling
+    settings of requests. system: system message of chats without one, or None. weights_folder: folder in which clients
+    may name paths. sync_s: timeout of a job. drain_s: maximum wait of a job for running requests. stall_s: time without
+    progress after which the engines count as hung.
     """
 
     model: str
@@ -68,28 +69,29 @@ class Settings:
     sync_s: float = 600.0
     drain_s: float = 600.0
     stall_s: float = 300.0
+    request_s: float = math.inf
 
 
 class RestartWanted(EngineDead):
-    """The run that owns the server has asked for a new process."""
+    """The run that owns the server has requested a new process."""
 
 
 class Service:
     """See the module's docstring.
 
     Args:
-        engine: the engines as one, started.
+        engine: the started engines, as one.
         template: tokenizer and chat template of the model.
         settings: see `Settings`.
 
     Attributes:
-        adapter: name of the one that is loaded, or "".
-        digest: of the present weights, "" while they are those of the start.
-        ledger: versions of what was sampled for clients without a run.
-        restart: why the process is to start anew, or None.
+        adapter: name of the loaded adapter, or "".
+        digest: digest of the present weights; "" for those of the start.
+        sampled_versions: policy versions of completions for clients without a run.
+        restart: reason of a requested restart of the process, or None.
         meter: counts requests and tokens.
-        held: requests of such clients wait, because the run that owns the server does not want older samples.
-        large: held while a thread reads a large request; so others find a thread, and the interpreter.
+        held: whether requests of clients without a run are held back, so that their samples do not get too old.
+        large: lock while a thread decodes a large request, so that others get a thread and the GIL.
     """
 
     def __init__(self, engine: InferenceEngine, template: Template, settings: Settings) -> None:
@@ -98,9 +100,9 @@ class Service:
         self.settings = settings
         self.boot_id = secrets.token_hex(8)
         self.started_at = time.time()
-        self.queue = RequestQueue(engine, limit=LIMITS.queue)
+        self.queue = RequestQueue(engine, limit=LIMITS.queue, request_limit_s=settings.request_s)
         self.lease = Lease()
-        self.ledger = VersionLedger()
+        self.sampled_versions = SampledVersions()
         self.meter = Meter()
         self.held = False
         self.large = asyncio.Lock()
@@ -108,11 +110,11 @@ class Service:
         self.adapter = self.digest = ""
         self.restart: RestartWanted | None = None
         self._weights_came = False  # since the engines were built, under whichever version
-        self._look: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
-        self._looked_at = 0.0
+        self._health_check: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
+        self._checked_at = 0.0
         device, parts = engine.capabilities.devices[0], settings.specs[0].tensor_parallel_size * len(settings.specs)
         if device.startswith("cuda:") and parts == 1:
-            self.queue.do(lambda engine: torch.cuda.set_device(device))  # torch has one for each thread
+            self.queue.do(lambda engine: torch.cuda.set_device(device))  # the current device is per thread
         self.probe = self._place_probe()
         prompt = template.tokenizer("A fingerprint of these weights:", add_special_tokens=True)["input_ids"]
         self._take_fingerprint = lambda engine: take_fingerprint(engine, list(prompt))
@@ -152,7 +154,7 @@ class Service:
 
     @property
     def served(self) -> list[str]:
-        """Names under which clients may ask for the model."""
+        """Names of the model for clients."""
         return [self.settings.model, *self.settings.names, *([self.adapter] if self.adapter else [])]
 
     @property
@@ -161,32 +163,33 @@ class Service:
         return {"clients without a run" if own is None else f"run {own}": count for own, count in found.items()}
 
     async def state(self) -> dict[str, Any]:
-        """What a client has to know after anything that changed the engines."""
+        """State of the engines after a change, for clients."""
         return {"version": self.engine.version, "asleep": await asyncio.to_thread(self._asleep)}
 
     def _asleep(self) -> str:
-        return "; ".join(dict.fromkeys(one.detail for one in self._healths() if one.alive and one.detail))
+        return "; ".join(dict.fromkeys(health.detail for health in self._healths() if health.alive and health.detail))
 
     def _healths(self) -> list[Health]:
-        """Of the engines that are not dead for good."""
+        """Health of the engines that can still be used."""
         try:
             engines = self.engine.engines
         except EngineDead:
             return []
         return [
-            one if isinstance(one, Health) else Health(False, str(one))
-            for one in in_parallel([engine.health for engine in engines])
+            found if isinstance(found, Health) else Health(False, str(found))
+            for found in in_parallel([engine.health for engine in engines])
         ]
 
     def health(self) -> tuple[bool, dict[str, Any]]:
-        """GET /health: whether all is well, and what to say. `alive` says whether it samples at all."""
-        engines, void, dead = self._healths(), self.engine.void, self.queue.dead
-        alive = any(one.alive for one in engines) and not void and dead is None
-        complete = len(engines) == len(self.settings.specs)
-        details = [str(dead or ""), void, *(one.detail for one in engines)]
-        if not complete and all(one.alive for one in engines):  # the pool knows why the others are gone
+        """GET /health: whether all engines are healthy, and the body. `alive`: whether the server can sample."""
+        healths, invalid, dead = self._healths(), self.engine.invalid, self.queue.dead
+        all_alive = all(health.alive for health in healths)
+        alive = any(health.alive for health in healths) and not invalid and dead is None
+        complete = len(healths) == len(self.settings.specs)
+        details = [str(dead or ""), invalid, *(health.detail for health in healths)]
+        if not complete and all_alive:  # the pool has the reason why the others are gone
             details = [str(dead or ""), self.engine.health().detail]
-        good = alive and complete and all(one.alive for one in engines)
+        good = alive and complete and all_alive
         return good, self._health_body(good, alive, "; ".join(dict.fromkeys(filter(None, details))))
 
     def _health_body(self, good: bool, alive: bool, detail: str) -> dict[str, Any]:
@@ -196,31 +199,31 @@ class Service:
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": asdict(self.engine.counters),
-            "void": bool(self.engine.void),
+            "void": bool(self.engine.invalid),
             "detail": detail,
         }
 
     async def recent_health(self) -> tuple[bool, dict[str, Any]]:
-        """`health` within `HEALTH_LIMIT_S`, by one look at a time, whoever asks.
+        """`health` within `HEALTH_LIMIT_S`, with one check at a time for all clients.
 
-        A look is good for `HEALTH_S`, unless a job has ended since.
+        A result is valid for `HEALTH_S`, unless a job has ended since.
         """
-        look = self._look
-        if look is None or (look.done() and time.monotonic() - self._looked_at > HEALTH_S):
-            look = self._look = asyncio.create_task(self._look_at_health())
-        await asyncio.wait([look], timeout=HEALTH_LIMIT_S)
-        if look.done():
-            return look.result()
+        check = self._health_check
+        if check is None or (check.done() and time.monotonic() - self._checked_at > HEALTH_S):
+            check = self._health_check = asyncio.create_task(self._check_health())
+        await asyncio.wait([check], timeout=HEALTH_LIMIT_S)
+        if check.done():
+            return check.result()
         return False, self._health_body(False, False, f"engines: no answer within {HEALTH_LIMIT_S:g} s")
 
-    async def _look_at_health(self) -> tuple[bool, dict[str, Any]]:
+    async def _check_health(self) -> tuple[bool, dict[str, Any]]:
         try:
             return await asyncio.to_thread(self.health)
         finally:
-            self._looked_at = time.monotonic()
+            self._checked_at = time.monotonic()
 
     def _place_probe(self) -> str | None:
-        """A file by which a client sees whether its disk is this one."""
+        """Write a file that shows a client whether it shares a disk with the server; returns its name."""
         folder = self.settings.weights_folder
         if folder is None:
             return None
@@ -231,9 +234,9 @@ class Service:
     # --- requests ---------------------------------------------------------------------------------------------
 
     def open(self, requests: Sequence[Request], owner: str | None = None, *, grows: bool = False) -> Answers:
-        """Queue requests; their answers come on the caller's event loop. Raises as `CompletionStream.submit`.
+        """Queue requests; their answers arrive on the caller's event loop. Raises as `CompletionStream.submit`.
 
-        grows: whether tokens are wanted before their completion has ended.
+        grows: whether tokens are streamed before the end of their completion.
         """
         answers = Answers(self.queue, owner, self.meter, grows=grows)
         answers.stream.submit(requests)
@@ -241,7 +244,7 @@ class Service:
         return answers
 
     async def admitted(self, gone: Callable[[], Any]) -> None:
-        """Wait while requests are held back, or the weights are none of the run's: a parity check changes them.
+        """Wait while requests are held back, or a parity check has changed the weights.
 
         Raises ClientDisconnect: the client is `gone`.
         """
@@ -251,9 +254,9 @@ class Service:
                 raise ClientDisconnect
 
     async def all_of(self, requests: Sequence[Request], gone: Callable[[], Any]) -> list[Completion]:
-        """Every completion, in the order of the requests; raises what an engine raised, and aborts the rest.
+        """All completions, in the order of the requests; raises the error of an engine, and aborts the others.
 
-        gone: asks whether the client has hung up; then the rest is aborted, too.
+        gone: returns whether the client has disconnected, which aborts the requests, too.
         """
         await self.admitted(gone)
         done: dict[str, Completion] = {}
@@ -267,15 +270,15 @@ class Service:
                         raise arrival.error
                     done[arrival.request_id] = arrival
         for request in requests:
-            self.ledger.add(request.prompt_ids, done[request.request_id])
+            self.sampled_versions.add(request.prompt_ids, done[request.request_id])
         return [done[request.request_id] for request in requests]
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
     async def job(self, future: Future[T]) -> T:
-        """Wait for a job of the queue, in a bounded time.
+        """Wait for a job of the queue, with a timeout.
 
-        Raises Refused: others' requests did not end in time; nothing was done (409).
+        Raises Refused (409): requests of other clients did not end in time; the job was not started.
         """
         settings = self.settings
         try:
@@ -295,24 +298,24 @@ class Service:
                 raise EngineError(f"engine: it did not finish within {settings.sync_s:g} s")
             return waited.result()
         finally:
-            self._look = None
+            self._health_check = None
 
-    async def do(self, work: Callable[[InferenceEngine], T]) -> T:
-        """Carry out `work` when nothing runs; see `job`."""
+    async def do(self, work: Callable[[InferenceEngine], Any]) -> Any:
+        """Call `work` while no request runs; see `job`."""
         return await self.job(self.queue.do(work))
 
     # --- ownership --------------------------------------------------------------------------------------------
 
     def authorize(self, run_id: str | None) -> None:
-        """A request that may change things; see `Lease.renew`."""
+        """Check and renew the lease for a request that changes the state; see `Lease.renew`."""
         self.lease.renew(run_id, time.monotonic())
 
     async def reset(self, run_id: str, name: str, *, rebuild: bool) -> dict[str, Any]:
-        """POST /reset: this run owns the server, and finds it as it was started."""
+        """POST /reset: give this run the lease, and restore the state of the start."""
         before = self.lease.holder.run_id if self.lease.holder is not None else None
         is_new = self.lease.take(run_id, name, time.monotonic())
         if is_new:
-            self.ledger.clear()
+            self.sampled_versions.clear()
         if is_new or rebuild:
             try:
                 with self.lease.during_reset():
@@ -320,19 +323,19 @@ class Service:
                     await self.do(self._restore)
                     self.authorize(run_id)
             except BaseException:
-                self.lease.release(run_id)  # whoever tries next begins anew
+                self.lease.release(run_id)  # the next run starts from the beginning
                 raise
         return {"boot_id": self.boot_id, "new_run": is_new, **await self.state()}
 
     async def release(self, run_id: str) -> bool:
-        """POST /release: the run gives the server back; returns whether it had it."""
+        """POST /release: release the lease of the run; returns whether the run had it."""
         released = self.lease.release(run_id)
         if released:
             await self._end_run(run_id)
         return released
 
     async def _end_run(self, run_id: str | None) -> None:
-        """Nothing of it runs, and the engines and other clients go on."""
+        """Abort the requests and update of a run, and resume the engines for other clients."""
         self.held = False
         if run_id is not None:
             self.queue.abort(lambda stream: stream.owner == run_id)
@@ -340,8 +343,8 @@ class Service:
             await self.job(self.queue.updates.abort())
         await self.job(self.queue.resume())
 
-    def _restore(self, engine: InferenceEngine) -> None:
-        """A job: base weights, no adapter, nothing computed; and proof of it."""
+    async def _restore(self, engine: InferenceEngine) -> None:
+        """A job: restore the base weights, without adapter and caches, and check the fingerprint."""
         self.disconnect()
         engine.wake()
         if self._weights_came or engine.version != 0 or not engine.health().alive or self._asleep():
@@ -351,14 +354,14 @@ class Service:
             engine.drop_adapter()
         engine.reset_caches()
         self.digest = self.adapter = ""
-        problem = self.fingerprint.difference(self._take_fingerprint(engine), engine.capabilities.dtype)
+        problem = self.fingerprint.difference(await self._take_fingerprint(engine), engine.capabilities.dtype)
         if problem:
             raise SyncFailed(f"engine: base weights: {problem}; restart the server")
 
     async def watch(self) -> EngineDead:
-        """Give up what silent clients left, and replace engines that died while nobody asked.
+        """Abort updates of silent clients, end their leases, and replace dead engines; runs until an error.
 
-        Returns why none is left that could be replaced, or why the process is to start anew; without end otherwise.
+        Returns the error if no engine is left, or the reason of a requested restart of the process.
         """
         while True:
             await asyncio.sleep(WATCH_S)
@@ -369,7 +372,7 @@ class Service:
             try:
                 if self.queue.dead is not None:
                     return self.queue.dead
-                if len(self.settings.specs) == 1:  # several watch themselves, one by one
+                if len(self.settings.specs) == 1:  # a pool of several engines checks each of them
                     self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
                 _ = self.engine.engines
             except EngineDead as error:
@@ -387,7 +390,7 @@ class Service:
                     await self.release(silent.run_id)
                 elif not self.queue.load[0]:
                     healths = await asyncio.to_thread(self._healths)
-                    if any("its actor" in one.detail for one in healths):
+                    if any("its actor" in health.detail for health in healths):
                         await self.do(lambda engine: engine.reset_caches())  # a call to a lost actor replaces it
             except (Refused, SwiftError) as error:
                 logger.warning("%s", error)
@@ -395,11 +398,11 @@ class Service:
     # --- weights ----------------------------------------------------------------------------------------------
 
     def weights_arrived(self, ack: Ack) -> None:
-        """All weights were replaced; an adapter went with the old ones."""
+        """Record new base weights, without adapter."""
         self.digest, self.adapter, self._weights_came = ack.digest, "", True
 
     async def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Sample with this adapter of the run that owns the server from now on."""
+        """Load an adapter of the run that owns the server."""
 
         def load(engine: InferenceEngine) -> Ack:
             ack = engine.load_adapter(adapter, version)
@@ -428,26 +431,26 @@ class Service:
 
 
 class Answers:
-    """A `CompletionStream` on the event loop; leaving the context aborts what is left."""
+    """A `CompletionStream` on the event loop; leaving the context aborts unfinished requests."""
 
     def __init__(self, queue: RequestQueue, owner: str | None, meter: Meter, *, grows: bool) -> None:
         self._loop = asyncio.get_running_loop()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._meter, self._began = meter, time.monotonic()
         self.stream: CompletionStream = queue.open(owner, self._notify, grows=grows)
 
     def _notify(self) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._came.set)
+            self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def next(self, timeout_s: float) -> list[Arrival]:
-        """Everything that came; [] when nothing did in time."""
+        """The arrivals since the last call; [] after a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._came.wait()
+                await self._arrived.wait()
         except TimeoutError:
             return []
-        self._came.clear()
+        self._arrived.clear()
         arrivals = self.stream.take()
         self._meter.came(arrivals, time.monotonic() - self._began)
         return arrivals
@@ -460,11 +463,11 @@ class Answers:
 
 
 class AnswersResponse(StreamingResponse):
-    """A streamed reply that leaves nothing behind, also if the client is gone before its first byte.
+    """A streamed reply that closes its answers in any case, also if the client disconnects before the first byte.
 
     Args:
-        answers: what it streams; closed at the end.
-        content, media_type: of the reply.
+        answers: the streamed answers.
+        content, media_type: those of the reply.
     """
 
     def __init__(self, answers: Answers, content: AsyncIterator[bytes], media_type: str) -> None:

@@ -1,6 +1,6 @@
-"""Texts of clients to tokens, and completions to texts: off the event loop, bounded by the context, one at a time.
+"""Tokenization of texts and decoding of completions: on a background thread, bounded by the context length.
 
-Long texts wait for each other, and nothing else waits for them.
+Long texts are tokenised on another thread, so that they delay each other only.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from swift.rollout.server.shapes import ChatRequest, CompletionRequest, Sampling
 from swift.types import Alternatives, Completion, Request
 
 TURN = 1 << 18
-"""Characters that are tokenised at once; others have their turn in between."""
+"""Number of characters that are tokenised at a time; other texts are processed in between."""
 INCOMPLETE = "\ufffd"
-"""What a part of a character is decoded to."""
+"""Text of an incomplete character."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Said:
-    """An answer, or the next part of one that is streamed.
+class AnswerPart:
+    """An answer, or the next part of a streamed one.
 
-    top_logprobs: as of a completion. first: it is not the rest of an answer. offset: where it begins in the text. stop:
-    text that ended it. completion: the whole, at the end.
+    top_logprobs: those of the completion. first: whether the answer begins with it. offset: its position in the text.
+    stop: stop text that ended the answer. completion: the whole completion, in the last part.
     """
 
     text: str
@@ -48,17 +48,17 @@ class Said:
     stop: str | None = None
     completion: Completion | None = None
 
-    def choice(self, index: int, **said: Any) -> dict[str, Any]:
-        """What the entries of all routes have in common."""
+    def choice(self, index: int, **fields: Any) -> dict[str, Any]:
+        """The common fields of the entries of all routes, and `fields`."""
         finish_reason = self.completion.finish_reason if self.completion is not None else None
         ended = {"finish_reason": finish_reason, "stop_reason": self.stop}
-        return {"index": index, **said, **ended, "weight_version": self.version}
+        return {"index": index, **fields, **ended, "weight_version": self.version}
 
 
 class Texts:
-    """Tokenizer and template of the server, off the event loop and one call at a time.
+    """Tokenizer and template of the server, on a background thread, one call at a time.
 
-    The loop has other clients to serve, and tokenizers are not made for several threads.
+    They would block the event loop, and tokenizers are not thread-safe.
     """
 
     def __init__(self, service: Service) -> None:
@@ -70,7 +70,7 @@ class Texts:
         self.longest = max(map(len, service.template.tokenizer.get_vocab()), default=1)  # characters of a token
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Work with tokenizer, template and long answers."""
+        """Run work with tokenizer, template or long answers on the background thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
@@ -91,26 +91,26 @@ class Texts:
 
     @cached_property
     def _long_tokenizer(self) -> Any:
-        """A copy, for the thread of long texts: tokenizers are not made for several threads."""
+        """A copy for the thread of long texts, as tokenizers are not thread-safe."""
         return copy.deepcopy(self.service.template.tokenizer)
 
     def check_length(self, *parts: Any) -> None:
-        """Refuse texts that cannot fit the context, before anything is made of them (422)."""
+        """Raises Refused (422) for texts that cannot fit the context, before they are processed."""
         most = self.context * self.longest
         if count_characters(parts, most) > most:
             raise self._too_long(f"over {most} characters")
 
-    def _too_long(self, seen: str) -> Refused:
-        return field_error(f"prompt: {seen}: too long for the context of {self.context} tokens; shorten it")
+    def _too_long(self, size: str) -> Refused:
+        return field_error(f"prompt: {size}: too long for the context of {self.context} tokens; shorten it")
 
     async def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
-        """Messages to ids, with the template of the server. Raises Refused: it does not take them (422)."""
+        """Token ids of messages, by the chat template. Raises Refused: the template refuses them (422)."""
 
         def rendered() -> str:
             self.check_length(body.messages, body.tools, body.chat_template_kwargs)
             messages = read_chat(body.messages or [])
             system = self.service.settings.system
-            if system and not any(one.get("role") in ("system", "developer") for one in messages):
+            if system and not any(message.get("role") in ("system", "developer") for message in messages):
                 messages.insert(0, {"role": "system", "content": system})
             try:
                 self.service.template.check_tools(messages, body.tools)
@@ -122,10 +122,10 @@ class Texts:
 
         return await self.tokenize(await self.run(rendered), special=False)
 
-    def said(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
+    def text_of(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
         """The text of a completion, and the stop text that ended it.
 
-        Token ids and log-probs keep what ended them, as trainers need it; the text does so when it was asked for.
+        Token ids and log-probs include the end token or stop text, which trainers need; the text only on request.
         """
         ids, template = completion.token_ids, self.service.template
         ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
@@ -139,7 +139,7 @@ class Texts:
         return (text[:place], stop) if stop else (text, None)
 
     def message(self, completion: Completion, text: str, body: ChatRequest) -> dict[str, Any]:
-        """An answer in a chat, with the calls of the tools that the client offers."""
+        """An answer in a chat, with calls of the client's tools."""
         if not body.tools or body.tool_choice == "none":
             return {"role": "assistant", "content": text}
         if body.must_call:
@@ -149,7 +149,7 @@ class Texts:
         return call_reader(self.service.template).message(text, raw, body.tools, most)
 
     def _text(self, token: int) -> str:
-        """Of a token alone; several tokens may share one."""
+        """The text of a single token."""
         if token not in self._tokens:
             self._tokens[token] = self.service.template.decode([token], skip_special_tokens=False)
         return self._tokens[token]
@@ -157,40 +157,40 @@ class Texts:
     def _name(self, token: int, body: CompletionRequest | ChatRequest) -> str:
         return f"token_id:{token}" if body.return_tokens_as_token_ids else self._text(token)
 
-    def entries(self, said: Said, body: ChatRequest) -> list[dict[str, Any]]:
-        """Tokens and their log-probs as chats have them."""
+    def chat_logprobs(self, part: AnswerPart, body: ChatRequest) -> list[dict[str, Any]]:
+        """Tokens and their log-probs in the format of chats."""
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._text(token)
             own = None if INCOMPLETE in text else list(text.encode())
             return {"token": self._name(token, body), "logprob": logprob, "bytes": own}
 
-        tops = said.top_logprobs or [[]] * len(said.token_ids)
+        tops = part.top_logprobs or [[]] * len(part.token_ids)
         return [
-            {**entry(token, logprob), "top_logprobs": [entry(*one) for one in top]}
-            for token, logprob, top in zip(said.token_ids, said.logprobs, tops, strict=True)
+            {**entry(token, logprob), "top_logprobs": [entry(*alternative) for alternative in top]}
+            for token, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)
         ]
 
-    def listed(self, said: Said, body: CompletionRequest) -> dict[str, Any]:
-        """The same as completions have them; of tokens with one text, the sampled or else the likeliest one counts."""
+    def completion_logprobs(self, part: AnswerPart, body: CompletionRequest) -> dict[str, Any]:
+        """The same in the format of completions; of tokens with one text, the sampled or likeliest one is listed."""
         tops: list[dict[str, float]] = []
-        for known in alternatives(said):
+        for known in alternatives(part):
             tops.append({})
             for token, logprob in known:
                 tops[-1].setdefault(self._name(token, body), logprob)
-        offsets = accumulate((len(self._text(token)) for token in said.token_ids), initial=said.offset)
+        offsets = accumulate((len(self._text(token)) for token in part.token_ids), initial=part.offset)
         return {
-            "tokens": [self._name(token, body) for token in said.token_ids],
-            "token_logprobs": said.logprobs,
+            "tokens": [self._name(token, body) for token in part.token_ids],
+            "token_logprobs": part.logprobs,
             "top_logprobs": tops,
             "text_offset": list(offsets)[:-1],
         }
 
-    def said_whole(self, request: Request, completion: Completion, wanted: Sampling) -> Said:
-        text, stop = self.said(request, completion, wanted)
+    def whole_answer(self, request: Request, completion: Completion, wanted: Sampling) -> AnswerPart:
+        text, stop = self.text_of(request, completion, wanted)
         version = self.version(completion)
         tops = completion.top_logprobs
-        return Said(
+        return AnswerPart(
             text, completion.token_ids, completion.logprobs, tops, version, True, stop=stop, completion=completion
         )
 
@@ -198,10 +198,10 @@ class Texts:
         return max((version for version, _, _ in completion.versions), default=self.service.engine.version)
 
 
-def alternatives(said: Said | Completion) -> list[Alternatives]:
-    """At each place the sampled token first, then the likeliest ones."""
-    tops = said.top_logprobs or [[]] * len(said.token_ids)
-    return [[(token, value), *top] for token, value, top in zip(said.token_ids, said.logprobs, tops, strict=True)]
+def alternatives(part: AnswerPart | Completion) -> list[Alternatives]:
+    """At each position the sampled token first, then the likeliest ones."""
+    tops = part.top_logprobs or [[]] * len(part.token_ids)
+    return [[(token, value), *top] for token, value, top in zip(part.token_ids, part.logprobs, tops, strict=True)]
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
@@ -210,16 +210,16 @@ def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:
 
 def count_characters(value: Any, most: int) -> int:
     """Characters of all texts in a JSON value, and one for each other entry; counting ends beyond `most`."""
-    left, count = [value], 0
-    while left and count <= most:
-        one = left.pop()
-        if isinstance(one, str):
-            count += len(one)
-        elif isinstance(one, Mapping):
-            left += one.values()
-            count += sum(map(len, one))
-        elif isinstance(one, Sequence):
-            left += one
+    remaining, count = [value], 0
+    while remaining and count <= most:
+        entry = remaining.pop()
+        if isinstance(entry, str):
+            count += len(entry)
+        elif isinstance(entry, Mapping):
+            remaining += entry.values()
+            count += sum(map(len, entry))
+        elif isinstance(entry, Sequence):
+            remaining += entry
         else:
             count += 1
     return count

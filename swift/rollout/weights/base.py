@@ -209,7 +209,7 @@ class WeightUpdate(ABC):
         return ack
 
     def abort(self) -> None:
-        """Give up; the receiver's weights are void from now on. Idempotent, never raises."""
+        """Give up; the receiver's weights are invalid from now on. Idempotent, never raises."""
         if not self.over:
             self.over = True
             self._give_up()

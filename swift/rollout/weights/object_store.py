@@ -1,6 +1,6 @@
-"""Buckets in Ray's object store: one copy per node, read in place by every engine there, pulled by other nodes.
+"""Buckets in Ray's object store: one copy per node, which all engines of the node read in place.
 
-The trainer's tensors are written into the store directly. Engines get read-only views, valid while they refer to them.
+The trainer's tensors are written into the store directly. Engines get read-only views, valid while they reference them.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from torch import Tensor
 
 from swift.rollout.weights.base import Bucket, TensorInfo, memory_of, torch_dtype
 
-Parcel = list[tuple[TensorInfo, np.ndarray]]
-"""Each tensor and its bytes; one array for tensors that are the same memory, which pickle writes once."""
+ByteArrays = list[tuple[TensorInfo, np.ndarray]]
+"""Each tensor and its bytes; tensors with the same memory share one array, which pickle writes once."""
 
 
 def put(bucket: Bucket) -> Any:
-    """A reference to the bucket in the store; made once for all engines."""
+    """A reference to the bucket in the store, which is written once for all engines."""
     import ray
 
-    return bucket.once("object_store", lambda: ray.put(parcel_of(bucket)))
+    return bucket.once("object_store", lambda: ray.put(byte_arrays_of(bucket)))
 
 
-def parcel_of(bucket: Bucket) -> Parcel:
+def byte_arrays_of(bucket: Bucket) -> ByteArrays:
     """The bucket as arrays of bytes, views of tensors in main memory."""
     arrays: dict[tuple[Any, ...], np.ndarray] = {}
-    parcel = []
+    packed = []
     for name, tensor in bucket.tensors:
         memory = memory_of(name, tensor)
         if memory not in arrays:
             arrays[memory] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        parcel.append((TensorInfo.of(name, tensor), arrays[memory]))
-    return parcel
+        packed.append((TensorInfo.of(name, tensor), arrays[memory]))
+    return packed
 
 
-def tensors_of(parcel: Parcel) -> list[tuple[str, Tensor]]:
-    """The tensors as views of the store; nobody may write to them."""
+def tensors_of(packed: ByteArrays) -> list[tuple[str, Tensor]]:
+    """The tensors as read-only views of the store."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that they cannot be written to
-        return [(info.name, _typed(torch.from_numpy(array), info)) for info, array in parcel]
+        warnings.simplefilter("ignore", UserWarning)  # about read-only arrays
+        return [(info.name, _typed(torch.from_numpy(array), info)) for info, array in packed]
 
 
 def _typed(raw: Tensor, info: TensorInfo) -> Tensor:
-    """The tensor that bytes are of; none of an empty one can be viewed."""
+    """The tensor of these bytes; an empty one cannot be a view."""
     dtype = torch_dtype(info.dtype)
     return raw.view(dtype).view(info.shape) if raw.numel() else torch.empty(info.shape, dtype=dtype)

@@ -1,9 +1,9 @@
-"""The trainer's model as a `WeightSource`: what a checkpoint of now would hold, gathered bucket by bucket.
+"""The trainer's model as a `WeightSource`: the tensors of a checkpoint, gathered bucket by bucket.
 
     parameters --gather--> whole parameters --merge LoRA--> checkpoint tensors --cast--> engine's type -> Bucket
 
-Each parameter is gathered once per update and freed with its bucket, so the peak is one bucket, not one model. Every
-rank walks through the same buckets.
+Each parameter is gathered once per update and freed with its bucket, so that the peak memory is one bucket, not one
+model. Every rank gathers the same buckets.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from swift.rollout.weights.base import BUCKET_BYTES, AdapterWeights, Bucket, Ten
 
 
 class PolicyWeights:
-    """The weights of a model in training under the names of its checkpoint; see `WeightSource`.
+    """The weights of a model in training, by their names in a checkpoint; see `WeightSource`.
 
     Args:
-        model: the policy: a transformers model, also under PEFT, DDP, DeepSpeed's engine or FSDP2.
-        dtype: what the engine stores; None sends the policy's own. Tensors that the policy keeps in another type than
-            most of its weights (float32 routers, integer buffers) keep it.
-        move_model_batches: `--move_model_batches`: cut the layers into this many buckets, the rest is one more.
+        model: the policy: a transformers model, also wrapped by PEFT, DDP, DeepSpeed or FSDP2.
+        dtype: dtype of the engine; None sends the policy's own. Tensors whose dtype differs from that of most weights
+            (float32 routers, integer buffers) keep it.
+        move_model_batches: `--move_model_batches`: number of buckets of layers; the other tensors are one more.
             None fills buckets up to `bucket_bytes`.
-        bucket_bytes: upper size of a bucket, in the types that are sent; a larger layer is a bucket of its own.
+        bucket_bytes: maximum size of a bucket as it is sent; a larger layer is a bucket of its own.
 
     Raises:
         ConfigError: an adapter that cannot be merged into weights.
@@ -73,34 +73,34 @@ class PolicyWeights:
         return self._manifest
 
     def live(self) -> dict[str, Tensor]:
-        """The policy's own parameters by the names of an update, {} where something else is sent; no collective."""
+        """The policy's parameters by their names in an update; {} if other tensors are sent. Not a collective."""
         own: dict[str, Tensor] = {}
         for unit in self._units:
-            for one in unit.tensors:
-                if not self._is_plain(one):
+            for tensor in unit.tensors:
+                if not self._is_plain(tensor):
                     return {}
-                own[one.name] = one.sources[0]
+                own[tensor.name] = tensor.sources[0]
         sent = {info.name: (info.shape, info.dtype) for info in self.manifest()}
-        here = {name: (tuple(one.shape), dtype_name(one.dtype)) for name, one in own.items()}
+        here = {name: (tuple(parameter.shape), dtype_name(parameter.dtype)) for name, parameter in own.items()}
         return own if sent == here else {}
 
-    def _is_plain(self, one: CheckpointTensor) -> bool:
-        """Whether a tensor of the checkpoint is a parameter as it lies in this process's memory."""
-        source = one.sources[0]
-        spread = is_zero3(source) or is_dtensor(source)
-        away = source.numel() > 0 and not spread and source.untyped_storage().nbytes() == 0
-        return one.identity == (id(source),) and not spread and not away
+    def _is_plain(self, tensor: CheckpointTensor) -> bool:
+        """Whether a tensor of the checkpoint is an unsharded parameter in this process's memory."""
+        source = tensor.sources[0]
+        sharded = is_zero3(source) or is_dtensor(source)
+        freed = source.numel() > 0 and not sharded and source.untyped_storage().nbytes() == 0
+        return tensor.identity == (id(source),) and not sharded and not freed
 
     def buckets(self) -> Iterator[Bucket]:
         for group in self._groups:
-            sources = [source for unit in group for one in unit.tensors for source in one.sources]
+            sources = [source for unit in group for tensor in unit.tensors for source in tensor.sources]
             with torch.no_grad(), gathered(sources) as whole:
                 tensors = [
                     (name, self._cast(tensor))
                     for unit in group
                     for name, tensor in read_unit(self.model, unit, whole).items()
                 ]
-            # a gathered tensor lives on through its storage while the bucket holds it
+            # the bucket keeps the storage of gathered tensors
             yield Bucket(tensors)
             del tensors
 
@@ -114,16 +114,16 @@ class PolicyWeights:
 
 
 def adapter_weights(model: nn.Module) -> AdapterWeights:
-    """The policy's adapter alone, copied; a collective when parameters are spread over ranks."""
+    """A copy of the policy's adapter; a collective if parameters are sharded."""
     config, tensors = read_adapter(model)
     return AdapterWeights(config, tensors)
 
 
 def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
     counts: dict[torch.dtype, int] = {}
-    for one in (tensor for unit in units for tensor in unit.tensors):
-        if one.dtype.is_floating_point:
-            counts[one.dtype] = counts.get(one.dtype, 0) + math.prod(one.shape)
+    for tensor in (tensor for unit in units for tensor in unit.tensors):
+        if tensor.dtype.is_floating_point:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + math.prod(tensor.shape)
     return max(counts, key=lambda dtype: counts[dtype], default=None)
 
 

@@ -1,8 +1,8 @@
 """One weight update on its way to an engine elsewhere, over any transport.
 
 What was sent is kept as it travelled, so that an engine that replaces a lost one can be given it again: object
-references, files or bytes. A broadcast leaves nothing behind, so there the buckets are stored besides while the engine
-may be restarted: the trainer may have other weights by then, and parts of them on other ranks.
+references, files or bytes. A broadcast leaves nothing behind, and a copy would take a second pass over the model: only
+an engine that is the only one gets it; with several, a replaced one waits for the next update while the others sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Kept:
     parts: list[tuple[str, Any]]
 
     def send(self, client: EngineClient) -> str:
-        """Bring it to another life of the engine; returns what sleeps there.
+        """Bring it to another instance of the engine; returns what sleeps there.
 
         Raises SyncFailed: its ack is not that of the first time.
         """
@@ -62,7 +62,7 @@ class ClientUpdate(WeightUpdate):
         self, owner: EngineClient, number: int, manifest: Sequence[TensorInfo], version: int, deadline: float
     ) -> None:
         super().__init__(owner.name, manifest, version)
-        self.owner, self.life = owner, owner.life
+        self.owner, self.instance = owner, owner.instance
         self._number, self._deadline = number, deadline
         self._way = ""
         self._sender: BroadcastSender | None = None
@@ -83,9 +83,9 @@ class ClientUpdate(WeightUpdate):
         self._confirm()
         self._buckets += 1
         phase = f"bucket {self._buckets}"
-        wait = self._guarded(phase, lambda: self._begin(bucket))
+        wait = self._as_sync_failed(phase, lambda: self._begin(bucket))
         if self._sender is not None:
-            return lambda: self._guarded(phase, wait)
+            return lambda: self._as_sync_failed(phase, wait)
         self._unconfirmed = wait  # while the engine takes it, the next one is gathered
         return None
 
@@ -96,21 +96,28 @@ class ClientUpdate(WeightUpdate):
         wait, way = None, self._way
         if self._sender is not None:
             wait, way = self._sender.transmit(bucket, send), self.owner.stored
-        if wait is None or self.owner.keeps_weights:
+        if wait is None or self._keeps:
             payload = self.owner.payload(way, bucket, self.version)
-            if self.owner.keeps_weights:
+            if self._keeps:
                 self._parts.append((way, payload))
             wait = wait or send(payload)
         return wait
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether what is sent is kept for a restart."""
+        return self.owner.keeps_weights and (self._sender is None or self.owner.alone)
+
     def _confirm(self) -> None:
         wait, self._unconfirmed = self._unconfirmed, None
         if wait is not None:
-            self._guarded(f"bucket {self._buckets}", wait)
+            self._as_sync_failed(f"bucket {self._buckets}", wait)
 
     def _finish(self) -> Ack:
         self._confirm()
-        reply = self._guarded("commit", lambda: self.owner.call("commit", _left(self._deadline), update=self._number))
+        reply = self._as_sync_failed(
+            "commit", lambda: self.owner.call("commit", _left(self._deadline), update=self._number)
+        )
         self._asleep = reply["asleep"]
         ack: Ack = reply["ack"]
         return ack
@@ -122,7 +129,8 @@ class ClientUpdate(WeightUpdate):
             self.owner.sent_by = self._way
             logger.info("weights: %s gets them by %s: %d MiB", self.engine, self._way, ack.nbytes >> 20)
         self.owner.update_ended(complete=True)
-        self.owner.weights_arrived(Kept(self.version, self.manifest, ack.digest, self._parts), self._asleep)
+        kept = Kept(self.version, self.manifest, ack.digest, self._parts) if self._keeps else None
+        self.owner.weights_arrived(self.version, kept, self._asleep)
         return ack
 
     def _give_up(self) -> None:
@@ -134,7 +142,7 @@ class ClientUpdate(WeightUpdate):
         self.owner.abort_update(self._number)
         self.owner.update_ended(complete=False)
 
-    def _guarded(self, phase: str, work: Callable[[], T]) -> T:
+    def _as_sync_failed(self, phase: str, work: Callable[[], T]) -> T:
         """Whatever goes wrong is a `SyncFailed` that names engine, version and phase."""
         try:
             return work()
@@ -151,10 +159,10 @@ class ClientUpdate(WeightUpdate):
         self.owner.broadcaster = self._sender = sender
 
     def invite(self, invitation: dict[str, Any]) -> Wait:
-        wait = self._guarded(
+        wait = self._as_sync_failed(
             "connect", lambda: self.owner.start_call("connect", _left(self._deadline), invitation=invitation)
         )
-        return lambda: self._guarded("connect", wait)
+        return lambda: self._as_sync_failed("connect", wait)
 
 
 def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
@@ -167,8 +175,8 @@ def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
     for one in members:
         one.take_part_in(sender)
     by_name = {one.engine: one for one in members}
-    lives = {name: one.life for name, one in by_name.items()}
-    sender.connect(lives, lambda name, invitation: by_name[name].invite(invitation))
+    instances = {name: one.instance for name, one in by_name.items()}
+    sender.connect(instances, lambda name, invitation: by_name[name].invite(invitation))
 
 
 def _new_sender(members: Sequence[ClientUpdate], bucket: Bucket) -> BroadcastSender:

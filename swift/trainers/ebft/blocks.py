@@ -1,4 +1,4 @@
-"""Blocks of strided EBFT: sampled from the policy behind every prefix of a document, and seen by the feature network.
+"""Blocks of strided EBFT: sampled from the policy after prefixes of a document, and encoded by the feature network.
 
 Costs of a micro-batch with L document tokens and C columns of g tokens (`BlockStream`), in tokens that are forwarded:
 L + C (g - 1) to sample with a key/value cache that all columns share, L + C g for the features and again to train.
@@ -27,7 +27,7 @@ from swift.types import Request, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A row: its tokens, their labels, where its blocks begin (at least one), and what tells it from other rows."""
+    """A row: its tokens, their labels, where its blocks begin (at least one), and a digest that identifies it."""
 
     input_ids: Sequence[int]
     labels: Sequence[int]
@@ -66,24 +66,27 @@ def stream_inputs(ids: Tensor, stream: BlockStream, num_steps: int) -> dict[str,
 
 def joined_ids(documents: Sequence[Document], device: torch.device | str) -> Tensor:
     """[L] tokens of the documents, one after the other."""
-    return torch.tensor([token for one in documents for token in one.input_ids], device=device)
+    return torch.tensor([token for document in documents for token in document.input_ids], device=device)
 
 
 def block_stream(documents: Sequence[Document], *, num_samples: int, length: int) -> BlockStream:
     """The stream of these documents; samples of a block are neighbours."""
     columns = [
-        (index, anchor) for index, one in enumerate(documents) for anchor in one.anchors for _ in range(num_samples)
+        (index, anchor)
+        for index, document in enumerate(documents)
+        for anchor in document.anchors
+        for _ in range(num_samples)
     ]
-    return BlockStream([len(one.input_ids) for one in documents], columns, length)
+    return BlockStream([len(document.input_ids) for document in documents], columns, length)
 
 
 def block_uniforms(documents: Sequence[Document], num_samples: int, length: int, *key: int | str) -> np.ndarray:
     """[C, g] uniforms in [0, 1), a function of `key` and of each document alone: batches and ranks do not count."""
     parts = []
-    for one in documents:
-        size = len(one.anchors) * length
-        samples = [sample_uniforms(seed_of(*key, one.digest, sample), size) for sample in range(num_samples)]
-        parts.append(np.stack(samples, axis=1).reshape(len(one.anchors), length, num_samples).swapaxes(1, 2))
+    for document in documents:
+        size = len(document.anchors) * length
+        samples = [sample_uniforms(seed_of(*key, document.digest, sample), size) for sample in range(num_samples)]
+        parts.append(np.stack(samples, axis=1).reshape(len(document.anchors), length, num_samples).swapaxes(1, 2))
     return np.concatenate([part.reshape(-1, length) for part in parts])
 
 
@@ -130,7 +133,7 @@ def stream_features(network: FeatureNetwork, inputs: dict[str, Any], spans: Tens
     with network.model.active() as module:
         output = module(**inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False)
     size = spans.shape[1]
-    tokens = network.of_tokens([one[0, spans.flatten()] for one in output.hidden_states])
+    tokens = network.of_tokens([states[0, spans.flatten()] for states in output.hidden_states])
     starts = torch.arange(0, spans.numel(), size, device=spans.device)
     return pool(tokens, starts, starts + size, network.method)
 

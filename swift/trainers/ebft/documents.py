@@ -45,7 +45,7 @@ class DocumentEncoder(ChatEncoder):
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids", "anchors": "ids", "digest": "string"}
 
-    def given(self, example: Example) -> Iterator[list[Any]]:
+    def inputs(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`.
 
         Raises:
@@ -112,7 +112,7 @@ class DocumentEncoder(ChatEncoder):
     def _with_blocks(self, ids: list[int], labels: list[int]) -> dict[str, Any]:
         anchors = self.anchors(labels)
         if not anchors:
-            return self.left_out(NO_BLOCK)
+            return self.excluded_row(NO_BLOCK)
         labels = self.without_thoughts(ids, labels) if self.masks_thoughts else labels
         num_trained = sum(label != IGNORED for label in labels)
         row = {"input_ids": ids, "labels": labels, "anchors": anchors, "digest": str(seed_of(*ids))}

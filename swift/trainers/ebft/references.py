@@ -11,7 +11,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from swift.data.prompts import Tokenizer
 from swift.errors import ConfigError, counted
@@ -59,7 +59,7 @@ class References:
 
     def learnt(self, row: Prompt | Example) -> list[bool]:
         """Which of its tokens the assistant wrote."""
-        return [bool(one) for one in self._made(row)[1]]
+        return [bool(flag) for flag in self._made(row)[1]]
 
     def settle(self) -> None:
         """The rows seen so far decide whether samples answer further turns; later ones of a stream must be alike."""
@@ -105,6 +105,8 @@ class References:
 class ReferenceTokenizer(Tokenizer):
     """Also leaves out rows whose reference is longer than a completion can be."""
 
+    deleted_for: ClassVar[str] = "the length of the prompt (--max_length) or of the reference (--max_completion_length)"
+
     strategy: str = "delete"
     references: References | None = None
 
@@ -113,16 +115,11 @@ class ReferenceTokenizer(Tokenizer):
         """See `Tokenizer`."""
         return True
 
-    @property
-    def deleted_for(self) -> str:
-        """See `Tokenizer`."""
-        return "the length of the prompt (--max_length) or of the reference (--max_completion_length)"
-
     def none_left(self, examples: Sequence[Example], all_ids: Sequence[Sequence[int]]) -> str:
         """See `Tokenizer`."""
         assert self.references is not None
         limits = self.limit, self.references.max_tokens
-        lengths = [(len(ids), len(self.references.of(one))) for one, ids in zip(examples, all_ids, strict=True)]
+        lengths = [(len(ids), len(self.references.of(example))) for example, ids in zip(examples, all_ids, strict=True)]
         names = ("--max_length", "prompt"), ("--max_completion_length", "reference")
         longer = [
             f"{name} {limit}: {counted(sum(length > limit for length in of), noun)} longer, the shortest has "

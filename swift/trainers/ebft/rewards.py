@@ -86,7 +86,7 @@ class FeatureRewards:
     def score(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
         """Give each group its rewards, as one more column, and its advantages; collective.
 
-        Samples without a fault of the engine or environment count, whatever reward functions say.
+        Samples without a fault of the engine or environment count, whatever their other rewards.
 
         Returns:
             metrics `ebft/...`, means over groups.
@@ -96,18 +96,22 @@ class FeatureRewards:
         features = self._features([groups[i] for i in own])
         pooled = None
         if self.args.ebft_whitening == "pooled":
-            starred = [one for part in ranks.all_gather([one[0].clone() for one in features]) for one in part]
+            starred = [
+                feature for part in ranks.all_gather([feature[0].clone() for feature in features]) for feature in part
+            ]
             pooled = pooled_whitening(torch.stack(starred), self.args.ebft_whitening_shrinkage)
         options = {**energy_options(self.args), "pooled": pooled}
         mine = {
-            i: energies(one[None, 1:], one[:1], **options) for i, one in zip(own, features, strict=True) if len(one) > 1
+            i: energies(feature[None, 1:], feature[:1], **options)
+            for i, feature in zip(own, features, strict=True)
+            if len(feature) > 1
         }
         found = ranks.merged(mine)
         for i, group in enumerate(groups):
             _book(group, found.get(i), self.args.ebft_rl_coef)
         scored = [found[i].metrics for i in sorted(found)]
-        metrics = {name: fmean(one[name] for one in scored) for name in (scored[0] if scored else ())}
-        advantages = [value for one in found.values() for value in one.advantages[0].tolist()]
+        metrics = {name: fmean(values[name] for values in scored) for name in (scored[0] if scored else ())}
+        advantages = [value for result in found.values() for value in result.advantages[0].tolist()]
         if len(advantages) > 1:
             metrics["ebft/advantages_std"] = stdev(advantages)
         return metrics | {"ebft/skipped_rows": float(self.skipped_rows())}
@@ -130,7 +134,7 @@ class FeatureRewards:
     def _features(self, groups: Sequence[RolloutGroup]) -> list[Tensor]:
         """Features [1 + n, D] of each group, that of the reference first, in float64 on the CPU; collective."""
         sequences = [self._sequences(group) for group in groups]
-        passes = [part for one in sequences for part in self._parts(one)]
+        passes = [part for members in sequences for part in self._parts(members)]
         turns = max(self.collectives.all_gather(len(passes))) if self.in_step() else len(passes)
         rows: list[Tensor] = []
         for turn in range(turns):
@@ -138,31 +142,31 @@ class FeatureRewards:
             found = self.network.of_sequences(passes[turn] if turn < len(passes) else filler, device=self.device)
             rows += [found.double().cpu()] if turn < len(passes) else []
             self.on_progress()
-        return list(torch.cat(rows).split([len(one) for one in sequences])) if rows else []
+        return list(torch.cat(rows).split([len(members) for members in sequences])) if rows else []
 
     def _sequences(self, group: RolloutGroup) -> list[TokenSequence]:
         """The reference and the samples without a fault, as they are compared: without a final stop token."""
         prompt = group.prompt.token_ids
         sequences = [TokenSequence(prompt, self.references.of(group.prompt))]
-        for one in _usable(group):
-            own = one.episode.prompt_ids if one.episode is not None and one.episode.prompt_ids else prompt
-            sequences.append(TokenSequence(own, self.references.without_stop(one.token_ids)))
+        for sample in _usable(group):
+            own = sample.episode.prompt_ids if sample.episode is not None and sample.episode.prompt_ids else prompt
+            sequences.append(TokenSequence(own, self.references.without_stop(sample.token_ids)))
         return sequences
 
     def _parts(self, sequences: list[TokenSequence]) -> list[list[TokenSequence]]:
-        """The sequences of a group in as many forward passes as the limit of tokens asks for."""
+        """The sequences of a group, split into forward passes within the limit of tokens."""
         limit, parts, tokens = self.max_tokens(), [list[TokenSequence]()], 0
-        for one in sequences:
-            own = len(one.completion_ids) + 1
+        for sequence in sequences:
+            own = len(sequence.completion_ids) + 1
             if parts[-1] and limit is not None and tokens + own > limit:
                 parts.append([])
-            tokens = tokens + own if parts[-1] else len(one.prompt_ids) + own
-            parts[-1].append(one)
+            tokens = tokens + own if parts[-1] else len(sequence.prompt_ids) + own
+            parts[-1].append(sequence)
         return parts
 
 
 def _usable(group: RolloutGroup) -> list[Completion]:
-    return [one for one in group.completions if fault(one) is None]
+    return [sample for sample in group.completions if fault(sample) is None]
 
 
 def _book(group: RolloutGroup, found: Energies | None, rl_coef: float) -> None:

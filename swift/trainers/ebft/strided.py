@@ -5,8 +5,8 @@ A transformers Trainer whose loss samples blocks, compares their features with t
     rl_coef sum(-A lp) / N_rl  +  ce_coef sum(-lp at temperature 1) / N_ce
 
 over the sampled tokens (lp at the temperature that samples) and the documents' own, once each. N_rl and N_ce count the
-global batch: all micro-batches and ranks. What a token's seed depends on is the run's seed, the step, its document and
-its place there, so ranks, batches and a resume change no sample.
+global batch: all micro-batches and ranks. The seed of a token depends on the run's seed, the step, its document and its
+position there, so ranks, batches and a resume change no sample.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ tokens."""
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatch:
-    """What micro-batches need to know of all.
+    """Statistics of the global batch that its micro-batches need.
 
     num_sampled, num_targets: sampled tokens, and those with a cross-entropy. pooled: the map of pooled whitening, by
     all references.
@@ -93,9 +93,9 @@ class StridedSteps(AtomicTrainer):
         return prepared
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, GlobalBatch]:
-        """The micro-batches of a step, and what they need to know of all."""
+        """The micro-batches of a step, and statistics of the global batch."""
         batches, _ = super().get_batch_samples(*arguments, **named)
-        documents = [one for batch in batches for one in batch["documents"]]
+        documents = [document for batch in batches for document in batch["documents"]]
         return batches, self._global_batch(documents, len(documents), samples=bool(self.settings.ebft_rl_coef))
 
     def compute_loss(
@@ -137,9 +137,9 @@ class StridedSteps(AtomicTrainer):
         """Of all ranks' documents the first `counted` of each; samples: some will be compared with them."""
         settings, own = self.settings, documents[:counted]
         per_block = settings.ebft_n_samples_per_prompt * settings.ebft_generate_max_len
-        num_blocks = sum(len(one.anchors) for one in own)
-        mine = [per_block * num_blocks, sum(len(one.targets) for one in own)]
-        num_sampled, num_targets = map(int, self.collectives.sum([float(one) for one in mine]))
+        num_blocks = sum(len(document.anchors) for document in own)
+        mine = [per_block * num_blocks, sum(len(document.targets) for document in own)]
+        num_sampled, num_targets = map(int, self.collectives.sum([float(count) for count in mine]))
         pooled = None
         if samples and settings.ebft_whitening == "pooled":
             device = self.args.device
@@ -172,7 +172,7 @@ class StridedSteps(AtomicTrainer):
             requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
         if settings.ebft_ce_coef or evaluates:
             own = zip(stream.starts, documents[:counted], strict=False)
-            places = [start + at for start, one in own for at in one.targets]
+            places = [start + at for start, document in own for at in document.targets]
             index = torch.tensor(places, dtype=torch.long, device=ids.device)
             requests.append(ScoreRequest(index - 1, ids[index], LogitMap(), "none"))
         found = list(score_requests(model, blocks.inputs(), tuple(requests)))
@@ -212,8 +212,10 @@ class StridedSteps(AtomicTrainer):
     def _advantages(self, blocks: Blocks, counted: int, batch: GlobalBatch, phase: str) -> Tensor:
         """[C] of each column of the documents that count; all its tokens have it."""
         settings, num_samples = self.settings, self.settings.ebft_n_samples_per_prompt
-        columns = [one for one in blocks.stream.columns if one[0] < counted]
-        raw, own = (one[: len(columns) // num_samples] for one in block_features(self.features, blocks, num_samples))
+        columns = [column for column in blocks.stream.columns if column[0] < counted]
+        raw, own = (
+            tensor[: len(columns) // num_samples] for tensor in block_features(self.features, blocks, num_samples)
+        )
         if not columns:
             return raw.new_empty(0)
         found = energies(raw, own, **energy_options(settings), pooled=batch.pooled)

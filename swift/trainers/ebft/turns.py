@@ -1,7 +1,7 @@
 """Conversations in structured EBFT: the column `remaining_turns` holds the messages after the reference's first answer.
 
-A sample answers in place of the assistant in each turn, and hears the row's other messages in between; the reference is
-the row's own conversation in the same layout. What others say has no loss.
+A sample replaces each assistant turn, and the row's other messages follow in between; the reference is the row's own
+conversation in the same layout. Messages of other roles have no loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def remaining_turns(columns: Any) -> list[Message]:
         ConfigError: they are no messages that end with the assistant.
     """
     turns = columns.get(COLUMN) or []
-    roles = [one.get("role") if isinstance(one, dict) else None for one in turns] if isinstance(turns, list) else [None]
+    roles = (
+        [turn.get("role") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list) else [None]
+    )
     if turns and (None in roles or roles[0] == "assistant" or roles[-1] != "assistant"):
         raise ConfigError(
             f"--dataset: {COLUMN}: {str(turns)[:60]}: not the messages after an answer; begin with a user's and end "
@@ -70,7 +72,7 @@ def conversation(
                 f"--dataset: {COLUMN}: the chat template rewrites earlier turns, so no sample can be compared; "
                 "use another --template"
             ) from error
-        said = template.encode_text(message["content"])
-        ids, own = [*ids, *between, *said], [*own, *[False] * len(between), *[True] * len(said)]
+        own_ids = template.encode_text(message["content"])
+        ids, own = [*ids, *between, *own_ids], [*own, *[False] * len(between), *[True] * len(own_ids)]
         chat, heard = [*chat, *heard, message], []
     return ids, own

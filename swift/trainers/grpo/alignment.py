@@ -1,7 +1,7 @@
-"""Whether log-probs that another process reports are those of the tokens beside them.
+"""Check that the log-probs an environment reports belong to its tokens, by scoring some of them with the trainer.
 
-Of every rollout batch a few samples that the weights of now have sampled are scored by the trainer. Where both agree,
-a difference is rounding; one of nats means that they belong to other tokens, another temperature, or other weights.
+The trainer scores a few samples of every rollout batch that the current weights have sampled. Rounding explains small
+differences. Differences of nats mean log-probs of other tokens, of another temperature, or of other weights.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from swift.trainers.grpo.micro_batch import split_by_sample
 logger = logging.getLogger("swift.rollout")
 
 SAMPLES = 4
-"""Samples that are scored of a batch."""
+"""Number of samples of a batch that are scored."""
 USUAL, WRONG, LARGE = 0.1, 1.0, 2.0
-"""Mean difference in nats that rounding explains, mean that ends the run if it comes twice, largest that is told."""
+"""In nats: mean difference up to which rounding explains it, mean that ends the run if it occurs in two batches in a
+row, and difference of one token from which on a warning shows it."""
 BETTER, FLOOR = 5.0, 0.01
-"""How much better another explanation has to fit, and the difference in nats from which on that is asked."""
+"""Factor by which another explanation has to fit better, and mean difference in nats above which that is tested."""
 
 
-def sampled_all(sample: TrainSample, is_meant: Callable[[int], bool]) -> bool:
-    """Whether versions of the weights that are meant are known to have sampled all of a sample's trained tokens."""
-    known = sum(end - start for version, start, end in sample.versions if is_meant(version))
+def sampled_all(sample: TrainSample, is_current: Callable[[int], bool]) -> bool:
+    """Whether current versions of the weights are known to have sampled all of a sample's trained tokens."""
+    known = sum(end - start for version, start, end in sample.versions if is_current(version))
     return sample.num_trained <= known == sum(end - start for _, start, end in sample.versions)
 
 
 @dataclass(slots=True)
 class AlignmentCheck:
-    """Compares sampler and trainer on samples of the weights of now.
+    """Compares sampler and trainer on samples of the current weights.
 
-    score: the trainer's log-probs of all completion tokens of sequences, at a temperature; the same passes on every
-    rank. temperature: of the loss. is_fresh: whether the weights of now have sampled a sample. add: takes a metric.
+    score: returns the trainer's log-probs of all completion tokens of sequences, at a temperature; the same passes on
+    every rank. temperature: of the loss. is_fresh: whether the current weights have sampled a sample. add: adds a
+    metric.
     """
 
     score: Callable[[Sequence[TokenSequence], float], Tensor]
@@ -47,14 +49,14 @@ class AlignmentCheck:
     is_fresh: Callable[[TrainSample], bool]
     add: Callable[[str, float], None]
     _wrong: int = 0
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
 
-    def look(self, batch: RolloutBatch) -> None:
-        """Check a batch before its first update; collective where the model is sharded.
+    def check(self, batch: RolloutBatch) -> None:
+        """Check a batch before its first update; collective if the model is sharded.
 
-        A NumericError: log-probs are shifted, not tempered, or wrong in two batches in a row.
+        Raises NumericError: log-probs are shifted, untempered, or wrong in two batches in a row.
         """
-        chosen = [one for one in batch.samples if _comparable(one) and self.is_fresh(one)][:SAMPLES]
+        chosen = [sample for sample in batch.samples if _comparable(sample) and self.is_fresh(sample)][:SAMPLES]
         if not chosen:
             return
         trainer = self._scores(chosen, self.temperature)
@@ -72,16 +74,16 @@ class AlignmentCheck:
                 "reach the server that environments sample with, or their inference_logprobs are not its"
             )
         if mean > USUAL:
-            self._tell("mean", f"sampler and trainer disagree by {mean:.2g} nats a token at the same weights")
+            self._warn_once("mean", f"sampler and trainer disagree by {mean:.2g} nats a token at the same weights")
         if np.abs(gaps).max() >= LARGE:
-            self._tell("token", _worst(trainer, chosen))
+            self._warn_once("token", _worst(trainer, chosen))
 
     def _scores(self, chosen: Sequence[TrainSample], temperature: float) -> list[np.ndarray]:
-        sequences = [TokenSequence(one.prompt_ids.tolist(), one.token_ids.tolist()) for one in chosen]
+        sequences = [TokenSequence(sample.prompt_ids.tolist(), sample.token_ids.tolist()) for sample in chosen]
         return split_by_sample(self.score(sequences, temperature), chosen)
 
     def _explain(self, mean: float, trainer: Sequence[np.ndarray], chosen: Sequence[TrainSample]) -> None:
-        """Raises NumericError if another reading of the log-probs fits much better."""
+        """Raises NumericError if shifted or untempered log-probs fit much better."""
         for shift in (-1, 1):
             if mean > BETTER * _shifted(trainer, chosen, shift):
                 raise NumericError(
@@ -97,9 +99,9 @@ class AlignmentCheck:
                     f"{self.temperature:g}; let it return those of the distribution it samples from"
                 )
 
-    def _tell(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             logger.warning("warning: alignment: %s", text)
 
 
@@ -108,7 +110,7 @@ def _comparable(sample: TrainSample) -> bool:
 
 
 def _shifted(trainer: Sequence[np.ndarray], chosen: Sequence[TrainSample], shift: int) -> float:
-    """Mean difference when the sampler's value of a token is looked up `shift` places later; infinite without pairs."""
+    """Mean difference to the sampler's log-probs `shift` tokens later; infinite without pairs."""
     gaps = []
     for values, sample in zip(trainer, chosen, strict=True):
         both = sample.trained & np.roll(sample.trained, -shift)
@@ -119,10 +121,11 @@ def _shifted(trainer: Sequence[np.ndarray], chosen: Sequence[TrainSample], shift
 
 
 def _worst(trainer: Sequence[np.ndarray], chosen: Sequence[TrainSample]) -> str:
+    """The token with the largest difference, in words."""
     gap, place, number = max(
         (float(gap), place, number)
-        for number, (values, one) in enumerate(zip(trainer, chosen, strict=True))
-        for place, gap in enumerate(np.where(one.trained, np.abs(values - one.sampler_logprobs), 0.0))
+        for number, (values, sample) in enumerate(zip(trainer, chosen, strict=True))
+        for place, gap in enumerate(np.where(sample.trained, np.abs(values - sample.sampler_logprobs), 0.0))
     )
     sample = chosen[number]
     return (

@@ -1,8 +1,8 @@
-"""What the arguments of a GRPO run say to its loss, to the trainer's step, and to transformers."""
+"""Settings of the loss, of the training step and of transformers, from the arguments of a GRPO run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,12 @@ from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     from swift.rl.losses import LossConfig
-    from swift.trainers.grpo.entropy import EntropySettings
     from swift.trainers.grpo.prepare import Parts
     from swift.trainers.grpo.settings import GRPOSettings
 
 
 def loss_settings(args: Any) -> LossConfig:
-    """The policy loss; a KL that lowers the rewards is no term of it."""
+    """Settings of the policy loss; with `--kl_in_reward` its KL coefficient is 0."""
     from swift.rl.losses import LossConfig
 
     try:
@@ -25,36 +24,25 @@ def loss_settings(args: Any) -> LossConfig:
         raise ConfigError(f"--{error}") from error
 
 
-def entropy_settings(args: Any) -> EntropySettings:
-    """What the step does with the policy's entropy."""
+def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
+    """Settings of the training step.
+
+    Args:
+        args: of the run.
+        logprob_support: of the engines (`swift.rollout.engines.base`).
+        given: names of the settings that the user wrote; a derived correction is off if the engine cannot support it.
+
+    Raises:
+        ConfigError: a setting needs log-probs at the training temperature, which the engine does not return.
+    """
     from swift.rl.entropy import AdaptiveEntropy
     from swift.trainers.grpo.entropy import EntropySettings
+    from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
 
     controller = None
     if args.use_adaptive_entropy:
         bounds = args.entropy_coef_min, args.entropy_coef_max
         controller = AdaptiveEntropy(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, *bounds)
-    return EntropySettings(
-        coefficient=args.entropy_coef,
-        adaptive=controller,
-        quantile=args.top_entropy_quantile,
-        log=args.log_entropy,
-    )
-
-
-def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
-    """The step's settings.
-
-    Args:
-        args: of the run.
-        logprob_support: of the engines (`swift.rollout.engines.base`).
-        given: settings that the user wrote; what merely follows from others yields where the engine cannot do it.
-
-    Raises:
-        ConfigError: sampler and trainer are to be compared by log-probs that the engine does not have.
-    """
-    from swift.trainers.grpo.settings import CorrectionSettings, GRPOSettings
-
     correctable = logprob_support != "raw" or args.temperature == 1.0
     if not correctable:
         join_problems(_uncorrectable(args, given))
@@ -78,14 +66,19 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         log_offpolicy=args.log_rollout_offpolicy_metrics,
         off_policy_delta=args.off_policy_sequence_mask_delta,
         old_logprobs=args.old_logprobs,
-        entropy=entropy_settings(args),
+        entropy=EntropySettings(
+            coefficient=args.entropy_coef,
+            adaptive=controller,
+            quantile=args.top_entropy_quantile,
+            log=args.log_entropy,
+        ),
         ce_coef=getattr(args, "ebft_ce_coef", None),
         rl_coef=getattr(args, "ebft_rl_coef", 1.0),
     )
 
 
 def _uncorrectable(args: Any, given: Collection[str]) -> list[str]:
-    """What cannot be done with log-probs at temperature 1 of samples that were drawn at another one."""
+    """Settings that are impossible with log-probs at temperature 1 of samples drawn at another temperature."""
     engine = f"this engine returns log-probs at temperature 1, not at --temperature {args.temperature:g}"
     mode, asked = args.rollout_importance_sampling_mode, "rollout_importance_sampling_mode" in given
     problems = {
@@ -102,7 +95,7 @@ def _uncorrectable(args: Any, given: Collection[str]) -> list[str]:
 
 
 def uncorrected_lines(settings: GRPOSettings) -> list[str]:
-    """A remark when a correction that follows from other settings cannot be made with this engine."""
+    """A line of the plan if a derived correction is off with this engine."""
     mode = settings.correction.mode
     if settings.correctable_sampling or mode == "none":
         return []
@@ -114,58 +107,48 @@ def uncorrected_lines(settings: GRPOSettings) -> list[str]:
 
 
 def max_prompt_length(args: Any) -> int | None:
-    """The longest prompt in tokens: `--max_length`, by default what the context leaves beside the completion.
+    """Maximum number of tokens of a prompt: `--max_length`, by default the model's context less the completion.
 
-    A prompt leaves at least one token of `--vllm_max_model_len`; the completion ends there.
+    With vLLM, a prompt also leaves at least one token of `--vllm_max_model_len`, at which the completion ends.
     """
-    longest = _longest_in_context(args)
-    most = args.vllm_max_model_len if args.use_vllm else None
-    return longest if most is None else min(longest or most, most - 1)
-
-
-def _longest_in_context(args: Any) -> int | None:
     from swift.models.policy import context_length
 
     context, completion, longest = context_length(args), args.max_completion_length, args.max_length
-    if context is None:
-        return None if longest is None else int(longest)
-    room = context - completion
-    if room < 1:
-        raise ConfigError(
-            f"--max_completion_length: {completion}: leaves no room for a prompt in the model's context of {context} "
-            f"tokens; use at most {context - 1}"
-        )
-    if longest is not None and longest > room:
-        raise ConfigError(
-            f"--max_length: {longest}: with --max_completion_length {completion} it exceeds the model's context of "
-            f"{context} tokens; use at most {room}"
-        )
-    return int(longest or room)
+    if context is not None:
+        room = context - completion
+        if room < 1:
+            raise ConfigError(
+                f"--max_completion_length: {completion}: leaves no room for a prompt in the model's context of "
+                f"{context} tokens; use at most {context - 1}"
+            )
+        if longest is not None and longest > room:
+            raise ConfigError(
+                f"--max_length: {longest}: with --max_completion_length {completion} it exceeds the model's context of "
+                f"{context} tokens; use at most {room}"
+            )
+        longest = longest or room
+    if args.use_vllm and args.vllm_max_model_len is not None:
+        longest = min(longest or args.vllm_max_model_len, args.vllm_max_model_len - 1)
+    return None if longest is None else int(longest)
 
 
 def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
-    """TrainingArguments of transformers; a global batch is one of its batches, so it accumulates nothing."""
+    """TrainingArguments of transformers; one of its batches is a global batch, so it accumulates no gradients."""
     from transformers import TrainingArguments
 
     from swift.trainers.session import on_one_device, training_options
 
     options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
+    for kind in ("save", "eval"):  # transformers gets a stream of batches, which has no epochs
+        if options[f"{kind}_strategy"] == "epoch":
+            assert parts.plan.steps_per_epoch, "the arguments refuse epochs of streaming data"
+            options |= {f"{kind}_strategy": "steps", f"{kind}_steps": parts.plan.steps_per_epoch}
     return on_one_device(
         TrainingArguments(
-            **{**options, **epochs_as_steps(options, parts.plan.steps_per_epoch)},
+            **options,
             max_steps=parts.plan.max_steps,
             gradient_accumulation_steps=1,
             ignore_data_skip=True,
             remove_unused_columns=False,
         )
     )
-
-
-def epochs_as_steps(options: Mapping[str, Any], steps_per_epoch: int | None) -> dict[str, Any]:
-    """Saving and evaluating once per epoch, in steps: transformers sees a stream of batches without epochs."""
-    changed: dict[str, Any] = {}
-    for kind in ("save", "eval"):
-        if options[f"{kind}_strategy"] == "epoch":
-            assert steps_per_epoch, "the arguments refuse epochs of streaming data"
-            changed |= {f"{kind}_strategy": "steps", f"{kind}_steps": steps_per_epoch}
-    return changed

@@ -1,4 +1,4 @@
-"""One attempt of a GRPO run: the trainer with everything around it, from prepared parts to the summary."""
+"""One attempt of a GRPO run: the trainer with the parts around it, its training, and the summary."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ from swift.trainers.trl.callbacks import StopOnSignal
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
+    from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.session import OpenRun
 
 
 class Attempt:
-    """Builds the trainer and what surrounds it, runs it, and ends with a summary or an interruption."""
+    """Builds the trainer and the parts around it, trains, and ends with a summary or an interruption."""
 
     def __init__(
         self,
@@ -60,10 +61,12 @@ class Attempt:
         self.report = self._build_report(opened.attempt) if parts.collectives.is_main else None
         self.watchdog = build_watchdog(self)
         self.weight_sync = build_weight_sync(self, model)
-        self.cycle = build_cycle(self)
+        self.cycle: ColocateCycle | None = None
+        if setup.placement.mode == "colocate" and setup.engine is not None:
+            self.cycle = build_cycle(self, setup.engine)
         self.trainer = self._build_trainer(model, reference)
         if self.cycle is not None:
-            beside = [one.module for one in self.trainer.frozen if isinstance(one, FrozenReference)]
+            beside = [frozen.module for frozen in self.trainer.frozen if isinstance(frozen, FrozenReference)]
             self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
         self.parity = build_parity(self)
 
@@ -88,11 +91,14 @@ class Attempt:
     def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
         parts, args = self.parts, self.parts.args
         pipeline = build_pipeline(self)
+        engine = self.setup.engine
+        own = engine.capabilities.logprob_support if engine is not None else None  # None: another rank has the engine
+        support = next(known for known in parts.collectives.all_gather(own) if known is not None)
         trainer = GRPOTrainer(
             model=model,
             args=training_arguments(args, self.folder, parts),
             processing_class=parts.template.tokenizer,
-            settings=trainer_settings(args, logprob_support=self._logprob_support(), given=self.resolved.given),
+            settings=trainer_settings(args, logprob_support=support, given=self.resolved.given),
             pipeline=pipeline,
             collectives=parts.collectives,
             metrics=self.metrics,
@@ -107,41 +113,27 @@ class Attempt:
         if parts.references is not None:
             attach(self, trainer, model)
         equip(trainer, args, self.folder)
-        for callback in self._callbacks(trainer):
-            trainer.add_callback(callback)
+        trainer.add_callback(WatchdogCallback(self.watchdog))
+        if is_sharding(trainer.accelerator):
+            trainer.add_callback(AtTheStart(self._check_and_begin))
+        trainer.add_callback(PipelineCallback(trainer, epoch=self._epoch))
+        trainer.add_callback(self.stop)
+        kind, _, interval = args.parity_check.partition(":")
+        if kind == "every":
+            trainer.add_callback(EveryFewSteps(int(interval), self._check_parity_again))
+        if args.sync_ref_model and args.beta > 0:
+            alpha = args.ref_model_mixup_alpha
+            trainer.add_callback(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
         if args.rollout_source == "atropos":
             trainer.alignment = build_alignment(self, trainer)
         if args.kl_in_reward and args.beta > 0:
             pipeline.batches.kl_of = trainer.logprobs.reward_kl
         elif args.beta > 0:
-            pipeline.batches.refer = trainer.logprobs.refer
+            pipeline.batches.reference_pass = trainer.logprobs.score_reference
         return trainer
 
-    def _callbacks(self, trainer: GRPOTrainer) -> list[Any]:
-        args = self.parts.args
-        callbacks: list[Any] = [
-            WatchdogCallback(self.watchdog),
-            PipelineCallback(trainer, epoch=self._epoch),
-            self.stop,
-        ]
-        if is_sharding(trainer.accelerator):
-            callbacks.insert(1, AtTheStart(self._check_and_begin))
-        kind, _, interval = args.parity_check.partition(":")
-        if kind == "every":
-            callbacks.append(EveryFewSteps(int(interval), self._check_parity_again))
-        if args.sync_ref_model and args.beta > 0:
-            alpha = args.ref_model_mixup_alpha
-            callbacks.append(EveryFewSteps(args.ref_model_sync_steps, lambda step: trainer.move_reference(alpha)))
-        return callbacks
-
-    def _logprob_support(self) -> str:
-        """What the engines' log-probs mean; ranks without an engine learn it from those with one."""
-        engine = self.setup.engine
-        mine = engine.capabilities.logprob_support if engine is not None else None
-        return next(one for one in self.parts.collectives.all_gather(mine) if one is not None)
-
     def _epoch(self) -> float:
-        """Passes over the data so far, 0 for a stream; by steps, or by launches where a step draws what it needs."""
+        """Passes over the data so far, 0 for a stream: counted in steps, with dynamic sampling in groups."""
         plan, step = self.parts.plan, self.trainer.state.global_step
         if plan.num_rows and self.parts.args.dynamic_sample:
             scheduler = self.trainer.pipeline.scheduler
@@ -151,13 +143,13 @@ class Attempt:
             return step / plan.steps_per_epoch
         if not plan.num_rows:
             return 0.0
-        # a rollout batch takes several epochs
+        # a rollout batch is longer than an epoch
         return step * plan.rollout_prompts / (plan.updates_per_rollout * plan.num_rows)
 
     # --- the run ------------------------------------------------------------------------------------------------
 
-    def say(self, line: str) -> None:
-        """A line that stays on the console, from rank 0."""
+    def print_line(self, line: str) -> None:
+        """Print a line that stays on the console, from rank 0."""
         if self.report is not None:
             self.report.progress.line(line)
 
@@ -173,74 +165,72 @@ class Attempt:
                     self.watchdog.stop()
             if report is not None:
                 best = trainer.state.best_model_checkpoint
-                self.say(report.summary(best=Path(best) if best else None, last=last_checkpoint(self.folder)))
+                self.print_line(report.summary(best=Path(best) if best else None, last=last_checkpoint(self.folder)))
         finally:
             trainer.pipeline.close()
 
     def _check_and_train(self) -> None:
         parts, checkpoint, trainer = self.parts, self.parts.start.checkpoint, self.trainer
         notes = self.cycle.notes if self.cycle is not None else []
-        about = [*self.resolved.preset_lines, *plan_lines(parts)]
+        plan = [*self.resolved.preset_lines, *plan_lines(parts)]
         if trainer.packing_obstacle is not None:
             why = f"({trainer.packing_obstacle}); prompts are not shared, so this is slower"
-            about.append(f"attention: the model's own {why}")
-        about += uncorrected_lines(trainer.settings)
-        for line in [f"run folder: {self.folder}", *parts.lines, *parts.start.notes, *about, *notes]:
-            self.say(line)
+            plan.append(f"attention: the model's own {why}")
+        plan += uncorrected_lines(trainer.logprobs.settings)
+        for line in [f"run folder: {self.folder}", *parts.lines, *parts.start.notes, *plan, *notes]:
+            self.print_line(line)
         if parts.start.step >= parts.plan.max_steps:
             steps = counted(parts.plan.max_steps, "step")
-            self.say(f"{checkpoint} is the last of {steps}; raise --max_steps to go on")
-        else:
-            self._train(checkpoint)
-
-    def _train(self, checkpoint: Path | None) -> None:
-        sharded = is_sharding(self.trainer.accelerator)
+            self.print_line(f"{checkpoint} is the last of {steps}; raise --max_steps to go on")
+            return
+        sharded = is_sharding(trainer.accelerator)
         if not sharded:
             self.watchdog.start()
             self._check_parity()
             self.watchdog.stop()
-        self.trap.check("rlhf", self.parts.collectives, self.parts.start)
+        self.trap.check("rlhf", parts.collectives, parts.start)
         if checkpoint is not None:
-            self.trainer.load_pipeline_state(checkpoint)
-        if not sharded:
-            self._let_begin()
-        self.trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if (alert := self.trainer.alert) is not None:
+            trainer.load_pipeline_state(checkpoint)
+        if not sharded and parts.args.rollout_source == "atropos":
+            self._begin_sources()
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if (alert := trainer.alert) is not None:
             raise NumericError(
                 f"--health_action: stop: rule {alert.rule} at step {alert.step}: {alert.sentence} "
-                f"checkpoint-{self.trainer.state.global_step} is saved; --health_action warn goes on"
+                f"checkpoint-{trainer.state.global_step} is saved; --health_action warn goes on"
             )
         if self.stop.interrupted:
-            raise self.trap.interruption("rlhf", self.folder, self.trainer.state.global_step)
+            raise self.trap.interruption("rlhf", self.folder, trainer.state.global_step)
 
     def _check_and_begin(self) -> None:
-        """What comes before training for other models: until it is sharded, this one is in the memory of the host."""
+        """The steps before training that a sharded model takes later: until then, its weights are on the host."""
         self._check_parity()
-        self._let_begin()
+        if self.parts.args.rollout_source == "atropos":
+            self._begin_sources()
 
-    def _let_begin(self) -> None:
+    def _begin_sources(self) -> None:
         with self.parts.collectives.together():
             self.setup.begin()
 
     def _check_parity(self) -> None:
-        """Compare rollout engine and trainer in all stages, on the first prompts; print the figures."""
+        """Compare rollout engine and trainer in all stages, on the first prompts; print the result."""
         args = self.parts.args
         resumed = self.parts.start.checkpoint is not None and is_sharding(self.trainer.accelerator)
-        if args.adapters or args.quant_method or resumed:  # the engine read the base alone, as it is in its files
+        if args.adapters or args.quant_method or resumed:  # the engine has read the base model's files
             self.weight_sync.refresh()
         if self.parity is not None:
             self._judge(self.parity.run())
         if self.cycle is not None:
-            self.cycle.rest()
+            self.cycle.sleep()
 
     def _check_parity_again(self, step: int) -> None:
-        """The short form of the check, with the weights of now; `--parity_check every:N`."""
+        """The short form of the check, with the current weights; `--parity_check every:N`."""
         parity = self.parity
         assert parity is not None
         self.trainer.pipeline.inspect(step, lambda: self._judge(parity.now()))
 
     def _judge(self, report: ParityReport) -> None:
-        self.say(report.line())
+        self.print_line(report.line())
         self.metrics.add("mismatch/parity_abs_diff_max", max(stage.gaps.maximum for stage in report.stages))
         if self.parts.args.parity_check != "warn":
             report.require()

@@ -1,4 +1,4 @@
-"""What surrounds the trainer of a run, from its settings: models, engines, rollouts, weight sync, supervision."""
+"""The parts around the trainer of a run, from its settings: models, rollouts, weight sync, colocation, watchdog."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
-from swift.rollout.engines.awaited import AwaitedEngine
+from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.mailbox import Mailbox
 from swift.rollout.multi_turn.source import MOST_TURNS, TrajectorySource
@@ -43,7 +43,6 @@ from swift.rollout.source import EngineSource, Source
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
-from swift.trainers.grpo.prepare import goes_on_over_epochs
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.supervision.watchdog import REBUILD_S, REWARD_MARGIN_S, Watchdog
@@ -55,15 +54,14 @@ if TYPE_CHECKING:
 
     from swift.models.forward import TokenSequence
     from swift.rollout.atropos.launch import Sources
-    from swift.trainers.engines import EngineSetup
     from swift.trainers.grpo.attempt import Attempt
     from swift.trainers.grpo.trainer import GRPOTrainer
 
 
 def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
-    """The policy, where `loading_device` says, and, with beta > 0, its reference."""
-    logging.disable_progress_bar()  # ours is the only one
-    set_seed(args.seed)  # fresh adapter weights depend on the seed only
+    """The policy, on `loading_device`, and, with beta > 0, its reference."""
+    logging.disable_progress_bar()  # swift has its own
+    set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
     return policy, reference_of(args, policy, num_tokens)
 
@@ -71,7 +69,7 @@ def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
 def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
     """The reference of a policy, which may be without weights; None with beta = 0.
 
-    Raises ConfigError: it does not know as many tokens as the tokenizer.
+    Raises ConfigError: its vocabulary is smaller than the tokenizer's.
     """
     if args.beta == 0:
         return None
@@ -88,7 +86,7 @@ def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
 
 
 def build_watchdog(run: Attempt) -> Watchdog:
-    """Ends the run when nothing moves in this process."""
+    """The watchdog that ends the run if this process makes no progress."""
     parts, args, engine, own = run.parts, run.parts.args, run.setup.engine, run.setup.own_limit_s
     heartbeat, rewards = parts.heartbeat, args.reward_timeout + REWARD_MARGIN_S
     waits_for_rewards = args.dynamic_sample or args.streaming_partial_batch
@@ -115,9 +113,9 @@ def build_watchdog(run: Attempt) -> Watchdog:
 
 
 def build_weight_sync(run: Attempt, model: Any) -> WeightSync:
-    """Gives the engines the weights of `model`, or its adapter alone."""
+    """The weight sync that sends the weights of `model`, or only its adapter, to the engines."""
     args = run.parts.args
-    # only where sampling and training take turns, and nothing else moves the parameters
+    # the engine may read the trainer's parameters only if the two take turns and nothing else moves the parameters
     one_memory = run.setup.placement.mode == "colocate" and not (args.offload_model or args.deepspeed or args.fsdp)
     return WeightSync(
         run.setup.engine,
@@ -131,11 +129,9 @@ def build_weight_sync(run: Attempt, model: Any) -> WeightSync:
     )
 
 
-def build_cycle(run: Attempt) -> ColocateCycle | None:
-    """What happens around generation where engine and trainer share a device."""
-    args, engine = run.parts.args, run.setup.engine
-    if run.setup.placement.mode != "colocate" or engine is None:
-        return None
+def build_cycle(run: Attempt, engine: InferenceEngine) -> ColocateCycle:
+    """Offloading, sleep and wake around generation, where engine and trainer share a device."""
+    args = run.parts.args
     return ColocateCycle(
         engine,
         run.weight_sync,
@@ -152,13 +148,17 @@ def build_cycle(run: Attempt) -> ColocateCycle | None:
 
 
 def build_pipeline(run: Attempt) -> RolloutPipeline:
-    """Where rollout batches come from."""
+    """The pipeline that makes rollout batches."""
     parts, setup, args, plan, ranks = run.parts, run.setup, run.parts.args, run.parts.plan, run.parts.collectives
 
     def sampling() -> AbstractContextManager[None]:
-        """What sampling with the trainer's own weights needs where ZeRO-3 or FSDP2 shard them."""
+        """Around sampling with the trainer's own weights, which ZeRO-3 or FSDP2 may have sharded."""
         return sampling_from(run.trainer.model, gather=args.ds3_gather_for_generation, any_rank=ranks.any)
 
+    limit_s, engine = float(args.rollout_timeout), setup.engine
+    apart = setup.placement.mode in ("dedicated", "server")
+    if engine is not None and not apart and engine.capabilities.tensor_parallel_size > 1:
+        limit_s = math.inf  # the ranks that hold parts of the engine would have to abort a request at the same token
     collector = RolloutCollector(
         source=_source(run),
         sampling=args.sampling_params(),
@@ -171,6 +171,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         progress=run.watchdog.touch,
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
         max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
+        limit_s=limit_s,
     )
     config = PipelineConfig(
         num_generations=args.num_generations,
@@ -206,7 +207,8 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
     scheduler = RolloutScheduler(
         parts.source,
         groups_per_batch=plan.rollout_prompts,
-        batches_per_epoch=None if goes_on_over_epochs(args) else plan.batches_per_epoch,
+        # with dynamic sampling and re-rolls, batches do not end with an epoch
+        batches_per_epoch=None if args.dynamic_sample or reroll else plan.batches_per_epoch,
         reroll=reroll,
         saves_prompts=bool(parts.prefetch_depth or args.dynamic_sample or reroll),
     )
@@ -223,13 +225,12 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
 
 
 def _source(run: Attempt) -> Source | None:
-    """What this rank asks for completions: its engine, or an environment or function of the user that uses it."""
+    """The source of completions of this rank: its engine, or an environment or function of the user that uses it."""
     parts, args, engine = run.parts, run.parts.args, run.setup.engine
     if engine is None:
         return None
-    inner = AwaitedEngine(engine, limit_s=_request_limit(args, run.setup))
     if run.setup.sources is not None:
-        return _atropos_source(run, inner, run.setup.sources)
+        return _atropos_source(run, engine, run.setup.sources)
     if parts.play is not None:
         limits = Limits(
             max_turns=args.max_turns or MOST_TURNS,
@@ -240,11 +241,11 @@ def _source(run: Attempt) -> Source | None:
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))
         name = next(iter(in_use(args, MAKERS)), "rows")
-        return TrajectorySource(inner, parts.template, limits, parts.play, name, args.rollout_timeout)
+        return TrajectorySource(engine, parts.template, limits, parts.play, name, args.rollout_timeout)
     if parts.rollout_func is None:
-        return EngineSource(inner)
+        return EngineSource(engine)
     return FunctionSource(
-        inner,
+        engine,
         parts.rollout_func,
         name=args.rollout_func,
         args=args,
@@ -264,9 +265,8 @@ def _vocab_size(args: Any) -> int:
     return int(load_config(locate(args).base, args).get_text_config().vocab_size)
 
 
-def _atropos_source(run: Attempt, inner: AwaitedEngine, sources: Sources) -> Source:
-    """Environments and their policy server; `setup.begin` registers with their message API and starts our own."""
-    engine = inner.engine
+def _atropos_source(run: Attempt, engine: InferenceEngine, sources: Sources) -> Source:
+    """Atropos environments; sets `setup.begin`, which registers at their message API and starts those of the run."""
     assert isinstance(engine, EnginePool), "the policy server is behind a pool"
     parts, args, plan = run.parts, run.parts.args, run.parts.plan
     longest, updates = engine.capabilities.max_model_len + 1, plan.updates_per_rollout
@@ -301,7 +301,7 @@ def _atropos_source(run: Attempt, inner: AwaitedEngine, sources: Sources) -> Sou
     run.setup.begin = begin
     behind = args.max_staleness
     return AtroposSource(
-        inner,
+        engine,
         api,
         reader,
         sources.processes.check,
@@ -311,19 +311,8 @@ def _atropos_source(run: Attempt, inner: AwaitedEngine, sources: Sources) -> Sou
     )
 
 
-def _request_limit(args: Any, setup: EngineSetup) -> float | None:
-    """`--rollout_timeout` for an engine that leaves it to its caller.
-
-    Ranks that hold parts of one engine would have to abort a request at the same token, so there it has no bound.
-    """
-    engine = setup.engine
-    if engine is None or setup.own_limit_s or engine.capabilities.tensor_parallel_size > 1:
-        return None
-    return float(args.rollout_timeout)
-
-
 def build_parity(run: Attempt) -> ParityCheck | None:
-    """The comparison of rollout engine and trainer."""
+    """The parity check of rollout engine and trainer; None if it is off."""
     parts, args, trainer = run.parts, run.parts.args, run.trainer
     if args.parity_check == "off":
         return None
@@ -347,13 +336,13 @@ def build_alignment(run: Attempt, trainer: GRPOTrainer) -> AlignmentCheck:
     sync = run.weight_sync
 
     def is_fresh(sample: TrainSample) -> bool:
-        """At the start all weights are the same; later the server has to know what sampled it."""
+        """At the start all weights are the same; later the server must report the version that sampled it."""
         step = trainer.state.global_step
         at_start = step == run.parts.start.step == 0
         return at_start or sampled_all(sample, lambda version: sync.step_of(version) == step)
 
     def score(sequences: Sequence[TokenSequence], temperature: float) -> Tensor:
-        """Without dropout, as samplers are."""
+        """Without dropout, like the sampler."""
         trainer.model.eval()
         scored = trainer.logprobs.score(sequences, temperature=temperature)
         trainer.model.train()

@@ -1,4 +1,4 @@
-"""What happens after every optimizer step, as callbacks of transformers.Trainer."""
+"""Callbacks of transformers.Trainer: at the start of training and after optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PipelineCallback(TrainerCallback):
-    """Books each step with the pipeline. epoch: the position in the data set, in epochs."""
+    """Counts each step in the pipeline, and commits its metrics. epoch: the position in the data set, in epochs."""
 
     def __init__(self, trainer: GRPOTrainer, *, epoch: Callable[[], float]) -> None:
         self.trainer, self.epoch = trainer, epoch
@@ -56,6 +56,6 @@ class EveryFewSteps(TrainerCallback):
         self.work = work
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the step was booked."""
+        """After `PipelineCallback`."""
         if state.global_step % self.interval == 0:
             self.work(state.global_step)

@@ -1,9 +1,9 @@
-"""Entropy over one global batch: the weight of the bonus, and the most uncertain tokens.
+"""Entropy over one global batch: the weight of the bonus, and the tokens of highest entropy.
 
-Entropy comes from the logits of the policy's own forward pass: where a setting asks for it, where whole logits give it
-anyway, and else in every `LOG_EVERY`-th step. What needs the
-whole global batch before its first backward pass (the threshold of the top entropies) comes from that forward pass
-alone where one micro-batch holds the whole global batch, else from a pass without gradient.
+Entropy is computed in the policy's training forward pass: in every step if a setting needs it or if whole logits are
+made anyway, else in every `LOG_EVERY`-th step. The threshold of the top entropies has to be known before the first
+backward pass of a global batch. If one micro-batch holds the global batch, it comes from the same forward pass, else
+from an additional pass without gradient.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 
 LOG_EVERY = 10
-"""Optimizer steps between two entropies that are computed for the log alone; the first step has one."""
+"""Optimizer steps between two entropies that are computed only for the log, from the first step on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntropySettings:
-    """What the entropy is for.
+    """Settings of the entropy.
 
-    coefficient: weight of the bonus; with `adaptive`, the controller steers it instead.
-    adaptive: the controller of a new run, or None. quantile: share of the tokens that is trained on. log: log it in
-    each step; None where it costs nothing, and every `LOG_EVERY` steps.
+    coefficient: weight of the bonus; unused with `adaptive`, the controller of a new run, which adapts the weight.
+    quantile: share of the tokens that is trained on, those of the highest entropy; 1 is off. log: whether to log it in
+    each step; None logs it where it costs nothing, and every `LOG_EVERY` steps.
     """
 
     coefficient: float = 0.0
@@ -46,25 +46,20 @@ class EntropySettings:
 
     @property
     def has_bonus(self) -> bool:
-        """Whether a bonus may act in some update; then completions without advantage move the gradient too."""
+        """Whether some update may have a bonus; then completions without advantage have a gradient too."""
         return self.coefficient > 0 or self.adaptive is not None
 
-    @property
-    def selects(self) -> bool:
-        """Whether only the most uncertain tokens are trained on."""
-        return self.quantile < 1
-
     def kind(self, step: int, *, free: bool) -> Entropy:
-        """What a forward pass of the policy computes of it after `step` updates; `free`: the logits are made anyway."""
+        """What a training forward pass computes of it after `step` updates; `free`: whole logits are made anyway."""
         if self.has_bonus:
             return "gradient"
         log = self.log if self.log is not None else free or step % LOG_EVERY == 0
-        return "value" if log or self.selects else "none"
+        return "value" if log or self.quantile < 1 else "none"
 
 
 @dataclass(frozen=True, slots=True)
 class TopEntropy:
-    """The mask h of a global batch: keep[sample][token] says whether the token's entropy reaches `threshold`.
+    """The mask h of a global batch: keep[sample][token] is whether the token's entropy reaches `threshold`.
 
     num_tokens: trained tokens that are kept, the sum of m h over it.
     """
@@ -74,18 +69,16 @@ class TopEntropy:
     num_tokens: int
 
 
-def controller_state(controller: AdaptiveEntropy | None) -> dict[str, Any] | None:
-    """What a checkpoint keeps of the controller; its bounds are settings."""
-    if controller is None:
-        return None
+def controller_state(controller: AdaptiveEntropy) -> dict[str, Any]:
+    """The controller's part of a checkpoint; its bounds are settings."""
     last = controller.last_entropy
     return {"coefficient": controller.coefficient, "last_entropy": last if math.isfinite(last) else None}
 
 
 def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | None) -> AdaptiveEntropy | None:
-    """The controller of a resumed run; where the checkpoint has none, it begins as in a new run.
+    """The controller of a resumed run; if the checkpoint has none, that of a new run.
 
-    Bounds that have changed since hold at once: the coefficient is moved to the nearer one.
+    A coefficient outside the current bounds is moved to the nearest one.
     """
     if start is None or state is None:
         return start
@@ -94,62 +87,56 @@ def restored_controller(start: AdaptiveEntropy | None, state: dict[str, Any] | N
     return replace(start, coefficient=coefficient, last_entropy=math.inf if last is None else last)
 
 
+@dataclass(eq=False)
 class EntropyControl:
-    """The bonus's weight, and the mask of the top entropies."""
+    """The weight of the bonus, and the mask of the top entropies.
 
-    def __init__(self, logprobs: LogProbs) -> None:
-        self.logprobs = logprobs
-        self.controller = self.settings.adaptive
-        """Steers the coefficient; None where it is fixed."""
+    controller: adapts the weight; None if it is fixed.
+    """
 
-    @property
-    def settings(self) -> EntropySettings:
-        """Those of the step."""
-        return self.logprobs.settings.entropy
+    logprobs: LogProbs
+    controller: AdaptiveEntropy | None
 
     @property
     def coefficient(self) -> float:
         """The weight of the bonus in the next update."""
-        return self.settings.coefficient if self.controller is None else self.controller.applied
+        return self.logprobs.settings.entropy.coefficient if self.controller is None else self.controller.applied
 
-    def look_ahead(self, batch: RolloutBatch, chosen: Sequence[int], policy: nn.Module) -> TopEntropy | None:
-        """The mask of the top entropies of a global batch, as far as it has to be known before its first micro-batch.
+    def mask_ahead(self, batch: RolloutBatch, chosen: Sequence[int], policy: nn.Module) -> TopEntropy | None:
+        """The mask of the top entropies of a global batch, from a pass without gradient.
 
-        All trained tokens count for the threshold, those without advantage too. Where one micro-batch holds them all,
-        the mask is made from its own entropies.
+        All trained tokens count for the threshold, those without advantage too. None if one micro-batch holds them all:
+        its training forward pass gives the mask.
         """
-        if not self.settings.selects:
-            return None
         logprobs = self.logprobs
         plan = logprobs.planner.plan(batch.samples, chosen)
         if logprobs.in_one(plan):
             return None
         policy.eval()
         mine: dict[int, np.ndarray] = {}
-        for one, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
+        for part, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
             with torch.no_grad():
-                _, entropy_N = logprobs.scores(policy, one, "value")
+                _, entropy_N = logprobs.scores(policy, part, "value")
             assert entropy_N is not None
-            mine |= dict(zip(held, split_by_sample(entropy_N, one.samples), strict=False))  # none of a filler
+            mine |= dict(zip(held, split_by_sample(entropy_N, part.samples), strict=False))  # none of a filler
         policy.train()
-        return self.choose(batch, logprobs.collectives.merged(mine))
+        return self.mask_of(batch, logprobs.collectives.merged(mine))
 
-    def choose(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
-        """The most uncertain tokens (arXiv:2506.01939), from the entropies of all samples of a global batch.
+    def mask_of(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
+        """The tokens of highest entropy (arXiv:2506.01939), from the entropies of all samples of a global batch.
 
         Ties at the threshold are kept.
         """
         order = sorted(entropies)
         trained = {i: batch.samples[i].trained for i in order}
         every = np.concatenate([entropies[i][trained[i]] for i in order])
-        threshold = top_entropy_threshold(torch.from_numpy(every), self.settings.quantile)
+        threshold = top_entropy_threshold(torch.from_numpy(every), self.logprobs.settings.entropy.quantile)
         keep = {i: entropies[i] >= np.float32(threshold) for i in order}
         return TopEntropy(threshold, keep, sum(int((keep[i] & trained[i]).sum()) for i in order))
 
     def steer(self, total: float, count: float) -> None:
         """Update the controller from the sum and number of this rank's entropies of an update; collective."""
-        if self.controller is None:
-            return
+        assert self.controller is not None, "a fixed weight"
         total, count = self.logprobs.collectives.sum([total, count])
-        if count and math.isfinite(total):  # else the update is skipped, and there is nothing to learn from
+        if count and math.isfinite(total):  # else the update is skipped
             self.controller = self.controller.updated(total / count)

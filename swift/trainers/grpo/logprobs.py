@@ -1,7 +1,7 @@
-"""Log-probs of the samples of a rollout batch: under the policy, at its first visit, and under the reference.
+"""Log-probs of the samples of a rollout batch: of the policy before its first update on them, and of the reference.
 
-What a rank remembers of a sample (`old_logprobs`, `ref_logprobs`) it needs again at every visit, so the samples of a
-rank are the same at each (`swift.trainers.micro_batches`).
+The log-probs that a rank keeps with a sample (`old_logprobs`, `ref_logprobs`) are needed in every later update on the
+sample, so a sample stays on its rank (`swift.trainers.micro_batches`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 class LogProbs:
     """Scores samples with the models of one trainer.
 
-    unwrapped: gives the policy without what wraps it for training. on_progress: called after each micro-batch. timer:
-    times phases.
-    in_step: the model is sharded, so every rank has to make the same number of forward passes.
+    unwrapped: returns the policy without its wrappers for training. on_progress: called after each micro-batch. timer:
+    times phases. in_step: whether the model is sharded, so that every rank has to make the same number of forward
+    passes.
     """
 
     settings: GRPOSettings
@@ -52,17 +52,17 @@ class LogProbs:
 
     # --- micro-batches ----------------------------------------------------------------------------------------
 
-    def contributes(self, sample: TrainSample) -> bool:
-        """Whether a sample can move the gradient: one without advantage only by its KL or its entropy."""
-        settings = self.settings
-        others = settings.loss.beta > 0 or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
-        return sample.has_advantage or others or not settings.skip_zero_advantage
-
     def useful(self, batch: RolloutBatch, chosen: Sequence[int]) -> list[bool]:
-        """Which samples of a global batch are computed: those that move the gradient, or set the entropy threshold."""
+        """Which samples of a global batch are computed: those with a gradient, or all that set the entropy threshold.
+
+        A sample with advantage 0 has a gradient only from its KL or its entropy bonus.
+        """
+        settings = self.settings
+        has_other_terms = settings.loss.beta > 0 or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
+        every = has_other_terms or not settings.skip_zero_advantage
         trained = [batch.samples[i].num_trained > 0 for i in chosen]
-        useful = [has and self.contributes(batch.samples[i]) for has, i in zip(trained, chosen, strict=True)]
-        if any(useful) and self.settings.entropy.selects and self.in_one(self.planner.plan(batch.samples, chosen)):
+        useful = [has and (every or batch.samples[i].has_advantage) for has, i in zip(trained, chosen, strict=True)]
+        if any(useful) and settings.entropy.quantile < 1 and self.in_one(self.planner.plan(batch.samples, chosen)):
             return trained
         return useful
 
@@ -75,9 +75,9 @@ class LogProbs:
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """This rank's micro-batches of a plan that hold a wanted sample, and the indices of what each holds.
 
-        With a sharded model there is one in each turn in which any rank has one, if need be over a filler.
+        With a sharded model, this rank has a filler in each turn in which only other ranks have a micro-batch.
         """
-        needs = {i for rank in plan.micro_batches for one in rank for i in one if wanted(samples[i])}
+        needs = {i for rank in plan.micro_batches for indices in rank for i in indices if wanted(samples[i])}
         for turn, held in enumerate(plan.micro_batches[self.collectives.rank]):
             mine = held if not needs.isdisjoint(held) else []
             if mine or (self.in_step and any(not needs.isdisjoint(rank[turn]) for rank in plan.micro_batches)):
@@ -90,14 +90,14 @@ class LogProbs:
     def scores(
         self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none", temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob of each completion token and entropy of its distribution, [N], fp32; as sampled, by default."""
-        tokens = batch.tokens if is_packed(model) else pad(batch.sequences(), device=self.device)
+        """Log-prob of each completion token and entropy of its distribution, [N], fp32; None: training temperature."""
+        tokens = batch.tokens if is_packed(model) else pad(batch.sequences, device=self.device)
         temperature = temperature or self.settings.temperature
         return score_tokens(model, tokens, temperature=temperature, entropy=entropy)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
-        """The trainer's log-probs [N] of all completion tokens, without gradient; by default at that of sampling."""
+        """The policy's log-probs [N] of all completion tokens, without gradient; None: the training temperature."""
         model = self.unwrapped()
         tokens = arrange(model, sequences, device=self.device)
         return score_tokens(model, tokens, temperature=temperature or self.settings.temperature)[0]
@@ -105,9 +105,7 @@ class LogProbs:
     # --- old log-probs ----------------------------------------------------------------------------------------
 
     def prepare_old(self, batch: RolloutBatch) -> None:
-        """Before the first update on a rollout batch: what later ones (or dropout) need from the weights of now."""
-        if batch.position > 0:
-            return
+        """Before the first update on a rollout batch: score what later updates (or dropout) need old log-probs of."""
         if self.settings.old_logprobs == "sampler":
             take_sampler_logprobs(batch.samples)
             return
@@ -115,35 +113,33 @@ class LogProbs:
         model.eval()
         for number in range(0 if self.settings.keep_dropout else 1, batch.num_global_batches):
             chosen = batch.global_batch(number)
-            # the plan is that of the training passes, so that a rank fills what it will need
+            # the plan of the training passes, so that a rank scores the samples that it will train on
             plan = self.planner.plan(batch.samples, chosen, self.useful(batch, chosen))
-            for one, held in self.own_micro_batches(batch.samples, plan, lambda sample: sample.old_logprobs is None):
+            for part, held in self.own_micro_batches(batch.samples, plan, lambda sample: sample.old_logprobs is None):
                 with torch.no_grad():
-                    logprobs_N, _ = self.scores(model, one)
+                    logprobs_N, _ = self.scores(model, part)
                 if held:
-                    remember(one, logprobs_N)
+                    keep_old(part.samples, logprobs_N)
         model.train()
 
-    def check_old(self, batch: RolloutBatch, held: Sequence[int]) -> None:
-        """Only the first update after a rollout may take the policy itself for the old one.
+    def check_old(self, batch: RolloutBatch, own: Sequence[int]) -> None:
+        """Raises NumericError if a sample of this rank has no old log-probs, in an update that cannot do without.
 
-        In a later one the ratio of a sample without old log-probs on this rank would be 1.
+        In the first update the policy itself is the old one. Later, that would make the ratio 1.
         """
-        if batch.position == 0 and (batch.arriving is not None or not self.settings.keep_dropout):
-            return
-        missing = [i for i in held if batch.samples[i].old_logprobs is None]
+        missing = [i for i in own if batch.samples[i].old_logprobs is None]
         if missing:
             raise NumericError(
-                f"old log-probs: rank {self.collectives.rank} has none for {len(missing)} of {len(held)} samples in "
+                f"old log-probs: rank {self.collectives.rank} has none for {len(missing)} of {len(own)} samples in "
                 f"update {batch.position + 1} of their rollout; this is a bug"
             )
 
     def share(self, batch: RolloutBatch) -> None:
-        """Give every rank what the others remember of the samples; collective.
+        """Give every rank the old and reference log-probs that the others keep; collective.
 
-        For a checkpoint, and where later visits cut the whole global batch over the ranks instead of its arrivals.
+        For a checkpoint, and where later updates cut the whole global batch over the ranks instead of its arrivals.
         """
-        mine = {i: (one.old_logprobs, one.ref_logprobs) for i, one in enumerate(batch.samples)}
+        mine = {i: (sample.old_logprobs, sample.ref_logprobs) for i, sample in enumerate(batch.samples)}
         mine = {i: pair for i, pair in mine.items() if any(values is not None for values in pair)}
         for of_rank in self.collectives.all_gather(mine):
             for i, (old, ref) in of_rank.items():
@@ -153,23 +149,23 @@ class LogProbs:
 
     # --- reference --------------------------------------------------------------------------------------------
 
-    def refer(self, batch: RolloutBatch) -> None:
-        """Fill in the reference's log-probs, on the rank and in the micro-batch that will train on each; collective.
+    def score_reference(self, batch: RolloutBatch) -> None:
+        """Fill in the reference's log-probs of a rollout batch; collective.
 
-        The pipeline asks for it while rewards are computed. Nothing is done before micro-batches have their size.
+        Each sample is scored on the rank, and in the micro-batch, that will train on it. The pipeline calls this while
+        rewards are computed. Before the size of micro-batches is known, nothing is scored.
         """
         if not self.planner.ready:
             return
         with self.timer("train"):
             for number in range(batch.num_global_batches):
                 plan = self.planner.plan(batch.samples, batch.global_batch(number))
-                for one, held in self.own_micro_batches(batch.samples, plan, lambda one: one.ref_logprobs is None):
-                    self.ensure_reference(one, keep=bool(held))
+                missing = self.own_micro_batches(batch.samples, plan, lambda sample: sample.ref_logprobs is None)
+                for part, held in missing:
+                    self.ensure_reference(part, keep=bool(held))
 
     def ensure_reference(self, batch: MicroBatch, *, keep: bool) -> None:
-        """Fill in the reference's log-probs; with `keep`, on the rank that owns the samples, for later visits too."""
-        if self.settings.loss.beta == 0:
-            return
+        """Fill in the reference's log-probs of a micro-batch; with `keep`, of its samples too, for later updates."""
         missing = batch.ref_logprobs_N is None
         if not (self.collectives.any(missing) if self.in_step else missing):
             return
@@ -183,14 +179,17 @@ class LogProbs:
         """`sum_t m (lp_s - lp_r)` of each sample in nats, the on-policy k1 estimate; 0 without a trained token.
 
         `--kl_in_reward` subtracts it, as RLOO (arXiv:2402.14740) and REINFORCE++ do. Collective: ranks share the
-        samples, and every rank learns all sums, because it computes all advantages.
+        samples, and every rank gets all sums, because it computes all advantages.
         """
         plan = self.planner.plan(samples, range(len(samples)))
-        mine: dict[int, float] = {}
+        own: list[int] = []
+        values: list[Tensor] = []
         with self.timer("ref_logp"):
-            for one, held in self.own_micro_batches(samples, plan, lambda sample: True):
-                k1_S = sequence_k1(one.sampler_logprobs_N, self._of_reference(one), one.segments)
-                mine |= dict(zip(held, k1_S.tolist(), strict=False))
+            for part, held in self.own_micro_batches(samples, plan, lambda sample: True):
+                k1_S = sequence_k1(part.sampler_logprobs_N, self._of_reference(part), part.segments)
+                own += held
+                values.append(k1_S[: len(held)])  # none of a filler
+            mine = dict(zip(own, torch.cat(values).tolist(), strict=True)) if values else {}
         sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]
 
@@ -201,17 +200,17 @@ class LogProbs:
             return self.scores(module, batch)[0]
 
 
-def remember(batch: MicroBatch, logprobs_N: Tensor) -> None:
-    """Keep log-probs with the samples that have none yet, for later updates on the same rollout batch."""
-    if all(sample.old_logprobs is not None for sample in batch.samples):
+def keep_old(samples: Sequence[TrainSample], logprobs_N: Tensor) -> None:
+    """Keep log-probs with the samples that have no old ones yet, for later updates on the same rollout batch."""
+    if all(sample.old_logprobs is not None for sample in samples):
         return
-    for sample, values in zip(batch.samples, split_by_sample(logprobs_N, batch.samples), strict=True):
+    for sample, values in zip(samples, split_by_sample(logprobs_N, samples), strict=True):
         if sample.old_logprobs is None:
             sample.old_logprobs = values
 
 
 def take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:
-    """Use the rollout engine's log-probs as old log-probs, except where samples bring theirs."""
+    """Use the rollout engine's log-probs as old log-probs of samples that have none yet."""
     for sample in samples:
         if sample.old_logprobs is None:
             sample.old_logprobs = sample.sampler_logprobs

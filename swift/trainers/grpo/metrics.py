@@ -1,4 +1,8 @@
-"""Sums and extremes of one optimizer step, gathered micro-batch by micro-batch and merged over ranks once."""
+"""Metrics of one optimizer step: added by each micro-batch, read from the device once, merged over the ranks once.
+
+Reading a number from an accelerator waits for all work that is queued there. So `StepMetrics.add` leaves tensors on
+their device, and `StepMetrics.collect` moves those of the whole step in one transfer.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from swift.observability.metrics import Values, kind_of
+from swift.observability.metrics import Kind, Values, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput, SamplerCorrection
 from swift.rollout.samples import RolloutBatch
@@ -19,25 +23,27 @@ if TYPE_CHECKING:
 
 
 class StepMetrics(Values):
-    """What one optimizer step measures on one rank; merged over ranks once, by rank 0."""
+    """What one optimizer step measures on one rank; the mapping holds the values that `collect` has read."""
 
-    def add(self, name: str, total: float, count: float) -> None:
-        """Add to a mean."""
-        self.combine(name, "mean", total, count)
+    def __init__(self) -> None:
+        super().__init__()
+        self._added: list[tuple[str, Kind, Tensor | float, Tensor | float]] = []
 
-    def add_extreme(self, name: str, value: float) -> None:
-        """Widen a maximum or a minimum; its name says which (`kind_of`). A NaN stays."""
-        self.combine(name, kind_of(name), value)
+    def add(self, name: str, total: Tensor | float, count: Tensor | float = 1.0, *, kind: Kind = "mean") -> None:
+        """Add a scalar, without synchronising the device; for a mean, `total` is the sum of `count` values."""
+        self._added.append((name, kind, total, count))
 
-    def add_pairs(self, pairs: dict[str, Tensor]) -> None:
-        """Add to means; a value is (sum, count). All come from their device at once."""
-        if pairs:
-            values = torch.stack([pair.double() for pair in pairs.values()]).tolist()
-            for name, (total, count) in zip(pairs, values, strict=True):
-                self.add(name, total, count)
+    def collect(self) -> None:
+        """Read the added tensors in one transfer and combine all values, in the order of the calls; repeatable."""
+        added, self._added = self._added, []
+        tensors = [value.double() for entry in added for value in entry[2:] if isinstance(value, Tensor)]
+        numbers = iter(torch.stack(tensors).tolist() if tensors else ())
+        for name, kind, *values in added:
+            total, count = (next(numbers) if isinstance(value, Tensor) else value for value in values)
+            self.combine(name, kind, total, count)
 
     def merge(self, other: StepMetrics) -> None:
-        """Add another rank's values."""
+        """Combine with the collected values of another rank."""
         for name, value in other.items():
             self.combine(name, value.kind, value.total, value.weight)
 
@@ -46,48 +52,54 @@ def observe(
     report: StepMetrics,
     batch: MicroBatch,
     policy_logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
     output: LossOutput,
     settings: GRPOSettings,
     correction: SamplerCorrection | None,
 ) -> None:
-    """Add what one micro-batch says; `correction`: the weights of its tokens, if any."""
-    report.add_pairs(output.means)
-    report.combine("policy_loss", "sum", float(output.policy_loss))
-    for name, value in output.extremes.items():
-        report.add_extreme(name, float(value))
-    policy_logprobs_N = policy_logprobs_N.detach()
+    """Add the metrics of one micro-batch; log-probs without gradient, `correction`: the weights of its tokens, if any.
+
+    The ratios of trainer and sampler are those before the correction.
+    """
+    report.add("policy_loss", output.policy_loss, kind="sum")
+    statistics = [(output.means, output.extremes)]
     if settings.correctable_sampling:
-        _observe_sampler(report, batch, policy_logprobs_N, settings)
+        # if the old log-probs are the sampler's, the current policy gives the distance to the sampler
+        from_sampler = settings.old_logprobs == "sampler"
+        statistics.append(
+            mismatch_statistics(
+                policy_logprobs_N if from_sampler else old_logprobs_N,
+                batch.sampler_logprobs_N,
+                batch.mask_N,
+                threshold=settings.correction.threshold,
+                lower=settings.correction.lower,
+            )
+        )
+    for means, extremes in statistics:
+        for name, (total, count) in means.items():
+            report.add(name, total, count)
+        for name, value in extremes.items():
+            report.add(name, value, kind=kind_of(name))
     if correction is not None and (weights := correction.weights_T[batch.mask_N]).numel():
-        report.add("mismatch/is_weight_mean", float(weights.double().sum()), weights.numel())
-        report.add_extreme("mismatch/is_weight_min", float(weights.min()))
-        report.add_extreme("mismatch/is_weight_max", float(weights.max()))
+        report.add("mismatch/is_weight_mean", weights.double().sum(), weights.numel())
+        report.add("mismatch/is_weight_min", weights.min(), kind="min")
+        report.add("mismatch/is_weight_max", weights.max(), kind="max")
     if settings.log_offpolicy:
         for name, chosen_N in (("positive", batch.advantages_N > 0), ("negative", batch.advantages_N < 0)):
             values = policy_logprobs_N[batch.mask_N & chosen_N]
-            report.add(f"logp/{name}_advantage_mean", float(values.double().sum()), values.numel())
-
-
-def _observe_sampler(report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, settings: GRPOSettings) -> None:
-    """Ratios of trainer and sampler as they are, whatever the correction makes of them."""
-    from_sampler = settings.old_logprobs == "sampler"  # then only the policy of now says how far they are
-    pairs, extremes = mismatch_statistics(
-        policy_logprobs_N if from_sampler else batch.old_or(policy_logprobs_N),
-        batch.sampler_logprobs_N,
-        batch.mask_N,
-        threshold=settings.correction.threshold,
-        lower=settings.correction.lower,
-    )
-    report.add_pairs(pairs)
-    for name, value in extremes.items():
-        report.add_extreme(name, float(value))
+            report.add(f"logp/{name}_advantage_mean", values.double().sum(), values.numel())
+    if settings.ce_coef is not None:
+        reinforce = -(batch.weights_N * batch.advantages_N * policy_logprobs_N.double()).sum()
+        report.add("ebft/rl_loss", reinforce / (settings.rl_coef or 1.0), kind="sum")
 
 
 def summarise(
-    report: StepMetrics, loss: float, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
+    report: StepMetrics, loss: Tensor, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
 ) -> dict[str, float]:
     """The metrics of an update from the sums of all ranks; {} on ranks other than 0. Collective."""
-    report.add("loss", loss / collectives.world_size, 0.0)
+    report.add("loss", loss, 0.0)
+    report.collect()
+    report["loss"].total /= collectives.world_size
     reports = collectives.gather(report)
     if reports is None:
         return {}
@@ -99,6 +111,6 @@ def summarise(
         values["mismatch/ess"] = effective_sample_size(mean.total, mean.weight, squared.total)
     if not settings.comparable_sampling:
         values["mismatch/biased"] = 1.0
-    chosen = batch.global_batch(batch.global_batch_index)
+    chosen = batch.global_batch()
     values["tokens/trained"] = float(sum(batch.samples[i].num_trained for i in chosen))
     return values

@@ -1,10 +1,9 @@
-"""What a run needs before any weight is loaded: template, data, rewards, batch arithmetic, and the plan in words."""
+"""Everything of a run that needs no weights: template, data, rewards, batch arithmetic, and the lines of its plan."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,14 @@ from swift.trainers.grpo.arguments import loss_settings, max_prompt_length
 from swift.types import Prompt
 
 if TYPE_CHECKING:
-    from swift.data.prompts import PromptDataset
+    from swift.data.prompts import PromptDataset, Tokenizer
     from swift.data.source import PromptSource
     from swift.models.template import Template
     from swift.observability.health_rules import Rule
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.multi_turn.source import Play
+    from swift.rollout.multi_turn.tools import Toolbox
     from swift.rollout.placement import Placement
     from swift.rollout.rollout_function import RolloutFunc
     from swift.trainers.distributed import Collectives
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 
 CHECKED_ROWS = 64
-"""First prompts that checks look at."""
+"""Number of first prompts that checks use."""
 
 EVALUATED = ("reward", "reward_std", "frac_reward_zero_std")
 FAMILIES = ("completions/", "health/", "time/reward/", "ebft/")
-"""Metrics of evaluations, and how the names of others begin."""
+"""Metrics of evaluations, by name and by prefix."""
 
 
 @dataclass(slots=True)
 class Parts:
     """What is ready before any weight is loaded.
 
-    stalest: optimizer steps that a token may be old. references: of EBFT, else None.
+    reward_names, reward_weights: of the columns of the scores. With the reward from features of EBFT, the others are
+    only logged. stalest: maximum age of a token, in optimizer steps. references: of EBFT, else None.
     """
 
     args: Any
@@ -51,6 +52,8 @@ class Parts:
     first_prompts: list[Prompt]
     eval_prompts: PromptDataset | None
     rewards: RewardPipeline
+    reward_names: list[str]
+    reward_weights: list[float]
     plan: BatchPlan
     start: Start
     placement: Placement
@@ -63,16 +66,6 @@ class Parts:
     heartbeat: Heartbeat
     references: References | None = None
 
-    @property
-    def reward_names(self) -> list[str]:
-        """The columns of scores: reward functions and models, and the reward from features."""
-        return [*self.rewards.names, *(["energy"] if self.references is not None else [])]
-
-    @property
-    def reward_weights(self) -> list[float]:
-        """One weight per name; beside a reward from features, others are logged only."""
-        return self.rewards.weights if self.references is None else [*(0.0 for _ in self.rewards.names), 1.0]
-
 
 def prepare(
     args: Any,
@@ -82,16 +75,17 @@ def prepare(
     *,
     world_size: int | None = None,
 ) -> Parts:
-    """Everything that needs no weights: template, data, rewards, batch arithmetic.
+    """Template, data, rewards and batch arithmetic of a run, with all checks that need no weights.
 
     A dry run plans for `world_size` processes without starting them.
     """
-    from swift.data.prompts import Tokenizer, load_prompts
-    from swift.data.source import PlaceholderPrompts, open_prompts
+    from swift.data.prompts import Tokenizer
     from swift.models import load_chat
     from swift.observability.health_rules import load_rules
     from swift.rewards import models
     from swift.rewards.pipeline import RewardPipeline
+    from swift.rollout.arguments import MAKERS, in_use
+    from swift.rollout.arithmetic import plan_batches
     from swift.rollout.multi_turn.tools import open_toolbox
     from swift.rollout.rollout_function import load_rollout_func
     from swift.trainers.engines import require_backend
@@ -110,47 +104,44 @@ def prepare(
     if args.rollout_tools:
         toolbox = open_toolbox(args.rollout_tools, args.tool_parser, template, args.reward_timeout)
     encode = template.encode_prompt if toolbox is None else toolbox.encode
-    references = None
     tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy)
+    references, reward_names, reward_weights = None, rewards.names, rewards.weights
     if hasattr(args, "ebft_mode"):
         from swift.trainers.ebft.references import References, ReferenceTokenizer
 
         multiplier = args.ebft_gt_length_multiplier if args.ebft_adaptive_max_tokens else None
         references = References(template, args.max_completion_length, multiplier)
         tokenizer = ReferenceTokenizer(encode, tokenizer.limit, references=references)
-
-    def opened() -> PromptSource:
-        if args.rollout_source != "atropos":
-            return open_prompts(args, tokenizer)
-        messages = [{"role": "user", "content": "What is 2 + 3?"}]
-        return PlaceholderPrompts(Prompt("atropos", messages, tokenizer.cut(template.encode_prompt(messages))))
-
-    source = opened()
-    looked_at = opened() if args.streaming else source
-    first = _first_prompts(looked_at, CHECKED_ROWS)
-    has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
-    eval_prompts = load_prompts(args, tokenizer, "val") if has_eval else None
-    plan = _plan_run(args, world_size or collectives.world_size, source.size)
+        reward_names, reward_weights = [*rewards.names, "energy"], [*(0.0 for _ in rewards.names), 1.0]
+    source, first, eval_prompts = _open_data(args, template, tokenizer)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
-    lines = list(dict.fromkeys(lines))  # one mapping line when both data sets have the same columns
-    join_problems([*_group_scoring(args, rewards), *_partial_batches(args, placement.mode, plan)])
+    lines = list(dict.fromkeys(lines))  # one mapping line if both data sets have the same columns
+    names = inspect.signature(plan_batches).parameters.keys() - {"world_size", "num_rows"}
+    plan = plan_batches(
+        **{name: getattr(args, name) for name in names},
+        world_size=world_size or collectives.world_size,
+        num_rows=source.size,
+    )
+    if args.dynamic_sample or args.streaming_partial_batch:
+        _check_scoring_by_group(args, rewards, placement.mode, plan)
     if references is not None and plan.updates_per_rollout > 1:
         raise ConfigError(
             f"--steps_per_generation: {plan.updates_per_rollout} optimizer steps per generation batch: EBFT has one "
             "update of each; leave --steps_per_generation and --generation_batch_size out"
         )
     depth, stalest = _prefetch_depth(args, plan)
-    _check_sent_adapter(args)
+    if args.vllm_enable_lora and args.use_vllm:
+        _check_sent_adapter(args)
     require_backend(args)
-    play = _conversations(args, references)
-    if play is None:
-        play = toolbox.play if toolbox is not None else _play_of(args, rewards.names)
-    _check_rollouts(args, placement, play)
-    if has_eval and args.eval_strategy != "no" and play is None and args.rollout_func is None:
+    play = _play_of(args, references, toolbox, rewards.names)
+    makers = in_use(args, MAKERS) or (["--dataset: remaining_turns"] if play is not None else [])
+    if makers:
+        _check_lockstep(args, placement, makers[0])
+    if eval_prompts is not None and args.eval_strategy != "no" and play is None and args.rollout_func is None:
         _check_best_metric(args.metric_for_best_model, rewards)
     return Parts(
-        args, collectives, template, source, first, eval_prompts, rewards, plan, start, placement, depth, stalest,
-        load_rules(args.health_rules), lines,
+        args, collectives, template, source, first, eval_prompts, rewards, reward_names, reward_weights, plan, start,
+        placement, depth, stalest, load_rules(args.health_rules), lines,
         rollout_func=load_rollout_func(args.rollout_func) if args.rollout_func is not None else None,
         play=play,
         heartbeat=Heartbeat(collectives),
@@ -158,26 +149,47 @@ def prepare(
     )  # fmt: skip
 
 
-def _conversations(args: Any, references: References | None) -> Play | None:
-    """What answers the further turns of EBFT's rows, if any have them."""
-    if references is None:
-        return None
-    from swift.rollout.arguments import MAKERS, in_use
-    from swift.trainers.ebft import turns
+def _open_data(
+    args: Any, template: Template, tokenizer: Tokenizer
+) -> tuple[PromptSource, list[Prompt], PromptDataset | None]:
+    """The training prompts, the first of them for checks, and the evaluation prompts, if any."""
+    from swift.data.prompts import load_prompts
+    from swift.data.source import PlaceholderPrompts, open_prompts
 
-    references.settle()
-    if not references.conversations:
-        return None
-    if makers := in_use(args, MAKERS):
-        raise ConfigError(
-            f"{makers[0]}: makes the completions, and rows have {turns.COLUMN}, which samples answer; leave it out, or "
-            "the column"
-        )
-    return turns.play
+    source: PromptSource
+    checked: PromptSource
+    if args.rollout_source == "atropos":
+        messages = [{"role": "user", "content": "What is 2 + 3?"}]
+        prompt = Prompt("atropos", messages, tokenizer.cut(template.encode_prompt(messages)))
+        source = checked = PlaceholderPrompts(prompt)
+    else:
+        source = open_prompts(args, tokenizer)
+        checked = open_prompts(args, tokenizer) if args.streaming else source  # drawing from a stream consumes it
+    dataset = getattr(checked, "dataset", None)
+    if dataset is None:
+        first = [checked.next() for _ in range(CHECKED_ROWS)]
+    else:
+        first = [dataset[i] for i in range(min(CHECKED_ROWS, len(dataset)))]
+    has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
+    return source, first, load_prompts(args, tokenizer, "val") if has_eval else None
 
 
-def _play_of(args: Any, reward_names: list[str]) -> Play | None:
-    """What makes completions of the engine's answers, if anything does."""
+def _play_of(args: Any, references: References | None, toolbox: Toolbox | None, reward_names: list[str]) -> Play | None:
+    """The code that makes completions of several turns, or None: further turns of EBFT's rows, tools, environments."""
+    if references is not None:
+        from swift.rollout.arguments import MAKERS, in_use
+        from swift.trainers.ebft import turns
+
+        references.settle()
+        if references.conversations:
+            if makers := in_use(args, MAKERS):
+                raise ConfigError(
+                    f"{makers[0]}: makes the completions, and rows have {turns.COLUMN}, which samples answer; leave it "
+                    "out, or the column"
+                )
+            return turns.play
+    if toolbox is not None:
+        return toolbox.play
     if args.rollout_source == "nemo_gym":
         from swift.rollout.nemo_gym.start import nemo_gym_of
 
@@ -187,74 +199,70 @@ def _play_of(args: Any, reward_names: list[str]) -> Play | None:
     return find(args.multi_turn_scheduler, args.gym_env, args.max_turns)
 
 
-def _group_scoring(args: Any, rewards: RewardPipeline) -> Iterator[str]:
-    if (args.dynamic_sample or args.streaming_partial_batch) and rewards.needs_whole_batch:
+def _check_scoring_by_group(args: Any, rewards: RewardPipeline, mode: str, plan: BatchPlan) -> None:
+    """Checks what `--dynamic_sample` and `--streaming_partial_batch` require, which score groups one by one."""
+    problems = []
+    if rewards.needs_whole_batch:
         flag = "dynamic_sample" if args.dynamic_sample else "streaming_partial_batch"
-        names = [one.name for one in rewards.signatures if one.scope == "batch"]
-        yield (
+        names = [signature.name for signature in rewards.signatures if signature.scope == "batch"]
+        problems.append(
             f"--{flag}: true: groups are scored one by one, but {', '.join(names)} must see the whole batch; "
             f"--{flag} false, or a function of scope group"
         )
-
-
-def _partial_batches(args: Any, mode: str, plan: BatchPlan) -> Iterator[str]:
-    if not args.streaming_partial_batch:
-        return
-    if mode in ("in_process", "colocate"):
-        yield (
+    if args.streaming_partial_batch and mode in ("in_process", "colocate"):
+        problems.append(
             "--streaming_partial_batch: true: the rollout engine samples in the trainer's own process, which cannot "
             "train meanwhile; --vllm_mode dedicated or server, or --streaming_partial_batch false"
         )
-    if plan.global_batches_per_rollout > 1:
-        yield (
+    if args.streaming_partial_batch and plan.global_batches_per_rollout > 1:
+        problems.append(
             f"--streaming_partial_batch: true: a generation batch of {plan.generation_batch} completions feeds "
             f"{plan.global_batches_per_rollout} optimizer steps, which wait for its end anyway; "
             f"--generation_batch_size {plan.global_batch}, or --streaming_partial_batch false"
         )
+    join_problems(problems)
 
 
 def _check_best_metric(metric: str, rewards: RewardPipeline) -> None:
-    """Refuses a metric that no evaluation gives; functions of the user may log any."""
+    """Refuses a metric that no evaluation measures; reward functions of the user may log any."""
     name = metric.removeprefix("eval_")
-    known = {*EVALUATED, *(f"rewards/{one}/{value}" for one in rewards.names for value in ("mean", "std"))}
-    if name in known or name.startswith(FAMILIES) or not all(one.is_built_in for one in rewards.signatures):
+    known = {*EVALUATED, *(f"rewards/{reward}/{value}" for reward in rewards.names for value in ("mean", "std"))}
+    if name in known or name.startswith(FAMILIES) or not all(s.is_built_in for s in rewards.signatures):
         return
     raise ConfigError(f"--metric_for_best_model: {name}: not measured; there are: {', '.join(sorted(known))}")
 
 
 def _check_sent_adapter(args: Any) -> None:
-    """Refuses adapters on parameters, such as fused experts, that would be sent alone."""
+    """Refuses adapters on parameters, such as fused experts, where weight syncs send the adapter only."""
     from swift.models.experts import adapted_parameter
 
-    if args.vllm_enable_lora and args.use_vllm and (name := adapted_parameter(args)):
+    if name := adapted_parameter(args):
         raise ConfigError(
             f"--vllm_enable_lora: true: {name}: vLLM takes adapters of linear layers, none of parameters; "
             "--vllm_enable_lora false sends merged weights"
         )
 
 
-def _check_rollouts(args: Any, placement: Placement, play: Play | None) -> None:
-    """Refuses code of the user that makes completions where ranks sample in step."""
-    from swift.rollout.arguments import MAKERS, in_use
+def _check_lockstep(args: Any, placement: Placement, maker: str) -> None:
+    """Refuses `maker`, a setting whose code makes completions, where ranks have to sample in lockstep."""
     from swift.trainers.parallel.deepspeed import stage_of
 
-    given = in_use(args, MAKERS) or (["--dataset: remaining_turns"] if play is not None else [])
-    if given and placement.mode == "in_process" and stage_of(args) == 3:
+    if placement.mode == "in_process" and stage_of(args) == 3:
         raise ConfigError(
-            f"{given[0]}: each rank calls it with its own prompts, and stage 3 of --deepspeed {args.deepspeed} samples "
+            f"{maker}: each rank calls it with its own prompts, and stage 3 of --deepspeed {args.deepspeed} samples "
             "on all ranks in step; --use_vllm true, --vllm_mode dedicated, or stage 2"
         )
-    if given and placement.mode == "colocate" and placement.tensor_parallel_size > 1:
+    if placement.mode == "colocate" and placement.tensor_parallel_size > 1:
         raise ConfigError(
             f"--vllm_tensor_parallel_size: {placement.tensor_parallel_size}: in colocate the ranks of an engine sample "
-            f"in step, and {given[0].partition(':')[0]} does as it likes; use 1, or --vllm_mode dedicated"
+            f"in step, and {maker.partition(':')[0]} does as it likes; use 1, or --vllm_mode dedicated"
         )
 
 
 def _prefetch_depth(args: Any, plan: BatchPlan) -> tuple[int, float]:
-    """How many generation batches may be sampled ahead: `--prefetch_depth` as far as `--max_staleness` allows.
+    """The number of generation batches to sample ahead, and the maximum age of a token in optimizer steps.
 
-    And how many optimizer steps old a token may be at its last use.
+    The number is `--prefetch_depth` as far as `--max_staleness` allows.
     """
     from swift.rollout.arithmetic import MOST_BATCHES_CARRIED, deepest_prefetch, most_stale
     from swift.rollout.placement import has_own_engine
@@ -262,7 +270,7 @@ def _prefetch_depth(args: Any, plan: BatchPlan) -> tuple[int, float]:
     updates = plan.updates_per_rollout
     interval = args.vllm_sync_interval if has_own_engine(args) else 1
     wanted = args.prefetch_depth if args.async_generate else 0
-    if args.dynamic_sample:  # where a round begins in the stream of prompts is known when the one before it has ended
+    if args.dynamic_sample:  # the first prompt of a round is known only after the round before it has ended
         wanted = min(wanted, 1)
     waits = MOST_BATCHES_CARRIED * updates if args.dynamic_sample else 0
     limit = None if args.max_staleness is None else args.max_staleness - waits
@@ -280,46 +288,25 @@ def _prefetch_depth(args: Any, plan: BatchPlan) -> tuple[int, float]:
             f"--max_staleness: {args.max_staleness}: the replay buffer keeps groups for --replay_max_age "
             f"{args.replay_max_age} optimizer steps; raise it, or lower --replay_max_age"
         )
-    if args.rollout_source == "atropos":  # groups wait at the API, and what is begun there is never thrown away
+    if args.rollout_source == "atropos":  # groups wait at the API, which never discards them
         return depth, math.inf
     oldest = most_stale(depth, updates=updates, interval=interval) + waits
     return depth, oldest + (args.replay_max_age + updates - 1 if args.replay_buffer_size else 0)
 
 
-def _first_prompts(source: PromptSource, count: int) -> list[Prompt]:
-    """The first prompts, for checks: a data set is only looked at, a stream is drawn from."""
-    dataset = getattr(source, "dataset", None)
-    if dataset is None:
-        return [source.next() for _ in range(count)]
-    return [dataset[i] for i in range(min(count, len(dataset)))]
-
-
-def _plan_run(args: Any, world_size: int, num_rows: int | None) -> BatchPlan:
-    """The batch arithmetic of the run."""
-    from swift.rollout.arithmetic import plan_batches
-
-    names = inspect.signature(plan_batches).parameters.keys() - {"world_size", "num_rows"}
-    return plan_batches(**{name: getattr(args, name) for name in names}, world_size=world_size, num_rows=num_rows)
-
-
 def batch_line(args: Any, plan: BatchPlan) -> str:
-    """The batches of the run in words."""
+    """The line of the plan that describes the batches."""
     from swift.rollout.arithmetic import describe
 
     return describe(
         plan,
         most_launches=1 + args.max_resample_times if args.dynamic_sample else 1,
-        every_row=goes_on_over_epochs(args),
+        every_row=bool(args.dynamic_sample or args.reroll_start_fraction < 1),
     )
 
 
-def goes_on_over_epochs(args: Any) -> bool:
-    """Whether batches do not end with an epoch: they draw as many rows as it takes, or put displaced ones off."""
-    return bool(args.dynamic_sample or args.reroll_start_fraction < 1)
-
-
 def plan_lines(parts: Parts) -> list[str]:
-    """The plan in words: devices, mode, batches, steps."""
+    """The lines of the plan: devices, placement, batches, steps, loss."""
     from swift.rl.energy import describe as describe_energy
     from swift.rl.losses import describe as describe_loss
     from swift.rollout.placement import describe as describe_placement

@@ -1,14 +1,14 @@
-"""`swift rlhf --rlhf_type grpo`: puts the parts together, trains, and says how it ended.
+"""`swift rlhf --rlhf_type grpo`: what a run consists of, in the order in which it is made.
 
 The order is that of cost: what can be wrong in the settings, the data and the rewards is found before weights are
-loaded, and weights are loaded before the run's folder is made, so a start that fails leaves nothing behind.
+loaded, and weights are loaded before the run's folder is made, so a start that fails leaves nothing behind. What is
+made is closed in reverse order, also after an error; the process group only after success.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
@@ -17,11 +17,11 @@ from swift.startup import collector_resting
 if TYPE_CHECKING:
     from swift.arguments import Resolved
     from swift.trainers.grpo.prepare import Parts
-    from swift.trainers.session import SignalTrap
+    from swift.trainers.session import OpenRun
 
 
 def run(resolved: Resolved) -> int:
-    """The mode; returns the exit code.
+    """Train with GRPO; returns the exit code.
 
     Raises:
         ConfigError, ResourceError: settings, data, rewards, model or checkpoint cannot be used.
@@ -33,68 +33,63 @@ def run(resolved: Resolved) -> int:
 
     args: Any = resolved.args
     require_packages(args)
-    with SignalTrap() as trap:
+    with SignalTrap() as trap, contextlib.ExitStack() as cleanup:
         with collector_resting():
-            from swift.trainers.engines import bind_trainer, find_placement
+            from swift.trainers.engines import bind_trainer, build_engines, find_placement
             from swift.trainers.grpo.prepare import prepare
 
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
             start = find_start(args, resolved.to_json(), collectives.world_size)
-            parts = prepare(args, collectives, start, placement)
-        try:
-            if collectives.is_main:
-                parts.rewards.start()
-                parts.rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
-                parts.rewards.load_models(args, own_device())
-            trap.check("rlhf", collectives, start)
+            parts = prepare(args, collectives, start, placement)  # template, data, rewards, batch sizes
+        rewards = parts.rewards
+        cleanup.callback(rewards.close)
+        if collectives.is_main:
+            rewards.start()  # the processes that score
+            rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
+            rewards.load_models(args, own_device())
+        trap.check("rlhf", collectives, start)
+        if placement.engines:
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
-            with parts.heartbeat, _environments(parts, trap):
-                _load_and_train(resolved, parts, trap)
-        finally:
-            parts.rewards.close()
+        cleanup.enter_context(parts.heartbeat)
+        if args.rollout_source == "nemo_gym":
+            from swift.rollout.nemo_gym.start import serving
+
+            def check() -> None:
+                if trap.caught is not None:
+                    raise trap.stopped("rlhf", start)
+
+            servers = serving(parts.play, args, collectives, policy_servers=placement.servers, interrupted=check)
+            cleanup.enter_context(servers)
+        with collector_resting():
+            from swift.models.tuners import expert_lines
+            from swift.trainers.grpo.build import load_models
+
+            model, reference = load_models(args, len(parts.template.tokenizer))
+            parts.lines += expert_lines(model, args)
+            setup = cleanup.enter_context(contextlib.closing(build_engines(parts, model)))
+        from swift.trainers.grpo.attempt import Attempt
+        from swift.trainers.session import open_run
+
+        trap.check("rlhf", collectives, start)
+        opened = cleanup.enter_context(open_run(resolved, collectives, start))  # the run's folder and its logs
+        cleanup.enter_context(setup.logs_in(opened.log.path.parent))
+        if collectives.is_main:
+            _open_other_files(parts, opened)
+        with collector_resting():
+            attempt = Attempt(resolved, parts, opened, model, reference, setup, trap)  # the trainer and its pipeline
+        opened.steps = lambda: attempt.trainer.state.global_step
+        attempt.run()  # parity check, training, summary
     leave_processes(collectives)
     return 0
 
 
-def _environments(parts: Parts, trap: SignalTrap) -> AbstractContextManager[None]:
-    """Servers that make or score completions, ready inside."""
-    if parts.args.rollout_source != "nemo_gym":
-        return contextlib.nullcontext()
-    from swift.rollout.nemo_gym.start import serving
+def _open_other_files(parts: Parts, opened: OpenRun) -> None:
+    """Logs of other processes, and the evaluation rows that were split off."""
+    from swift.data.loading import write_examples
 
-    def check() -> None:
-        if trap.caught is not None:
-            raise trap.stopped("rlhf", parts.start)
-
-    servers = parts.placement.servers
-    return serving(parts.play, parts.args, parts.collectives, policy_servers=servers, interrupted=check)
-
-
-def _load_and_train(resolved: Resolved, parts: Parts, trap: SignalTrap) -> None:
-    """Load the model, start the engines, open the run's folder, and train."""
-    with collector_resting():
-        from swift.models.tuners import expert_lines
-        from swift.trainers.engines import build_engines
-        from swift.trainers.grpo.build import load_models
-
-        model, reference = load_models(parts.args, len(parts.template.tokenizer))
-        parts.lines += expert_lines(model, parts.args)
-        setup = build_engines(parts, model)
-    with contextlib.closing(setup):
-        from swift.data.loading import write_examples
-        from swift.trainers.grpo.attempt import Attempt
-        from swift.trainers.session import open_run
-
-        trap.check("rlhf", parts.collectives, parts.start)
-        with open_run(resolved, parts.collectives, parts.start) as opened, setup.logs_in(opened.log.path.parent):
-            if parts.collectives.is_main:
-                parts.rewards.log_to(opened.log.path.with_name("rewards.log"))
-                if (child := getattr(parts.play, "child", None)) is not None:
-                    child.log_to(opened.log.path.with_name("nemo_gym.log"))
-                if parts.eval_prompts is not None and parts.args.split_dataset_ratio > 0:
-                    write_examples(parts.eval_prompts.examples, opened.folder / "val_dataset.jsonl")
-            with collector_resting():
-                attempt = Attempt(resolved, parts, opened, model, reference, setup, trap)
-            opened.steps = lambda: attempt.trainer.state.global_step
-            attempt.run()
+    parts.rewards.log_to(opened.log.path.with_name("rewards.log"))
+    if (child := getattr(parts.play, "child", None)) is not None:
+        child.log_to(opened.log.path.with_name("nemo_gym.log"))
+    if parts.eval_prompts is not None and parts.args.split_dataset_ratio > 0:
+        write_examples(parts.eval_prompts.examples, opened.folder / "val_dataset.jsonl")

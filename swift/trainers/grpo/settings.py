@@ -1,4 +1,4 @@
-"""What a GRPO step needs to know beyond transformers' TrainingArguments."""
+"""Settings of a GRPO training step beyond transformers' TrainingArguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swift.trainers.grpo.entropy import EntropySettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectionSettings:
-    """Weights for tokens that another policy sampled than the one that trains (`swift.rl.correction`)."""
+    """Importance weights of tokens for the mismatch between sampler and trainer (`swift.rl.correction`)."""
 
     mode: CorrectionMode = "none"
     threshold: float = 2.0
@@ -22,24 +22,23 @@ class CorrectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOSettings:
-    """What the step needs to know beyond transformers' TrainingArguments.
+    """Settings of a GRPO training step beyond transformers' TrainingArguments.
 
-    per_device: completions of a nominal micro-batch, for losses that average over these. max_samples, max_tokens: most
-        completions and most tokens of a micro-batch; without max_tokens the device's memory decides.
-    keep_dropout: dropout is on during policy forwards, so old log-probs need an evaluation forward of their own.
-    skip_zero_advantage: leave samples out that cannot move the gradient; they count in the normaliser all the same.
-    comparable_sampling: the sampler draws from the trainer's own distribution (no truncation, no penalty), so that
-        their log-probs can be compared.
-    correctable_sampling: its log-probs are at the training temperature, so that their ratio to the trainer's can weigh
-        tokens; biased where they are not comparable too.
-    correction: weights for tokens that another policy sampled. log_offpolicy: log more about it than the ratios, which
-        are logged wherever they are correctable.
+    per_device: completions of a nominal micro-batch, for losses that average over these. max_samples, max_tokens:
+        maximum completions and tokens of a micro-batch; max_tokens None: as many as fit the device's memory.
+    keep_dropout: whether dropout is on in training forward passes; old log-probs then need an evaluation pass.
+    skip_zero_advantage: whether samples without a gradient are left out; the normaliser counts them in any case.
+    comparable_sampling: whether the sampler draws from the trainer's own distribution (no truncation, no penalty).
+    correctable_sampling: whether the sampler's log-probs are at the training temperature. Then their ratio to the
+        trainer's can weigh tokens; the weights are biased without comparable_sampling.
+    correction: the importance weights for that ratio. log_offpolicy: whether to log more than the ratios, which are
+        logged with correctable_sampling.
     off_policy_delta: mask sequences of negative advantage that have drifted further than this; None is off.
-    old_logprobs: what the ratio compares the policy with: the trainer's log-probs at the start of the batch, or those
-        that the sampler recorded (the ratio of the Atropos example trainer), for which no forward pass is needed.
-    entropy: bonus, choice of tokens, logs.
+    old_logprobs: the denominator of the policy ratio: the trainer's log-probs at the start of the batch, or the
+        sampler's (the ratio of the Atropos example trainer), which need no forward pass.
+    entropy: bonus, top-entropy mask, logs.
     ce_coef: weight of the cross-entropy of `RolloutBatch.references`, a mean over their tokens; None outside of EBFT.
-    rl_coef: factor that the advantages have in EBFT.
+    rl_coef: factor of the advantages in EBFT.
     """
 
     loss: LossConfig

@@ -21,27 +21,25 @@ from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sa
 from swift.rl.entropy import entropy_bonus
 from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import get_loss, sequence_weights
-from swift.rl.objective import SamplerCorrection, policy_loss
+from swift.rl.objective import policy_loss
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
 from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
-from swift.trainers.grpo.logprobs import LogProbs, remember, take_sampler_logprobs
+from swift.trainers.grpo.logprobs import LogProbs, keep_old, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
 
 if TYPE_CHECKING:
-    from swift.trainers.distributed import Collectives
-    from swift.trainers.grpo.settings import GRPOSettings
     from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What the micro-batches of one optimizer step share.
+    """Values that the micro-batches of one optimizer step share.
 
-    weights: loss weight of each trained token, by sample. filler: a sample for ranks that have none left.
-    coefficient: weight of the entropy bonus. top: the mask of the top entropies; None leaves it to the one micro-batch
-    that holds the global batch. num_tokens: trained tokens. entropy_sum, entropy_count: over the tokens that the bonus
-    acts on, so far.
+    weights: loss weight of each trained token, by sample. filler: a sample for ranks that have none left. num_tokens:
+    trained tokens of the global batch. coefficient: weight of the entropy bonus. top: the mask of the top entropies;
+    None if one micro-batch holds the global batch and so gives the mask. entropy_sum, entropy_count: over the tokens of
+    the entropy bonus, so far.
     """
 
     batch: RolloutBatch
@@ -51,7 +49,7 @@ class _Shared:
     num_tokens: int
     coefficient: float = 0.0
     top: TopEntropy | None = None
-    entropy_sum: float = 0.0
+    entropy_sum: Tensor | float = 0.0
     entropy_count: float = 0.0
 
 
@@ -60,7 +58,7 @@ class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
-    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model.
+    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. num_updates: before the current one.
     """
 
     logprobs: LogProbs
@@ -71,17 +69,6 @@ class GlobalBatchStep:
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
     num_updates: int = 0
-    """Updates before this one."""
-
-    @property
-    def collectives(self) -> Collectives:
-        """Those of the trainer."""
-        return self.logprobs.collectives
-
-    @property
-    def settings(self) -> GRPOSettings:
-        """Those of the step."""
-        return self.logprobs.settings
 
     def run(
         self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, num_updates: int
@@ -92,7 +79,7 @@ class GlobalBatchStep:
             model: the policy as it is wrapped for training.
             policy: the same, unwrapped.
             batch: the rollout batch.
-            report: gets what there is to log.
+            report: receives the metrics.
             num_updates: before this one.
 
         Returns:
@@ -106,86 +93,83 @@ class GlobalBatchStep:
             return self._whole(model, policy, batch, report)
 
     def _whole(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
+        """The next global batch of a rollout batch that is complete."""
+        logprobs, settings = self.logprobs, self.logprobs.settings
         if self.deepspeed is not None:
             self.deepspeed.begin()
-        self.logprobs.prepare_old(batch)
-        chosen = batch.global_batch(batch.global_batch_index)
-        useful = self.logprobs.useful(batch, chosen)
-        learnt = bool(batch.references and self.settings.ce_coef)
-        if not any(useful) and not learnt:  # no gradient at all: the optimizer leaves every weight alone
-            report.add("health/steps_without_signal", 1.0, 1.0)
-            return torch.zeros((), device=self.logprobs.device)
-        loss = torch.zeros((), device=self.logprobs.device)
-        if learnt:
-            loss = loss + self._references(model, batch.references, report, last=not any(useful))
+        if batch.position == 0:
+            logprobs.prepare_old(batch)
+        chosen = batch.global_batch()
+        useful = logprobs.useful(batch, chosen)
+        loss = torch.zeros((), device=logprobs.device)
+        references = batch.references if settings.ce_coef else []
+        if not any(useful) and not references:  # no gradient at all: the optimizer leaves every weight alone
+            report.add("health/steps_without_signal", 1.0)
+            return loss
+        if references:
+            loss = loss + self._references(model, references, report, last=not any(useful))
         if any(useful):
-            loss = loss + self._completions(model, policy, batch, useful, report)
+            top = None
+            if settings.entropy.quantile < 1:
+                top = self.entropy.mask_ahead(batch, chosen, policy)
+            plan = logprobs.planner.plan(batch.samples, chosen, useful)
+            own = plan.micro_batches[logprobs.collectives.rank]
+            if batch.position > 0 or settings.keep_dropout:
+                logprobs.check_old(batch, [i for held in own for i in held])
+            samples = [batch.samples[i] for i in chosen]
+            shared = _Shared(
+                batch,
+                dict(zip(chosen, self._weights(samples), strict=True)),
+                filler=plan.first,
+                report=report,
+                num_tokens=sum(sample.num_trained for sample in samples),
+                coefficient=self.entropy.coefficient if settings.entropy.has_bonus else 0.0,
+                top=top,
+            )
+            loss = loss + self._micro_batches(model, shared, own, last=True)
+            if settings.entropy.has_bonus:
+                if logprobs.collectives.is_main:
+                    report.add("entropy_coef", shared.coefficient)
+                if self.entropy.controller is not None:
+                    self.entropy.steer(float(shared.entropy_sum), shared.entropy_count)
         if self.deepspeed is not None:
             self.deepspeed.step()
-        return loss
-
-    def _completions(
-        self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, useful: list[bool], report: StepMetrics
-    ) -> Tensor:
-        """The policy loss and its terms, for the samples of the next global batch that are `useful`."""
-        chosen = batch.global_batch(batch.global_batch_index)
-        samples = [batch.samples[i] for i in chosen]
-        top = self.entropy.look_ahead(batch, chosen, policy)
-        plan = self.logprobs.planner.plan(batch.samples, chosen, useful)
-        shared = _Shared(
-            batch,
-            dict(zip(chosen, self._weights(samples), strict=True)),
-            filler=plan.first,
-            report=report,
-            num_tokens=sum(sample.num_trained for sample in samples),
-            coefficient=self.entropy.coefficient,
-            top=top,
-        )
-        loss = self._micro_batches(model, shared, plan.micro_batches[self.collectives.rank], last=True)
-        if self.settings.entropy.has_bonus:
-            if self.collectives.is_main:
-                report.add("entropy_coef", shared.coefficient, 1.0)
-            self.entropy.steer(shared.entropy_sum, shared.entropy_count)
         return loss
 
     def _references(
         self, model: nn.Module, references: Sequence[TrainSample], report: StepMetrics, *, last: bool
     ) -> Tensor:
         """The cross-entropy of references at temperature 1: `ce_coef * sum -lp / N` over their N tokens."""
-        plan = self.logprobs.planner.plan(references, range(len(references)))
-        own, coefficient = plan.micro_batches[self.collectives.rank], self.settings.ce_coef or 0.0
-        num_tokens = sum(one.num_trained for one in references)
-        loss = torch.zeros((), device=self.logprobs.device)
+        logprobs, ranks, coefficient = self.logprobs, self.logprobs.collectives, self.logprobs.settings.ce_coef or 0.0
+        plan = logprobs.planner.plan(references, range(len(references)))
+        own = plan.micro_batches[ranks.rank]
+        num_tokens = sum(reference.num_trained for reference in references)
+        loss = torch.zeros((), device=logprobs.device)
         for turn, held in enumerate(own):
             chosen = [references[i] for i in held or [plan.first]]
-            batch = collate(chosen, [1 / num_tokens if held else 0.0] * len(chosen), device=self.logprobs.device)
+            batch = collate(chosen, [1 / num_tokens if held else 0.0] * len(chosen), device=logprobs.device)
             final = last and turn == len(own) - 1
-            with self._gradients_meet(model, final):
-                logprobs_N, _ = self.logprobs.scores(model, batch, temperature=1.0)
-                share = -coefficient * self.collectives.world_size * (batch.weights_N * logprobs_N).sum()
+            with contextlib.nullcontext() if final else self._without_reduction(model):
+                logprobs_N, _ = logprobs.scores(model, batch, temperature=1.0)
+                share = -coefficient * ranks.world_size * (batch.weights_N * logprobs_N).sum()
                 self._backward(share, last=final)
-            self.logprobs.on_progress()
+            logprobs.on_progress()
             loss += share.detach()
             if held:
-                learnt_N = logprobs_N.detach()[batch.mask_N]
-                report.add("ebft/ce_loss", -float(learnt_N.double().sum()), learnt_N.numel())
+                trained_N = logprobs_N.detach()[batch.mask_N]
+                report.add("ebft/ce_loss", -trained_N.double().sum(), trained_N.numel())
         return loss
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        if self.deepspeed is not None:
-            self.deepspeed.backward(loss, last=last)
-        else:
-            self.accelerator.backward(loss)
 
     def _weights(self, samples: Sequence[TrainSample], counts: BatchCounts | None = None) -> list[float]:
         """The loss weight of each trained token of each sample; of all in the global batch, or by its `counts`."""
-        tokens, nominal = [sample.num_trained for sample in samples], self.settings.per_device
+        settings = self.logprobs.settings
+        tokens, nominal = [sample.num_trained for sample in samples], settings.per_device
         return sequence_weights(
-            get_loss(self.settings.loss.loss_type),
+            get_loss(settings.loss.loss_type),
             counts or count_batch(tokens, nominal),
             tokens,
             nominal_tokens=nominal_batch_tokens(tokens, nominal),
-            max_completion_length=self.settings.max_completion_length,
+            max_completion_length=settings.max_completion_length,
         )
 
     # --- a global batch that is still being sampled -------------------------------------------------------------
@@ -193,10 +177,10 @@ class GlobalBatchStep:
     def _arriving(
         self, model: nn.Module, batch: RolloutBatch, arrivals: Iterator[Arrival], report: StepMetrics
     ) -> Tensor:
-        """The same for a global batch whose samples are still being sampled: its counts are known at the end only.
+        """A global batch whose completions are still being sampled: its normaliser is known only at the end.
 
-        Each arrival is weighed as if the global batch were full of the longest completions; at the end the gradients
-        are multiplied by that normaliser over the true one. That is the whole gradient, up to rounding.
+        Each arrival is normalised as if the global batch were full of the longest completions. At the end, the
+        gradients are multiplied by that normaliser over the true one, which gives the exact gradient up to rounding.
         """
         loss, ran = torch.zeros((), device=self.logprobs.device), False
         for arrival in arrivals:
@@ -204,9 +188,10 @@ class GlobalBatchStep:
                 share, has_run = self._arrival(model, batch, arrival, report, ran=ran)
             loss, ran = loss + share, ran or has_run
         if not ran:
-            report.add("health/steps_without_signal", 1.0, 1.0)
+            report.add("health/steps_without_signal", 1.0)
             return loss
-        total, limit = get_loss(self.settings.loss.loss_type).normaliser.total, self.settings.max_completion_length
+        settings = self.logprobs.settings
+        total, limit = get_loss(settings.loss.loss_type).normaliser.total, settings.max_completion_length
         exact = total(count_batch([sample.num_trained for sample in batch.samples]), limit)
         factor = total(self._fullest(), limit) / exact
         for parameter in model.parameters():
@@ -214,30 +199,31 @@ class GlobalBatchStep:
                 parameter.grad.mul_(factor)
         if batch.updates_per_rollout > 1:
             self.logprobs.share(batch)
+        report.collect()
         if "policy_loss" in report:
             report["policy_loss"].total *= factor
         return loss * factor
 
     def _fullest(self) -> BatchCounts:
         """The counts of a global batch full of the longest completions."""
-        return count_batch([self.settings.max_completion_length] * self.sequences)
+        return count_batch([self.logprobs.settings.max_completion_length] * self.sequences)
 
     def _arrival(
         self, model: nn.Module, batch: RolloutBatch, arrival: Arrival, report: StepMetrics, *, ran: bool
     ) -> tuple[Tensor, bool]:
-        """Some of its samples: their loss, and whether this rank computed anything; `ran`: it did before."""
+        """The loss of one arrival, and whether this rank computed anything; `ran`: whether it did before."""
         samples = [batch.samples[i] for i in arrival.samples]
-        if self.settings.old_logprobs == "sampler":
+        if self.logprobs.settings.old_logprobs == "sampler":
             take_sampler_logprobs(samples)
         weights = self._weights(samples, self._fullest())
-        useful = [weight > 0 and self.logprobs.contributes(one) for weight, one in zip(weights, samples, strict=True)]
-        own = self.logprobs.planner.plan(batch.samples, arrival.samples, useful).micro_batches[self.collectives.rank]
-        if arrival.last and ran and not own and self.collectives.active:
-            own = [[]]  # brings the ranks' gradients together
+        plan = self.logprobs.planner.plan(batch.samples, arrival.samples, self.logprobs.useful(batch, arrival.samples))
+        own = plan.micro_batches[self.logprobs.collectives.rank]
+        if arrival.last and ran and not own and self.logprobs.collectives.active:
+            own = [[]]  # a filler, whose backward pass reduces the gradients over the ranks
         shared = _Shared(
             batch,
             dict(zip(arrival.samples, weights, strict=True)),
-            filler=next((i for i, one in enumerate(batch.samples) if one.num_trained), 0),
+            filler=next((i for i, sample in enumerate(batch.samples) if sample.num_trained), 0),
             report=report,
             num_tokens=sum(sample.num_trained for sample in samples),
         )
@@ -246,46 +232,49 @@ class GlobalBatchStep:
     # --- micro-batches ------------------------------------------------------------------------------------------
 
     def _micro_batches(self, model: nn.Module, shared: _Shared, own: Sequence[list[int]], *, last: bool) -> Tensor:
-        """All of this rank; their loss. `last`: the gradients of the ranks meet after the last of them."""
-        loss = torch.zeros((), device=self.logprobs.device)
+        """Forward and backward of this rank's micro-batches, `own` as sample indices; their loss.
+
+        A rank with none left computes the filler with weight 0. `last`: the gradients are reduced over the ranks after
+        the last micro-batch.
+        """
+        logprobs, settings = self.logprobs, self.logprobs.settings
+        entropy = settings.entropy.kind(self.num_updates, free=not scores_itself(model))
+        kept: list[TrainSample] = []
+        kept_logprobs: list[Tensor] = []
+        loss = torch.zeros((), device=logprobs.device)
         for turn, held in enumerate(own):
-            loss += self._micro_batch(model, shared, held, last=last and turn == len(own) - 1)
+            samples = [shared.batch.samples[i] for i in held or [shared.filler]]
+            weights = [shared.weights[i] for i in held] or [0.0]
+            batch = collate(samples, weights, device=logprobs.device, filler=not held)
+            if settings.loss.beta > 0:
+                logprobs.ensure_reference(batch, keep=bool(held))
+            final = last and turn == len(own) - 1
+            with contextlib.nullcontext() if final else self._without_reduction(model):
+                policy_logprobs_N, entropy_N = logprobs.scores(model, batch, entropy)
+                share = self._loss(shared, held, batch, policy_logprobs_N, entropy_N) * logprobs.collectives.world_size
+                self._backward(share, last=final)
+            logprobs.on_progress()
+            loss += share.detach()
+            if held and shared.batch.updates_per_rollout > 1:
+                kept += samples
+                kept_logprobs.append(policy_logprobs_N.detach())
+        if kept:
+            keep_old(kept, torch.cat(kept_logprobs))
         return loss
 
-    def _micro_batch(self, model: nn.Module, shared: _Shared, held: Sequence[int], *, last: bool) -> Tensor:
-        """Forward and backward of one; a rank with nothing left computes the filler with weight 0."""
-        samples = [shared.batch.samples[i] for i in held or [shared.filler]]
-        self.logprobs.check_old(shared.batch, held)
-        weights = [shared.weights[i] for i in held] or [0.0]
-        batch = collate(samples, weights, device=self.logprobs.device)
-        if not held:
-            batch.mask_N = torch.zeros_like(batch.mask_N)
-        self.logprobs.ensure_reference(batch, keep=bool(held))
-        with self._gradients_meet(model, last):
-            kind = self.settings.entropy.kind(self.num_updates, free=not scores_itself(model))
-            policy_logprobs_N, entropy_N = self.logprobs.scores(model, batch, kind)
-            correction = self.correction(batch, policy_logprobs_N)
-            loss, output = self._loss(shared, held, batch, policy_logprobs_N, entropy_N, correction)
-            loss = loss * self.collectives.world_size
-            self._backward(loss, last=last)
-        self.logprobs.on_progress()
-        if held:
-            if shared.batch.updates_per_rollout > 1:
-                remember(batch, policy_logprobs_N)
-            observe(shared.report, batch, policy_logprobs_N, output, self.settings, correction)
-            if self.settings.ce_coef is not None:
-                logprobs_N = policy_logprobs_N.detach().double()
-                reinforce = -(batch.weights_N * batch.advantages_N * logprobs_N).sum()
-                shared.report.combine("ebft/rl_loss", "sum", float(reinforce) / (self.settings.rl_coef or 1.0))
-        return loss.detach()
-
-    def _gradients_meet(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Gradients of the ranks meet after the last micro-batch."""
-        # DeepSpeed's boundary says the same; FSDP without a reduction would keep the gradients of the whole model on
+    def _without_reduction(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Around all micro-batches but the last: their gradients are not reduced over the ranks yet."""
+        # DeepSpeed's boundary does the same; FSDP without a reduction would keep the gradients of the whole model on
         # every rank, and sum them in the type of the computation
-        if last or self.deepspeed is not None or self.fsdp:
+        if self.deepspeed is not None or self.fsdp:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        if self.deepspeed is not None:
+            self.deepspeed.backward(loss, last=last)
+        else:
+            self.accelerator.backward(loss)
 
     def _loss(
         self,
@@ -294,77 +283,81 @@ class GlobalBatchStep:
         batch: MicroBatch,
         policy_logprobs_N: Tensor,
         entropy_N: Tensor | None,
-        correction: SamplerCorrection | None,
-    ) -> tuple[Tensor, Any]:
-        """The loss with its entropy bonus, and what the policy loss returned."""
-        top_N, num_top_tokens = self._top_mask(shared, held, batch, entropy_N)
-        drift_N = self._off_policy_mask(shared.report, batch, policy_logprobs_N)
+    ) -> Tensor:
+        """The loss of a micro-batch with its entropy bonus; adds its metrics, except those of a filler."""
+        settings = self.logprobs.settings
+        # where a sample has no old log-probs, this is its first update, and the policy itself is the old one
+        old_N = batch.old_logprobs_N.to(policy_logprobs_N.dtype)
+        old_N = torch.where(old_N.isnan(), policy_logprobs_N.detach(), old_N)
+        keep_N, num_bonus_tokens = None, float(shared.num_tokens)
+        if entropy_N is not None and settings.entropy.quantile < 1:
+            keep_N, num_bonus_tokens = self._top_mask(shared, held, batch, entropy_N)
+        top_N = keep_N
+        if settings.off_policy_delta is not None:
+            drift_N = self._off_policy_mask(shared.report, batch, policy_logprobs_N, old_N, settings.off_policy_delta)
+            keep_N = drift_N if keep_N is None else keep_N * drift_N
+        correction = None
+        if settings.correction.mode != "none" and settings.correctable_sampling:
+            correction = sampler_correction(
+                sampler_mismatch(old_N, batch.sampler_logprobs_N, batch.mask_N),
+                batch.segments,
+                mode=settings.correction.mode,
+                threshold=settings.correction.threshold,
+                lower=settings.correction.lower,
+                sequence_ratio=settings.correction.sequence_ratio,
+            )
         output = policy_loss(
             policy_logprobs_N,
-            config=self.settings.loss,
+            config=settings.loss,
             advantages_T=batch.advantages_N,
             segments=batch.segments,
             token_weights_T=batch.weights_N,
-            old_logprobs_T=batch.old_or(policy_logprobs_N),
+            old_logprobs_T=old_N,
             ref_logprobs_T=batch.ref_logprobs_N,
             sampler_logprobs_T=batch.sampler_logprobs_N,
             correction=correction,
-            keep_T=drift_N if top_N is None else top_N if drift_N is None else top_N * drift_N,
+            keep_T=keep_N,
             entropy_T=entropy_N,
         )
-        if entropy_N is None or not self.settings.entropy.has_bonus:
-            return output.loss, output
-        coefficient, tokens = shared.coefficient, num_top_tokens
-        bonus = entropy_bonus(entropy_N, batch.mask_N, coefficient=coefficient, num_tokens=tokens, keep_T=top_N)
-        values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
-        shared.entropy_sum += float(values.double().sum())
-        shared.entropy_count += values.numel()
-        return output.loss + bonus, output
+        if held:
+            observe(shared.report, batch, policy_logprobs_N.detach(), old_N, output, settings, correction)
+        if entropy_N is None or not settings.entropy.has_bonus:
+            return output.loss
+        if self.entropy.controller is not None:
+            values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
+            shared.entropy_sum = shared.entropy_sum + values.double().sum()
+            shared.entropy_count += values.numel()
+        coefficient = shared.coefficient
+        return output.loss + entropy_bonus(
+            entropy_N, batch.mask_N, coefficient=coefficient, num_tokens=num_bonus_tokens, keep_T=top_N
+        )
 
     def _top_mask(
-        self, shared: _Shared, held: Sequence[int], batch: MicroBatch, entropy_N: Tensor | None
-    ) -> tuple[Tensor | None, float]:
-        """The forward mask h, or None when all tokens are trained on; and how many tokens the global batch keeps."""
-        if entropy_N is None or not self.settings.entropy.selects:
-            return None, float(shared.num_tokens)
+        self, shared: _Shared, held: Sequence[int], batch: MicroBatch, entropy_N: Tensor
+    ) -> tuple[Tensor, float]:
+        """The forward mask h, and the number of tokens that it keeps of the global batch."""
         top = shared.top
         if top is None:
             entropies = dict(zip(held, split_by_sample(entropy_N, batch.samples), strict=True))
-            top = self.entropy.choose(shared.batch, entropies)
+            top = self.entropy.mask_of(shared.batch, entropies)
         if not held:
             return torch.zeros_like(batch.mask_N), float(top.num_tokens)
-        if held[0] == shared.filler:  # one micro-batch of the global batch
-            shared.report.add("entropy_threshold", top.threshold, 1.0)
+        if held[0] == shared.filler:  # once per global batch
+            shared.report.add("entropy_threshold", top.threshold)
         keep = np.concatenate([top.keep[i] for i in held])
         return torch.from_numpy(keep).to(batch.mask_N.device), float(top.num_tokens)
 
-    def correction(self, batch: MicroBatch, policy_logprobs_N: Tensor) -> SamplerCorrection | None:
-        """Importance weights of the tokens for the gap between sampler and trainer; None when it is not corrected."""
-        settings = self.settings.correction
-        if settings.mode == "none" or not self.settings.correctable_sampling:
-            return None
-        return sampler_correction(
-            sampler_mismatch(batch.old_or(policy_logprobs_N), batch.sampler_logprobs_N, batch.mask_N),
-            batch.segments,
-            mode=settings.mode,
-            threshold=settings.threshold,
-            lower=settings.lower,
-            sequence_ratio=settings.sequence_ratio,
-        )
-
-    def _off_policy_mask(self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor) -> Tensor | None:
-        """The forward mask o: 0 in sequences of negative advantage that have drifted; None when it is off."""
-        delta = self.settings.off_policy_delta
-        if delta is None:
-            return None
-        recorded = self.settings.correctable_sampling  # else the nearest is the policy at the rollout batch's start
+    def _off_policy_mask(
+        self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, old_N: Tensor, delta: float
+    ) -> Tensor:
+        """The forward mask o: 0 in sequences of negative advantage that have drifted."""
+        recorded = self.logprobs.settings.correctable_sampling  # else the old policy is the nearest to the sampler
         keep_N = off_policy_sequence_mask(
             batch.advantages_N,
             policy_logprobs_N,
-            batch.sampler_logprobs_N if recorded else batch.old_or(policy_logprobs_N),
+            batch.sampler_logprobs_N if recorded else old_N,
             batch.segments,
             delta=delta,
         )
-        masked = ((keep_N == 0) & batch.mask_N).sum()
-        report.add("off_policy/masked_frac", float(masked), float(batch.mask_N.sum()))
+        report.add("off_policy/masked_frac", ((keep_N == 0) & batch.mask_N).sum(), batch.mask_N.sum())
         return keep_N

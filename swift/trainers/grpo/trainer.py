@@ -1,4 +1,4 @@
-"""GRPO on transformers.Trainer: the loop, optimizers, schedules and checkpoints are its; the step is ours.
+"""GRPO on transformers.Trainer, with its loop, optimizers, schedules and checkpoints, and a training step of our own.
 
 The hooks that the subclass overrides, and why:
 
@@ -8,14 +8,14 @@ The hooks that the subclass overrides, and why:
     floating_point_ops     does not count it
     training_step          makes the gradients of a global batch (`swift.trainers.grpo.step`)
     _get_grad_norm         a non-finite gradient skips the update on all ranks alike
-    _prepare_for_training  notes how the model was wrapped: DeepSpeed updates inside `training_step`, a sharded model
-                           (ZeRO-3, FSDP2) needs the same number of forward passes on each rank; frozen models follow
+    _prepare_for_training  records how the model was wrapped: DeepSpeed updates inside `training_step`, a sharded model
+                           (ZeRO-3, FSDP2) needs the same number of forward passes on each rank; shards frozen models
     evaluate               samples and scores held-out prompts
-    log                    adds the metrics of the steps to what Trainer logs
-    state_beside_weights, add_to_checkpoint  what a checkpoint of `AtomicTrainer` holds beyond Trainer's files
+    log                    adds the metrics of the steps to Trainer's logs
+    state_beside_weights, add_to_checkpoint  the state that a checkpoint of `AtomicTrainer` holds beyond Trainer's files
 
-Trainer's gradient accumulation is 1 throughout: accumulation happens inside `training_step`. That is why none of its
-implicit factors has to be cancelled.
+Trainer's gradient accumulation is always 1: accumulation happens inside `training_step`, so none of Trainer's implicit
+factors has to be cancelled.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
     from swift.trainers.reporting import RunReport
 
 REFERENCE_STATE = "reference.pt"
-"""A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
+"""A reference that has moved. Not safetensors: readers of a checkpoint load every such file as weights of the model."""
 
 NON_FINITE_LIMIT = 10
-"""Updates in a row that may be skipped for a non-finite gradient before the run ends (exit 6)."""
+"""Number of updates in a row with a non-finite gradient at which the run ends (exit 6)."""
 
 
 class TrainerState(msgspec.Struct):
-    """What a checkpoint holds beside weights, optimizer, schedule and random states."""
+    """State of a checkpoint beside weights, optimizer, schedule and random states."""
 
     pipeline: PipelineState
     metrics: dict[str, Any]
@@ -75,18 +75,18 @@ class TrainerState(msgspec.Struct):
 
 
 class GRPOTrainer(AtomicTrainer):
-    """Trains a policy on what a rollout pipeline brings; besides Trainer's arguments it takes
+    """Trains a policy on the batches of a rollout pipeline.
 
     Args:
         settings: of loss and batches.
-        pipeline: where rollout batches come from.
+        pipeline: makes the rollout batches.
         collectives: the data-parallel ranks.
-        metrics: collects what each step reports (rank 0 logs it).
-        reference: the KL reference; needed when `settings.loss.beta` > 0.
+        metrics: collects the metrics of each step (rank 0 logs them).
+        reference: the KL reference; required if `settings.loss.beta` > 0.
         eval_prompts: held-out prompts, or none.
-        report: what is shown and written (rank 0 only); brought to the disk before a checkpoint counts.
+        report: console output and log files (rank 0 only); flushed to disk before a checkpoint becomes valid.
         on_progress: called after each micro-batch.
-        stops_at_alert: whether an alert of the report's health rules ends the run, after a checkpoint.
+        stops_at_alert: whether an alert of the report's health rules ends the run, with a checkpoint.
         trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
 
@@ -133,7 +133,7 @@ class GRPOTrainer(AtomicTrainer):
             Limits(settings.max_samples, settings.max_tokens),
             per_device=settings.per_device,
             device=self.args.device,
-            say=self._say,
+            say=self._print_line,
         )
         self.logprobs = LogProbs(
             settings=settings,
@@ -145,7 +145,7 @@ class GRPOTrainer(AtomicTrainer):
             on_progress=on_progress,
             timer=metrics.timer,
         )
-        self.entropy = EntropyControl(self.logprobs)
+        self.entropy = EntropyControl(self.logprobs, settings.entropy.adaptive)
         self.step = GlobalBatchStep(
             logprobs=self.logprobs,
             entropy=self.entropy,
@@ -154,14 +154,9 @@ class GRPOTrainer(AtomicTrainer):
             timer=metrics.timer,
         )
 
-    @property
-    def settings(self) -> GRPOSettings:
-        """Of the step."""
-        return self.logprobs.settings
-
     def _unwrapped(self) -> nn.Module:
-        """The policy without what wraps it for training."""
-        if self.model_wrapped is self.model:  # accelerate looks for DeepSpeed at every call, which takes milliseconds
+        """The policy without its wrappers for training."""
+        if self.model_wrapped is self.model:  # `unwrap_model` tests for DeepSpeed at every call, in milliseconds
             return self.model
         model: nn.Module = self.accelerator.unwrap_model(self.model_wrapped)
         return model
@@ -173,7 +168,7 @@ class GRPOTrainer(AtomicTrainer):
         return self.pipeline.steps(self.progress)
 
     def progress(self) -> TrainerProgress:
-        """What reward functions see as `trainer_state`."""
+        """The `trainer_state` of reward functions."""
         return TrainerProgress(self.state.global_step, self.state.max_steps, float(self.state.epoch or 0.0))
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list, None]:
@@ -183,7 +178,7 @@ class GRPOTrainer(AtomicTrainer):
             return [next(epoch_iterator)], None
 
     def is_as_after_last_step(self, error: Exception) -> bool:
-        """What fails in rollouts and rewards is raised on all ranks alike."""
+        """Whether a checkpoint may follow; errors of rollouts and rewards are raised on all ranks alike."""
         alike = isinstance(error, RewardError | EngineError)
         return self.pipeline.can_be_saved and (alike or super().is_as_after_last_step(error))
 
@@ -196,15 +191,15 @@ class GRPOTrainer(AtomicTrainer):
         return 0.0
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Wrap the model; from here on it may be sharded, and what is frozen beside it."""
+        """Wrap the model; from here on, it and the frozen models may be sharded."""
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
         self.logprobs.in_step = is_sharded(self.model)
-        for one in self.frozen:
-            self._whole_logits = one.prepare(self.accelerator) or self._whole_logits
+        for frozen in self.frozen:
+            self._whole_logits = frozen.prepare(self.accelerator) or self._whole_logits
         if self._whole_logits is not None:
-            self._say(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
+            self._print_line(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
         return prepared
 
     # --- one optimizer step -----------------------------------------------------------------------------------
@@ -218,53 +213,53 @@ class GRPOTrainer(AtomicTrainer):
             state = on_host or (self.optimizer is not None and bool(self.optimizer.state))
             self.planner.measure(whole_logits=self._whole_logits is not None, has_state=state)
         if self.alignment is not None and inputs.position == 0 and inputs.arriving is None:
-            self.alignment.look(inputs)
+            self.alignment.check(inputs)
         with self.saved_if_it_fails():
             loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step)
         if inputs.position == 0:
-            self.state.num_input_tokens_seen += sum(len(one.prompt_ids) + len(one.token_ids) for one in inputs.samples)
-        self.metrics.add_many(summarise(report, float(loss), inputs, self.settings, self.collectives))
+            self.state.num_input_tokens_seen += sum(len(s.prompt_ids) + len(s.token_ids) for s in inputs.samples)
+        self.metrics.add_many(summarise(report, loss, inputs, self.logprobs.settings, self.collectives))
         return loss
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if self.report is not None:
             self.report.progress.line(line)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm before clipping; a non-finite one drops the gradients, so that no weight is touched."""
-        if self.step.deepspeed is not None:  # clipped, checked and applied already, where there was a gradient
+        """The norm before clipping; a non-finite one drops the gradients, so that no weight changes.
+
+        Raises NumericError after `NON_FINITE_LIMIT` of them in a row.
+        """
+        if self.step.deepspeed is not None:  # clipped, checked and applied already, if there was a gradient
             norm = self.step.deepspeed.norm
-            return self._checked(norm) if norm is not None else self._no_gradient()
-        if not any(parameter.grad is not None for parameter in model.parameters()):
-            return self._no_gradient()
-        norm = super()._get_grad_norm(model, grad_norm)
-        if norm is not None and not math.isfinite(float(norm)):
-            model.zero_grad(set_to_none=True)
-        return self._checked(norm)
-
-    def _no_gradient(self) -> Tensor:
-        self.metrics.add_many({"grad_norm": 0.0})
-        return torch.zeros(())
-
-    def _checked(self, norm: Any) -> Any:
-        """Book a norm; too many non-finite ones in a row end the run."""
-        if norm is None or math.isfinite(float(norm)):
+            has_gradient = norm is not None
+        else:
+            has_gradient = any(parameter.grad is not None for parameter in model.parameters())
+            norm = super()._get_grad_norm(model, grad_norm) if has_gradient else None
+        if not has_gradient:
+            self.metrics.add("grad_norm", 0.0)
+            return torch.zeros(())
+        value = float(norm) if norm is not None else None
+        if value is None or math.isfinite(value):
             self._non_finite_in_a_row = 0
-            self.metrics.add_many({"grad_norm": float(norm)} if norm is not None else {})
+            if value is not None:
+                self.metrics.add("grad_norm", value)
             return norm
+        if self.step.deepspeed is None:
+            model.zero_grad(set_to_none=True)
         self._non_finite_in_a_row += 1
-        self.metrics.add_many({"health/nan_skips": 1.0})
+        self.metrics.add("health/nan_skips", 1.0)
         if self._non_finite_in_a_row >= NON_FINITE_LIMIT:
             raise NumericError(
-                f"grad_norm: {float(norm)}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
+                f"grad_norm: {value}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
                 f"{self.state.global_step + 1}; lower --learning_rate, or use --torch_dtype float32"
             )
         return norm
 
     def move_reference(self, alpha: float) -> None:
-        """Mix `alpha` of the policy into the reference; what the former one said about this rollout batch is forgotten.
+        """Mix `alpha` of the policy into the reference, and discard the old reference's log-probs of the rollout batch.
 
-        Collective where the policy is sharded.
+        Collective if the policy is sharded.
         """
         assert self.reference is not None, "there is no reference to move"
         self.reference.blend(self._unwrapped(), alpha)
@@ -277,7 +272,7 @@ class GRPOTrainer(AtomicTrainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Sample and score the held-out prompts."""
-        self.begin_step()  # the step is booked and logged
+        self.begin_step()  # the last step is counted and logged
         with self.metrics.timer("eval"), self.saved_if_it_fails():
             metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
         prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -286,7 +281,7 @@ class GRPOTrainer(AtomicTrainer):
         return prefixed
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Training logs get the means since the last log, and are examined; `loss` is exact over a resume."""
+        """Add the means since the last log to training logs, and apply health rules; `loss` is exact over a resume."""
         trained, report = "loss" in logs and "learning_rate" in logs, self.report
         if trained:
             logs = {**logs, **self.metrics.flush(), "max_steps": self.state.max_steps}
@@ -304,7 +299,7 @@ class GRPOTrainer(AtomicTrainer):
                 self.control.should_save = self.control.should_training_stop = True
 
     def add_to_checkpoint(self, folder: Path, state: TrainerState) -> None:
-        """Write it, and bring to the disk what was reported so far; rank 0 only."""
+        """Write the state, and flush the report to disk; rank 0 only."""
         write_state(folder, state)
         if self._reference_moved and self.reference is not None and not self.args.save_only_model:
             torch.save(self.reference.state(), folder / REFERENCE_STATE)
@@ -312,24 +307,24 @@ class GRPOTrainer(AtomicTrainer):
             self.report.on_save()
 
     def state_beside_weights(self) -> TrainerState:
-        """The pipeline's state with the old and reference log-probs that other ranks hold."""
-        batch = self.pipeline.batch
+        """The state of trainer and pipeline, with the old and reference log-probs of all ranks; collective."""
+        batch, controller = self.pipeline.batch, self.entropy.controller
         if batch is not None and not batch.exhausted and batch.updates_per_rollout > 1:
             self.logprobs.share(batch)
         return TrainerState(
             pipeline=self.pipeline.state(),
             metrics=self.metrics.state_dict(),
-            entropy=controller_state(self.entropy.controller),
+            entropy=controller_state(controller) if controller is not None else None,
             fitting_tokens=self.planner.fitting_tokens,
             report=self.report.health.state_dict() if self.report is not None else None,
         )
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
-        """Continue the pipeline, the reference and the open log interval where the checkpoint left them."""
+        """Restore the pipeline, the reference and the open log interval from a checkpoint."""
         state = read_state(checkpoint, TrainerState)
         self.pipeline.load(state.pipeline)
         self.metrics.load_state_dict(state.metrics)
-        self.entropy.controller = restored_controller(self.settings.entropy.adaptive, state.entropy)
+        self.entropy.controller = restored_controller(self.logprobs.settings.entropy.adaptive, state.entropy)
         self.planner.fitting_tokens = state.fitting_tokens
         if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
             with loading(checkpoint):

@@ -10,17 +10,17 @@
     3  the engine's weights wake                                       --sleep_level >= 1
     4  weight sync, from the host copies if the model moved            when due; always after level 2
     5  the KV cache wakes; now the engine is complete
-    6  the block runs: it samples
+    6  the body of the context runs: it samples
     7  the engine sleeps                                               --sleep_level >= 1
-    8  model, then optimizer state come back; random states are those of before
+    8  model, then optimizer state return to the device; random states are restored
 
-Training is not affected: whatever the flags, every tensor has the same bits and every random generator the same state
-as without them. Inside the block the generators are seeded from the run's seed and the step alone.
+The flags do not change training: every tensor has the same bits, and every random generator the same state, as without
+them. Inside the context the generators are seeded from the seed of the run and the step.
 
-After any failure the trainer is restored before the error travels on, so that a checkpoint can be saved. Errors of one
-rank are raised on all of them. A sharded policy (ZeRO-3, FSDP2) is gathered on its device, so its model leaves after
-step 4 instead of in step 1. On a CPU nothing moves: the host is the device. Where the engine samples with the trainer's
-own weights, the model stays too.
+After a failure the trainer is restored before the error is raised, so that a checkpoint can be saved. An error on one
+rank is raised on all of them. A sharded policy (ZeRO-3, FSDP2) is gathered on its device, so its model is offloaded
+after step 4 instead of in step 1. On a CPU nothing moves: the host is the device. If the engine samples with the
+trainer's own weights, the model is not offloaded either.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLEEP_WAKE_S = 60.0
-"""An engine that takes longer to sleep or to wake ends the process: nothing else can free a thread that is stuck."""
+"""Timeout of sleep and wake, in seconds. It ends the process, because a hanging thread cannot be interrupted."""
 
 
 @dataclass(slots=True)
 class _Turn:
-    """One turn of the engine. freed, expected: bytes of the trainer. short: memory that should be free was not."""
+    """One turn of the engine. freed, expected: bytes of the trainer. short: whether expected memory was not freed."""
 
     step: int
     trainer_stays: bool
@@ -72,9 +72,9 @@ class _Turn:
 class ColocateCycle:
     """The `GenerationPhase` of an engine in the trainer's process; see the module's docstring.
 
-    log: takes the memory lines and remarks. metrics: takes `memory/...` and `health/memory_not_freed`. warn: takes
-    warnings. copies_on_host: move tensors even where host and device are the same memory, for tests. notes: what the
-    flags do not do here, one line each.
+    log: writes memory lines and notes. metrics: for `memory/...` and `health/memory_not_freed`. warn: shows a warning.
+    copies_on_host: move tensors even if host and device are the same memory, for tests. notes: offload flags without
+    effect, one line each.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ColocateCycle:
         self._sharded: Callable[[], bool] = lambda: False
         self._asleep = False
         self._lost = False
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def attach(
         self,
@@ -122,14 +122,14 @@ class ColocateCycle:
         *,
         beside: Sequence[nn.Module] = (),
     ) -> None:
-        """Set whose memory it is: the unwrapped policy's and its optimizer's, as soon as there is one.
+        """Set the models and the optimizer that are offloaded: the unwrapped policy, and its optimizer once it exists.
 
         `beside` are frozen models that are used in training only, such as a KL reference.
         """
 
         def of_models() -> Iterator[torch.Tensor]:
-            for one in (model, *beside):
-                yield from model_tensors(one)
+            for offloaded in (model, *beside):
+                yield from model_tensors(offloaded)
 
         self._model = Offloader(of_models, self.device)
         self._optimizer = Offloader(lambda: optimizer_tensors(optimizer_of()), self.device, keep=of_models)
@@ -141,7 +141,7 @@ class ColocateCycle:
 
         Raises:
             EngineError: the engine failed; on every rank. The trainer is restored.
-            ResourceError: memory did not suffice for the one or the other.
+            ResourceError: out of memory, for the engine or the trainer.
         """
         turn = _Turn(step, trainer_stays)
         with same_randomness():
@@ -154,8 +154,8 @@ class ColocateCycle:
                 raise
             self._end(turn, failed=False)
 
-    def rest(self) -> None:
-        """Let an engine that was just built, or looked at, sleep until its first phase; collective."""
+    def sleep(self) -> None:
+        """Put an engine that is awake to sleep until its first turn; collective."""
         if self.sleep_level and not self._asleep:
             with self._memory_step():
                 self._sleep(None)
@@ -182,13 +182,13 @@ class ColocateCycle:
         self._record(turn, "generate", turn.freed)
 
     def _end(self, turn: _Turn, *, failed: bool) -> None:
-        """Steps 7 and 8; after a failure without the other ranks, who may be elsewhere."""
+        """Steps 7 and 8; after a failure without a collective, because other ranks may be at another point."""
         freed = 0
         with self.metrics.timer("memory") if failed else self._memory_step():
             try:
                 freed = self._sleep_or_close(turn) if failed else self._sleep(turn)
             finally:
-                self._come_back()
+                self._restore_trainer()
         self._record(turn, "after", freed)
         if not failed:
             self._report(turn, freed)
@@ -210,8 +210,8 @@ class ColocateCycle:
             _collect_garbage(self.device)
         turn.freed += freed_between(before, measure(self.device))
 
-    def _come_back(self) -> None:
-        """Step 8; memory that torch only keeps for later is given up before this fails."""
+    def _restore_trainer(self) -> None:
+        """Step 8; if memory does not suffice, torch's cache is released and the step is tried again."""
         for owner in (self._model, self._optimizer):
             try:
                 owner.come_back()
@@ -222,7 +222,7 @@ class ColocateCycle:
     # --- the engine's memory ------------------------------------------------------------------------------------
 
     def _wake(self, tag: str) -> None:
-        """Steps 3 and 5; after the second one the engine must be complete."""
+        """Steps 3 and 5; after step 5 the engine must be complete."""
         if not self.sleep_level:
             return
         name = self.engine.capabilities.name
@@ -249,30 +249,28 @@ class ColocateCycle:
         )
 
     def _sleep(self, turn: _Turn | None) -> int:
-        """Step 7; returns the bytes freed. Requests that a failed round left are aborted first."""
+        """Step 7; returns the bytes freed. Requests of a failed round are aborted first."""
         if not self.sleep_level:
             return 0
         name = self.engine.capabilities.name
         held = self.engine.memory()
         with _bounded(f"engine: {name}: sleep({self.sleep_level})"):
-            self.engine.abort()
-            for _ in self.engine.stream():
-                pass
+            self.engine.empty()
             report = self.engine.sleep(self.sleep_level)
         self._asleep = True
         self._lost = self._lost or self.sleep_level == 2
         note = f"engine: {name}: {report.note}"
-        if report.note and note not in self._told:
-            self._told.add(note)
+        if report.note and note not in self._logged:
+            self._logged.add(note)
             self._log(note)
-        # pages that were never written take no main memory, so there nothing can be expected
+        # on a CPU, pages that were never written take no memory, so the freed bytes cannot be predicted
         short = self._not_freed("engine", report.freed_bytes, sum(held.values()) if self.device.type != "cpu" else 0)
         if turn is not None:
             turn.short |= short
         return report.freed_bytes
 
     def _sleep_or_close(self, turn: _Turn) -> int:
-        """Step 7 after a failure, whose error is the one to show: an engine that cannot sleep is closed."""
+        """Step 7 after a failure. An engine that cannot sleep is closed, so that the first error is raised."""
         name = f"engine: {self.engine.capabilities.name}"
         try:
             return self._sleep(turn)
@@ -296,7 +294,7 @@ class ColocateCycle:
         try:
             engine = self.engine.memory()
         except SwiftError:
-            engine = {}  # of a broken engine, whose own error is on its way
+            engine = {}  # the engine has failed, and its own error is being raised
         held = {
             "trainer": self._model.resident_bytes(),
             "optim": self._optimizer.resident_bytes(),
@@ -306,11 +304,11 @@ class ColocateCycle:
         self._log(memory_line(turn.step, phase, figures, held, freed))
 
     def _not_freed(self, who: str, freed: int, expected: int) -> bool:
-        """Whether memory that should be free is not; one warning."""
+        """Whether expected memory was not freed; warns once."""
         if not too_little(freed, expected):
             return False
-        if who not in self._told:
-            self._told.add(who)
+        if who not in self._logged:
+            self._logged.add(who)
             remedy = "" if self._collects or who == "engine" else "; --gc_collect_after_offload true releases the cache"
             self._warn(
                 f"memory: {self.device}: only {freed // MIB} of {expected // MIB} MiB of the {who} were freed{remedy}; "
@@ -319,25 +317,25 @@ class ColocateCycle:
         return True
 
     def _report(self, turn: _Turn, engine_freed: int) -> None:
-        """The turn's `memory/...`, in MiB, of this rank, and whether memory was not freed on any of them."""
+        """Metrics of a turn: this rank's `memory/...`, in MiB, and whether any rank has memory that was not freed."""
         if self.ranks.any(turn.short):
             self.metrics.add("health/memory_not_freed", 1.0)
-        seen = turn.figures
+        figures = turn.figures
         values = {
-            "memory/rss_mib_max": max(one.rss for one in seen),
-            "memory/free_mib_min": min(one.free for one in seen),
+            "memory/rss_mib_max": max(figure.rss for figure in figures),
+            "memory/free_mib_min": min(figure.free for figure in figures),
             "memory/trainer_freed_mib": turn.freed,
             "memory/engine_freed_mib": engine_freed,
         }
-        if seen[0].alloc is not None:
-            values["memory/alloc_mib_max"] = max(one.alloc or 0 for one in seen)
-            values["memory/reserved_mib_max"] = max(one.reserved or 0 for one in seen)
+        if figures[0].alloc is not None:
+            values["memory/alloc_mib_max"] = max(figure.alloc or 0 for figure in figures)
+            values["memory/reserved_mib_max"] = max(figure.reserved or 0 for figure in figures)
         self.metrics.add_many({name: value / MIB for name, value in values.items()})
 
 
 @contextlib.contextmanager
 def _bounded(what: str) -> Iterator[None]:
-    """End the process when the block takes longer than `SLEEP_WAKE_S`."""
+    """End the process if the body takes longer than `SLEEP_WAKE_S`."""
     error = EngineDead(f"{what}: no end after {SLEEP_WAKE_S:.0f} s; the engine hangs")
     timer = threading.Timer(SLEEP_WAKE_S, partial(end_process, error))
     timer.daemon = True
@@ -355,7 +353,7 @@ def _collect_garbage(device: torch.device) -> None:
 
 
 def _notes(engine: str, given: Sequence[str], moves: bool, shares_weights: bool) -> list[str]:
-    """What the offload flags (`model`, `optimizer`) do not do here."""
+    """Notes on offload flags (`model`, `optimizer`) without effect."""
     if given and not moves:
         flags = ", ".join(f"--offload_{name}" for name in given)
         return [f"{flags}: true: moves nothing on a CPU, where host and device are the same memory"]

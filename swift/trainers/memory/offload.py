@@ -83,22 +83,22 @@ class Offloader:
             leaving[key] = _Absent(storage, host)
         _synchronize(self.device)
         self._absent = leaving
-        for one in leaving.values():
-            one.storage.resize_(0)
+        for absent in leaving.values():
+            absent.storage.resize_(0)
 
     @torch.no_grad()
     def come_back(self) -> None:
         """Take device memory again and fill it. If there is no room, a second call brings back what is still away."""
         filled = []
         try:
-            for key, one in self._absent.items():
-                one.storage.resize_(one.host.numel())
-                _bytes_of(one.storage).copy_(one.host, non_blocking=True)
+            for key, absent in self._absent.items():
+                absent.storage.resize_(absent.host.numel())
+                _bytes_of(absent.storage).copy_(absent.host, non_blocking=True)
                 filled.append(key)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            missing = sum(one.host.numel() for key, one in self._absent.items() if key not in filled)
+            missing = sum(absent.host.numel() for key, absent in self._absent.items() if key not in filled)
             raise ResourceError(
                 f"memory: {self.device}: {missing >> 20} MiB of the trainer do not fit back beside the engine; use a "
                 "higher --sleep_level, or lower --vllm_gpu_memory_utilization"
@@ -176,12 +176,12 @@ class HostBuffer:
         if self._kind != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._kind != "cpu")
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_DONTFORK)  # a child's birth would move what the device writes to
+        pages.madvise(mmap.MADV_DONTFORK)  # a fork would move the pages that the device writes to
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         runtime, portable = torch.cuda.cudart(), 1  # locked for every device of this process
         if failure := int(runtime.cudaHostRegister(memory.data_ptr(), nbytes, portable)):
             logger.warning("offload: CUDA error %d: host memory cannot be locked, so moving is slower", failure)
-            with contextlib.suppress(RuntimeError):  # CUDA reports it once more, to whoever starts the next kernel
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next kernel launch
                 torch.zeros(1, device="cuda")
             return memory
         unlock = weakref.finalize(self, runtime.cudaHostUnregister, memory.data_ptr())
@@ -195,7 +195,7 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor
         yield from _tensors_in(
-            [tensor.grad, *(getattr(tensor, one, None) for one in ("ds_tensor", "ds_secondary_tensor"))]
+            [tensor.grad, *(getattr(tensor, name, None) for name in ("ds_tensor", "ds_secondary_tensor"))]
         )
 
 
@@ -222,8 +222,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors_in(list(value.values()))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_in(one)
+        for entry in value:
+            yield from _tensors_in(entry)
 
 
 def _wraps(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 An entry is called as `entry(parameter_groups, lr=..., **parameters)` and returns a `torch.optim.Optimizer`.
 `parameters` are the settings that it declared when it was registered; each group has its `weight_decay`. A class
-method `options(arguments)` of an entry gives other keyword arguments, `attach(trainer)` sees the trainer that has it.
+method `options(arguments)` of an entry gives other keyword arguments; `attach(trainer)` is called with its trainer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ def is_registered(name: str) -> bool:
 
 
 def set_own_optimizer(trainer: Trainer, args: Any) -> None:
-    """Gives a trainer the entry of the registry, if `--optim` is one; not every trainer takes it as an argument."""
-    if not is_registered(args.optim):
-        return
+    """Give a trainer the entry of the registry that `--optim` names; not every trainer takes it as an argument."""
     entry, arguments = optimizers[args.optim], trainer.args
     if hasattr(entry, "attach"):
         entry.attach(trainer)
@@ -39,12 +37,13 @@ def set_own_optimizer(trainer: Trainer, args: Any) -> None:
             f"--optim_args: {arguments.optim_args}: has no effect with --optim {args.optim}, which has flags of its own"
         )
     parameters = optimizers.parameters_of(args.optim)
-    own = {one.name: getattr(args, one.name) for one in dataclasses.fields(parameters)} if parameters else {}
+    names = [field.name for field in dataclasses.fields(parameters)] if parameters else []
+    own = {name: getattr(args, name) for name in names}
     trainer.optimizer_cls_and_kwargs = entry, {"lr": arguments.learning_rate, **own}
 
 
 def check_optimizer(args: Any) -> None:
-    """Builds optimizer and schedule of one weight, where nothing else has looked at their settings."""
+    """Build optimizer and schedule of one weight, to validate settings that nothing else validates."""
     import torch
     from transformers.optimization import get_scheduler
 

@@ -1,4 +1,4 @@
-"""Updates of 16-bit weights that are not lost: the optimizer works on float32 copies.
+"""Float32 master weights: the optimizer updates float32 copies of 16-bit weights, so that small updates are not lost.
 
 A bfloat16 number has 8 significant bits, so a weight of 0.02 only moves in steps of 1e-4: at a learning rate of
 1e-5 nearly every update of Adam would round to nothing. The optimizer therefore holds a float32 master of each
@@ -35,11 +35,17 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
     With `on`, masters live on that device, and weights of any precision that are elsewhere have one. Returns how many
     parameters have a master; 0 leaves the optimizer as it was.
     """
-    weights: dict[Tensor, Tensor] = {}  # of the masters
-    for group in optimizer.param_groups:
-        group["params"] = [_with_master(weight, weights, on) for weight in group["params"]]
-    if not weights:
+    masters: dict[Tensor, Tensor] = {
+        weight: torch.nn.Parameter(weight.detach().to(on or weight.device, torch.float32, copy=True))
+        for group in optimizer.param_groups
+        for weight in group["params"]
+        if _needs_master(weight, on)
+    }
+    if not masters:
         return 0
+    for group in optimizer.param_groups:
+        group["params"] = [masters.get(weight, weight) for weight in group["params"]]
+    weights = {master: weight for weight, master in masters.items()}
     step = unwrap(type(optimizer).step)
 
     @torch.no_grad()
@@ -87,14 +93,6 @@ def _step_alone(optimizer: Optimizer, step: Callable[[Optimizer], Any], group: d
         step(optimizer)
     finally:
         optimizer.param_groups = groups
-
-
-def _with_master(weight: Tensor, weights: dict[Tensor, Tensor], on: torch.device | None) -> Tensor:
-    if not _needs_master(weight, on):
-        return weight
-    master = torch.nn.Parameter(weight.detach().to(on or weight.device, torch.float32, copy=True))
-    weights[master] = weight
-    return master
 
 
 def _needs_master(weight: Tensor, on: torch.device | None) -> bool:

@@ -1,7 +1,7 @@
 """Training with DeepSpeed's ZeRO: settings into a configuration, and steps into its engine.
 
 `--deepspeed` names a preset or a JSON file. A file may tune what is DeepSpeed's own (stages, buckets, offload); what
-swift decides (batch sizes, optimizer, schedule, clipping, types) must be absent, "auto", or say the same. Everything
+swift decides (batch sizes, optimizer, schedule, clipping, types) must be absent, "auto", or equal. Everything
 wrong is found before weights are loaded.
 
 `DeepSpeedSteps` drives the engine for a trainer that makes several backward passes per update: the accumulation
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, parse_json, suggest
-from swift.models.sharded import settle_accelerator
+from swift.models.sharded import quiet_accelerator
 from swift.trainers.checkpoint import loading
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
@@ -62,13 +62,11 @@ REPLACED = {
 """Keys whose work a flag does."""
 
 
-def deepspeed_config(args: Any) -> dict[str, Any] | None:
-    """The configuration that `--deepspeed` asks for, for transformers' TrainingArguments; None without it.
+def deepspeed_config(args: Any) -> dict[str, Any]:
+    """The configuration that `--deepspeed`, which is set, describes, for transformers' TrainingArguments.
 
     Batch sizes and clipping are "auto", which transformers fills in from its arguments.
     """
-    if not args.deepspeed:
-        return None
     given = _read(args.deepspeed)
     join_problems(_problems(given, args))
     zero = dict(given.get("zero_optimization", {}))
@@ -95,9 +93,7 @@ def deepspeed_config(args: Any) -> dict[str, Any] | None:
 
 
 def require_deepspeed(args: Any) -> None:
-    """Checks `--deepspeed` before anything is loaded."""
-    if not args.deepspeed:
-        return
+    """Check `--deepspeed`, which is set, before anything is loaded."""
     if importlib.util.find_spec("deepspeed") is None:
         raise ResourceError(
             f"--deepspeed: {args.deepspeed}: needs the package deepspeed, which is not installed; "
@@ -115,7 +111,7 @@ def dtype_name(args: Any) -> str:
 
 def stage_of(args: Any) -> int:
     """ZeRO's stage; 0 without `--deepspeed`."""
-    return int((deepspeed_config(args) or {}).get("zero_optimization", {}).get("stage", 0))
+    return int(deepspeed_config(args)["zero_optimization"].get("stage", 0)) if args.deepspeed else 0
 
 
 def make_deepspeed_state() -> None:
@@ -124,7 +120,7 @@ def make_deepspeed_state() -> None:
     from accelerate.state import AcceleratorState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    # names that torch 2.13 wants changed, called by DeepSpeed many times a step
+    # names that torch 2.13 deprecates, called by DeepSpeed many times a step
     warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     on_gpu = torch.accelerator.is_available()
     if not on_gpu:
@@ -182,7 +178,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _mistyped(content: Mapping[str, Any]) -> list[str]:
-    """Entries that are read here and are not of the type that DeepSpeed wants."""
+    """Entries that are read here and are not of DeepSpeed's types."""
     objects = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler")
     others = [key for key in objects if not isinstance(content.get(key, {}), dict)]
     wrong = [f"{key} {json.dumps(content[key])}: not an object" for key in others]
@@ -217,7 +213,7 @@ def _unusable(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _conflicts(given: Mapping[str, Any], args: Any) -> Iterator[str]:
-    """Values of a file that say something else than the flags."""
+    """Values of a file that differ from those of the flags."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     per_device, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     wanted: dict[str, tuple[Any, str]] = {
@@ -249,14 +245,14 @@ def _zero_problems(zero: Mapping[str, Any], args: Any) -> Iterator[str]:
         yield where + "zenflow: updates at times of its own; remove it"
     if importlib.util.find_spec("deepspeed") is None:
         return
-    settle_accelerator()
+    quiet_accelerator()
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     try:
         DeepSpeedZeroConfig(**{name: value for name, value in zero.items() if value != "auto"})
     except ValidationError as error:
-        yield from (f"{where}{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        yield from (f"{where}{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
 
 
 # --- steps -------------------------------------------------------------------------------------------------------

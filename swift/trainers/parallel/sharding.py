@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def require_sharding(args: Any) -> None:
-    """Checks `--deepspeed` and `--fsdp` before anything is loaded."""
-    require_deepspeed(args)
+    """Check `--deepspeed` and `--fsdp`, one of which is set, before anything is loaded."""
+    if args.deepspeed:
+        require_deepspeed(args)
     problems = []
     if args.fsdp and args.deepspeed:
         problems.append(f"--fsdp: {args.fsdp}: both shard the model, as does --deepspeed {args.deepspeed}; drop one")
@@ -44,28 +45,27 @@ def describe(args: Any) -> str:
 
 
 def loading_device(args: Any) -> torch.device | None:
-    """Where the model to train is loaded: this process's device, or the host if its shards alone go to the device."""
-    return None if args.fsdp or stage_of(args) == 3 else own_device()
+    """Where the model to train is loaded: this process's device, or None for the host, if only shards are on it."""
+    sharded = args.fsdp or (args.deepspeed and stage_of(args) == 3)
+    return None if sharded else own_device()
 
 
 def sharding_options(args: Any) -> dict[str, Any]:
-    """The entries of TrainingArguments that `--deepspeed` or `--fsdp` decide; {} without them.
+    """The entries of TrainingArguments that `--deepspeed` or `--fsdp`, one of which is set, decide.
 
     Accelerate's process state is made here, because on CPUs transformers would not offer either.
     """
-    config = deepspeed_config(args)
-    if config is not None:
+    if args.deepspeed:
+        config = deepspeed_config(args)
         make_deepspeed_state()
-        way: dict[str, Any] = {"deepspeed": config}
-    elif args.fsdp:
+        options: dict[str, Any] = {"deepspeed": config}
+    else:
         _make_fsdp_state()
         # gathers again in the backward pass, or keeps what the forward pass gathered
-        way = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
-    else:
-        return {}
+        options = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
     dtype = dtype_name(args)
     return {
-        **way,
+        **options,
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
         "accelerator_config": {"use_configured_state": True},

@@ -1,1 +1,1 @@
-"""Preference methods: pairs or verdicts of answers become rows, and rows TRL's trainers' batches."""
+"""Preference methods: rows of paired or unpaired answers, for the trainers of TRL."""

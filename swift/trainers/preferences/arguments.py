@@ -1,4 +1,4 @@
-"""Settings of the preference methods: their losses and the reference model that some of them have."""
+"""Settings of the preference methods: losses and reference model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIVERGENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", 
 
 @dataclass(kw_only=True)
 class BetaArguments:
-    """What every preference loss has."""
+    """Settings of every preference loss."""
 
     GROUP: ClassVar[str] = "Objective"
 
@@ -32,7 +32,7 @@ class BetaArguments:
 
 @dataclass(kw_only=True)
 class ReferenceArguments(BetaArguments):
-    """The frozen model that log-probs are compared with."""
+    """Settings of the frozen reference model."""
 
     ref_model: str | None = flag(group="Model", everyday=False, unset="the model as it starts")
     """Model or adapter folder of the reference. By default LoRA switches its adapter off, full tuning keeps a copy."""
@@ -55,7 +55,7 @@ class ReferenceArguments(BetaArguments):
     """Share of the model in a move."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
+        """Problems of these settings, one line each."""
         args: Any = self
         if self.precompute_ref_log_probs and args.streaming:
             yield (
@@ -80,7 +80,7 @@ class ReferenceArguments(BetaArguments):
 
 @dataclass(kw_only=True)
 class DivergenceArguments(ReferenceArguments):
-    """What losses of a pair's log-ratios have."""
+    """Settings of losses of a pair's log-ratios."""
 
     ld_alpha: float | None = flag(at_least=0, at_most=1, everyday=False, unset="1: all tokens count alike")
     """Weight of the tokens beyond the length that both answers have (LD-DPO, arXiv:2409.06411)."""
@@ -132,7 +132,7 @@ class DPOParameters(DivergenceArguments):
                 yield f"--{name}: {value}: no effect on --loss_type sft alone"
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
+        """Problems of these settings, one line each."""
         losses = " ".join(self.loss_type)
         if self.loss_weights and len(self.loss_weights) != len(self.loss_type):
             shown = " ".join(f"{weight:g}" for weight in self.loss_weights)
@@ -156,7 +156,7 @@ class DPOParameters(DivergenceArguments):
 
 @dataclass(kw_only=True)
 class KTOParameters(ReferenceArguments):
-    """KTO (arXiv:2402.01306): single answers with a verdict."""
+    """KTO (arXiv:2402.01306): unpaired answers, each with a label."""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = flag("kto")
     """Loss. apo_zero_unpaired (arXiv:2408.06266) has no KL term."""
@@ -172,7 +172,7 @@ class KTOParameters(ReferenceArguments):
     answers, so kto needs two."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
+        """Problems of these settings, one line each."""
         if self.loss_type == "kto" and self.per_device_train_batch_size < 2:
             yield (
                 "--per_device_train_batch_size: 1: the KL term of kto needs several rows in a batch; use 2 or more "
@@ -182,7 +182,7 @@ class KTOParameters(ReferenceArguments):
 
 @dataclass(kw_only=True)
 class ContrastiveParameters(BetaArguments):
-    """What CPO and SimPO share."""
+    """Settings of CPO and SimPO."""
 
     cpo_alpha: float = flag(1.0, at_least=0)
     """Weight of the negative log-likelihood of the chosen answer; 0 is SimPO as in its paper."""
@@ -205,7 +205,7 @@ class CPOParameters(ContrastiveParameters):
     """Loss."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each."""
+        """Problems of these settings, one line each."""
         if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
             yield (
                 f"--label_smoothing: {self.label_smoothing:g}: --loss_type {self.loss_type} has none; use "

@@ -14,24 +14,24 @@ from swift.trainers.trl.method import Method
 
 
 class Distilled:
-    """In front of TRL's trainer, which divides the loss by the tokens of all processes."""
+    """Mixin before TRL's trainer, which divides the loss by the number of tokens of all processes."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        # TRL turns checkpointing off while sampling, so keys and values can be kept
+        # TRL disables gradient checkpointing while sampling, so the key-value cache can be used
         self.generation_kwargs["use_cache"] = self.generation_config.use_cache = True  # type: ignore[attr-defined]
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's; gradients are averaged over processes, so each divides by its share of the tokens."""
+        """As TRL's, but divides by the mean number of tokens per process, since gradients are averaged over them."""
         if num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch / self.args.world_size  # type: ignore[attr-defined]
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
 
 def load_teacher(args: Any, model: Any) -> dict[str, Any]:
-    """The teacher, frozen, on the device of this process; without weights where the model has none.
+    """The teacher, frozen, on the device of this process; without weights if the model has none.
 
     Raises:
         ConfigError: it cannot be loaded, or has another vocabulary.
@@ -41,7 +41,7 @@ def load_teacher(args: Any, model: Any) -> dict[str, Any]:
     device = "meta" if model.device.type == "meta" else own_device()
     teacher: Any = load_other(args.teacher_model, args, device, "--teacher_model")
     teacher.requires_grad_(False)
-    theirs, ours = (one.config.get_text_config().vocab_size for one in (teacher, model))
+    theirs, ours = (network.config.get_text_config().vocab_size for network in (teacher, model))
     if theirs != ours:
         raise ConfigError(
             f"--teacher_model: {args.teacher_model}: a vocabulary of {theirs} tokens, and the model's has {ours}; "

@@ -1,4 +1,4 @@
-"""The preference methods: what each puts into the frame of `swift.trainers.trl`."""
+"""The preference methods: one `Method` of `swift.trainers.trl` each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from swift.models.template import Template
 
 IDEAL_RATIO = 4 / 3
-"""How much more the desirable answers of KTO may weigh than the undesirable ones, equation 8 of arXiv:2402.01306."""
+"""Largest ratio of the total weights of desirable and undesirable answers of KTO, equation 8 of arXiv:2402.01306."""
 
 
-class RowsAsTheyAre:
-    """Keeps the token ids that `encode` has made."""
+class PreparedRows:
+    """Mixin before trainers that prepare rows: keeps the token ids that `encode` has made."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
 
 
-class RowsNotMapped:
-    """Keeps them from trainers that map any rows while they are made, and cannot map a stream or several sets."""
+class UnmappedRows:
+    """Mixin before trainers whose constructor maps all rows, which streams and several sets do not allow."""
 
     def __init__(self, *, train_dataset: Any, eval_dataset: Any, **arguments: Any) -> None:
         from datasets import Dataset
 
-        nothing = Dataset.from_list([])
-        evaluated = None if eval_dataset is None else nothing
-        super().__init__(train_dataset=nothing, eval_dataset=evaluated, **arguments)  # type: ignore[call-arg]
+        empty = Dataset.from_list([])
+        evaluated = None if eval_dataset is None else empty
+        super().__init__(train_dataset=empty, eval_dataset=evaluated, **arguments)  # type: ignore[call-arg]
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
 
 
@@ -41,9 +41,9 @@ def _options(*names: str, **fixed: Any) -> Any:
     """Options of a method: settings under the names of its config class, and fixed ones."""
 
     def options(args: Any) -> dict[str, Any]:
-        given = {name: getattr(args, name) for name in names}
+        chosen = {name: getattr(args, name) for name in names}
         # rows over the limit are left out already, never cut
-        return {"disable_dropout": False, "max_length": None, **given, **fixed}
+        return {"disable_dropout": False, "max_length": None, **chosen, **fixed}
 
     return options
 
@@ -70,18 +70,18 @@ ACCURACY = ("rewards/accuracies", "accuracy")
 MARGIN = ("rewards/margins", "margin")
 
 
-_verdicts = encoding("verdict")
+_unpaired = encoding("unpaired")
 
 
-def _encode_verdicts(args: Any, template: Template) -> Encoded:
-    """Rows for KTO: shuffled here, for its batches keep their order; see `with_others_answers`."""
-    train, val, lines = _verdicts(args, template)
+def _encode_unpaired(args: Any, template: Template) -> Encoded:
+    """Rows of KTO, shuffled here, because its trainer keeps their order; see `with_others_answers`."""
+    train, val, lines = _unpaired(args, template)
     if not args.streaming:
         lines += balance_lines(train["label"], args.desirable_weight, args.undesirable_weight)
         if args.dataset_shuffle:
             train = train.shuffle(seed=args.data_seed)
     if args.loss_type == "kto":
-        # of as many rows in evaluation too, whose batches may have one row
+        # with the same number of rows in evaluation, whose batches may have one row
         rotated = functools.partial(with_others_answers, batch_size=args.per_device_train_batch_size)
         train = rotated(train)
         val = {name: rotated(part) for name, part in val.items()} if isinstance(val, dict) else val and rotated(val)
@@ -89,7 +89,7 @@ def _encode_verdicts(args: Any, template: Template) -> Encoded:
 
 
 def with_others_answers(rows: Any, batch_size: int) -> Any:
-    """The rows, each with the answer of the row before it in its batch, for KTO's estimate of the KL."""
+    """The rows, each with the answer of the previous row of its batch, for KTO's estimate of the KL."""
 
     def rotated(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         answers = batch["completion_ids"]
@@ -99,7 +99,7 @@ def with_others_answers(rows: Any, batch_size: int) -> Any:
 
 
 def balance_lines(labels: list[bool], desirable_weight: float, undesirable_weight: float) -> list[str]:
-    """How many answers are good and bad, and weights that would balance them where those given do not.
+    """The numbers of desirable and undesirable answers, and weights that balance them if the given ones do not.
 
     >>> balance_lines([True, False, False, False], 1.0, 1.0)[1].split("; ")[1]
     'use --desirable_weight 3 to 4, or --undesirable_weight 0.25 to 0.333'
@@ -128,7 +128,7 @@ _pairs = functools.partial(
     encode=encoding("pair"),
     fuses_head=True,
     parts=reference_parts,
-    overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
+    overrides=(PreparedRows, ReferenceInCheckpoint),
     logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
     measured=(*LOGITS, "num_tokens", "aux_loss"),
     shown=(ACCURACY, MARGIN),
@@ -139,13 +139,13 @@ IPO = _pairs(options=_options(*DIVERGENCE, loss_type=["ipo"]))
 KTO = Method(
     trainer="trl:KTOTrainer",
     config="trl:KTOConfig",
-    encode=_encode_verdicts,
+    encode=_encode_unpaired,
     fuses_head=True,
     options=_options(
         *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
     ),
     parts=reference_parts,
-    overrides=(RowsAsTheyAre, ReferenceInCheckpoint),
+    overrides=(PreparedRows, ReferenceInCheckpoint),
     logged=("entropy", "kl", *MARGINS),
     measured=(*LOGITS, "num_tokens", "aux_loss"),
     shown=(MARGIN,),
@@ -154,7 +154,7 @@ KTO = Method(
 _without_reference = functools.partial(
     Method,
     encode=encoding("labelled pair"),
-    overrides=(RowsNotMapped,),
+    overrides=(UnmappedRows,),
     measured=LOGITS,
     shown=(ACCURACY, MARGIN),
 )
@@ -179,7 +179,7 @@ RM = Method(
     encode=encoding("scored pair"),
     reward_head="answer",
     options=_options("center_rewards_coefficient"),
-    overrides=(RowsAsTheyAre,),
+    overrides=(PreparedRows,),
     logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),
     measured=("num_tokens",),
     shown=(("accuracy", "accuracy"), ("margin", "margin")),

@@ -17,7 +17,7 @@ from datasets import Dataset, load_from_disk
 
 from swift.models.checkpoint_tensors import is_peft
 from swift.models.reference import FrozenReference, load_reference
-from swift.models.sharded import shard
+from swift.models.sharded import is_sharding, shard
 from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading
@@ -58,7 +58,8 @@ class ReferenceInCheckpoint(AtomicTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; the reference is sharded before TRL prepares it."""
         super().create_accelerator_and_postprocess()
-        if self.ref_model is not None and not self.args.precompute_ref_log_probs:  # of that TRL makes a digest first
+        precomputes = self.args.precompute_ref_log_probs  # then TRL first hashes the weights
+        if self.ref_model is not None and not precomputes and is_sharding(self.accelerator):
             shard(self.ref_model, self.accelerator)
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:

@@ -1,7 +1,7 @@
-"""Rows of preferences as the token ids that TRL's trainers take.
+"""Rows of preferences as token ids for TRL's trainers.
 
-Prompt and answer are rendered together with the model's chat template and tokenised once, as TRL does. An answer begins
-where that differs from the prompt alone, ready for the assistant.
+Prompt and answer are rendered together with the model's chat template and tokenised once, as in TRL. An answer begins
+at the first token that differs from the prompt alone (with its generation prompt).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from swift.data.loading import Example, Purpose
 
 Ids = list[int]
-Layout = Literal["pair", "labelled pair", "verdict", "scored pair", "turn"]
+Layout = Literal["pair", "labelled pair", "unpaired", "scored pair", "turn"]
 COLUMNS: dict[Layout, dict[str, str]] = {
     "pair": dict.fromkeys(("prompt_ids", "chosen_ids", "rejected_ids"), "ids"),
     "labelled pair": {
@@ -28,14 +28,14 @@ COLUMNS: dict[Layout, dict[str, str]] = {
         for answer in ("chosen", "rejected")
         for name in ("input_ids", "attention_mask", "labels")
     },
-    "verdict": {"prompt_ids": "ids", "completion_ids": "ids", "label": "bool"},
+    "unpaired": {"prompt_ids": "ids", "completion_ids": "ids", "label": "bool"},
     "scored pair": {"chosen_ids": "ids", "rejected_ids": "ids", "margin": "float64"},
     "turn": {"input_ids": "ids", "completion_mask": "ids", "prompt": "string"},
 }
-"""Columns of a row. A pair and a verdict split it into prompt and answers, the others hold whole sequences. GKD's
-collator asks for the prompt's text, which nobody reads."""
+"""Columns of a row. "pair" and "unpaired" split it into prompt and answers, the others hold whole sequences. GKD's
+collator requires the prompt's text, which is not used."""
 
-PURPOSES: dict[Layout, Purpose] = {"verdict": "label", "turn": "chat"}
+PURPOSES: dict[Layout, Purpose] = {"unpaired": "label", "turn": "chat"}
 
 EMPTY = "an empty answer"
 NO_PROMPT = "no prompt before the answer"
@@ -44,46 +44,46 @@ NO_LOSS = 'an answer with "loss": false'
 
 @dataclass(frozen=True)
 class AnswerEncoder(Encoder):
-    """Turns a prompt with its answers into a row; see `Encoder`."""
+    """Encodes a prompt with its answers as a row; see `Encoder`."""
 
     layout: Layout
 
     def encode(
         self, prompt: list[dict[str, Any]], answers: list[list[dict[str, Any]]], tools: Any, more: Any
     ) -> dict[str, Any]:
-        """The columns of the layout; `more` is the label of a verdict, or the margin of a scored pair."""
+        """The columns of the layout; `more` is the label of an unpaired answer, or the margin of a scored pair."""
         if not prompt:
             raise RefusedChat(NO_PROMPT)
         if any(not turn.get("loss", True) for answer in answers for turn in answer):
             raise RefusedChat(NO_LOSS)
-        whole_of = self.template.encode_finished if self.layout == "scored pair" else self._rendered
+        render = self.template.encode_finished if self.layout == "scored pair" else self._rendered
         alone = self.template.encode_prompt(prompt, tools)
-        wholes = [whole_of([*prompt, *answer], tools) for answer in answers]
-        start = min(_num_shared(alone, whole) for whole in wholes)
-        if any(len(whole) == start for whole in wholes):
+        sequences = [render([*prompt, *answer], tools) for answer in answers]
+        start = min(_num_shared(alone, sequence) for sequence in sequences)
+        if any(len(sequence) == start for sequence in sequences):
             raise RefusedChat(EMPTY)
         moved = start < len(alone) and self.layout != "scored pair"
         if self.layout == "labelled pair":
-            wholes, start = self._with_ends(wholes, start)
-        size = sum(map(len, wholes))
-        self.check_length(max(map(len, wholes)))
-        columns = zip(self.columns, self._values(wholes, start, more), strict=True)
-        return {**dict(columns), **counts(size, size - start * len(wholes), moved=moved)}
+            sequences, start = self._with_ends(sequences, start)
+        size = sum(map(len, sequences))
+        self.check_length(max(map(len, sequences)))
+        columns = zip(self.columns, self._values(sequences, start, more), strict=True)
+        return {**dict(columns), **counts(size, size - start * len(sequences), moved=moved)}
 
     @property
     def columns(self) -> Mapping[str, str]:  # type: ignore[override]
         """See `Encoder`."""
         return COLUMNS[self.layout]
 
-    def given(self, example: Example) -> Iterator[list[Any]]:
-        """One row for each rejected answer or verdict; see `Encoder`."""
+    def inputs(self, example: Example) -> Iterator[list[Any]]:
+        """One row for each rejected or unpaired answer; see `Encoder`."""
         columns, prompt = example.columns, example.messages
         tools = columns.get("tools")
         if self.layout == "turn":
             yield [prompt[:-1], [prompt[-1:]], tools, None]
         elif "completion" in columns:
             yield [prompt, [columns["completion"]], tools, columns["label"]]
-        elif self.layout == "verdict":
+        elif self.layout == "unpaired":
             yield [prompt, [columns["chosen"]], tools, True]
             for rejected in columns["rejected"]:
                 yield [prompt, [rejected], tools, False]
@@ -94,37 +94,37 @@ class AnswerEncoder(Encoder):
     def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> Ids:
         return self.template.encode_text(self.template.render(messages, tools=tools))
 
-    def _with_ends(self, wholes: list[Ids], start: int) -> tuple[list[Ids], int]:
-        """As TRL's trainers of CPO and ORPO have it, which make sure of the tokens of begin and end."""
+    def _with_ends(self, sequences: list[Ids], start: int) -> tuple[list[Ids], int]:
+        """The sequences with begin and end tokens, which TRL's trainers of CPO and ORPO add if they are missing."""
         begin, end = self.template.tokenizer.bos_token_id, self.template.tokenizer.eos_token_id
-        if begin is not None and wholes[0][:1] != [begin]:
-            wholes, start = [[begin, *whole] for whole in wholes], start + 1
-        return [whole if whole[-1] == end else [*whole, end] for whole in wholes], start
+        if begin is not None and sequences[0][:1] != [begin]:
+            sequences, start = [[begin, *sequence] for sequence in sequences], start + 1
+        return [sequence if sequence[-1] == end else [*sequence, end] for sequence in sequences], start
 
-    def _values(self, wholes: list[Ids], start: int, more: Any) -> Iterator[Any]:
+    def _values(self, sequences: list[Ids], start: int, more: Any) -> Iterator[Any]:
         if self.layout == "labelled pair":
-            for whole in wholes:
-                yield from (whole, [1] * len(whole), [IGNORED] * start + whole[start:])
+            for sequence in sequences:
+                yield from (sequence, [1] * len(sequence), [IGNORED] * start + sequence[start:])
         elif self.layout == "scored pair":
-            yield from (*wholes, more or 0.0)
+            yield from (*sequences, more or 0.0)
         elif self.layout == "turn":
-            yield from (wholes[0], [0] * start + [1] * (len(wholes[0]) - start), "")
+            yield from (sequences[0], [0] * start + [1] * (len(sequences[0]) - start), "")
         else:
-            yield wholes[0][:start]
-            yield from (whole[start:] for whole in wholes)
-            if self.layout == "verdict":
+            yield sequences[0][:start]
+            yield from (sequence[start:] for sequence in sequences)
+            if self.layout == "unpaired":
                 yield more
 
 
 def _num_shared(first: Ids, second: Ids) -> int:
-    """How many leading tokens are the same."""
+    """The number of equal leading tokens."""
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
 
 
 def encoding(layout: Layout) -> Callable[[Any, Template], Encoded]:
-    """What a `Method` encodes its rows with."""
+    """The `encode` of a `Method` with this layout of rows."""
 
     def encode(args: Any, template: Template) -> Encoded:
         from swift.models.policy import context_length

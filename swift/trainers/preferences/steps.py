@@ -1,6 +1,6 @@
-"""Process reward models: token classification with transformers' Trainer, which TRL has no trainer for any more.
+"""Process reward models: token classification with transformers' Trainer; TRL has no trainer for them any more.
 
-Right (1) or wrong (0) is learnt at the last token of the separator after each step; all other tokens are ignored.
+The label right (1) or wrong (0) is at the last token of the separator after each step; all other tokens are ignored.
 Source: Let's Verify Step by Step (arXiv:2305.20050); stepwise rows as of Math-Shepherd (arXiv:2312.08935).
 """
 
@@ -27,33 +27,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepEncoder(Encoder):
-    """Turns a prompt with the steps of its answer into token ids and labels of equal length; see `Encoder`."""
+    """Encodes a prompt with the steps of its answer as token ids and labels of equal length; see `Encoder`."""
 
     separator: str
     last_only: bool = False
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
-    def given(self, example: Example) -> Iterator[list[Any]]:
+    def inputs(self, example: Example) -> Iterator[list[Any]]:
         """See `Encoder`."""
         columns = example.columns
         yield [example.messages, columns["completions"], columns["labels"], columns.get("tools")]
 
     def encode(
-        self, prompt: list[dict[str, Any]], steps: Sequence[str], verdicts: Sequence[bool], tools: Any = None
+        self, prompt: list[dict[str, Any]], steps: Sequence[str], are_right: Sequence[bool], tools: Any = None
     ) -> dict[str, Any]:
-        """See `Encoder`; as many tokens are trained on as there are steps to judge."""
+        """See `Encoder`; the number of tokens that are trained on is that of the labelled steps."""
         ids, ends = encode_steps(self.template, prompt, steps, self.separator, tools)
         self.check_length(len(ids))
-        judged = list(zip(ends, verdicts, strict=True))[-1 if self.last_only else 0 :]
+        labelled = list(zip(ends, are_right, strict=True))[-1 if self.last_only else 0 :]
         labels = [IGNORED] * len(ids)
-        for end, right in judged:
+        for end, right in labelled:
             labels[end] = int(right)
-        return {"input_ids": ids, "labels": labels, **counts(len(ids), len(judged))}
+        return {"input_ids": ids, "labels": labels, **counts(len(ids), len(labelled))}
 
 
 def encode(args: Any, template: Template) -> Encoded:
-    """Rows for training and evaluation, which is of all steps, and lines to print about both.
+    """Rows for training and evaluation (of all steps), and lines to print about both.
 
     Raises:
         ConfigError: wrong data, or no usable row.
@@ -64,13 +64,13 @@ def encode(args: Any, template: Template) -> Encoded:
         raise ConfigError(
             f"--step_separator: {args.step_separator!r}: the model's tokenizer has no token for it; give another"
         )
-    every = StepEncoder(template, args.max_length or context_length(args), args.step_separator)
-    train = dataclasses.replace(every, last_only=args.train_on_last_step_only)
-    return encode_splits(args, train, "steps", held_out=every)
+    all_steps = StepEncoder(template, args.max_length or context_length(args), args.step_separator)
+    train = dataclasses.replace(all_steps, last_only=args.train_on_last_step_only)
+    return encode_splits(args, train, "steps", held_out=all_steps)
 
 
 def step_metrics(prediction: Any) -> dict[str, float]:
-    """Share of steps judged rightly, and F1 of finding the wrong ones, over all steps of an evaluation set."""
+    """Accuracy of the labels of steps, and F1 of wrong steps, over all steps of an evaluation set."""
     kept = prediction.label_ids != IGNORED
     found, truth = prediction.predictions[kept] == 0, prediction.label_ids[kept] == 0
     both = int((found & truth).sum())
@@ -78,12 +78,12 @@ def step_metrics(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((found == truth).mean()), "f1": 2 * both / wrong if wrong else 1.0}
 
 
-def _likelier(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _predicted_labels(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
 class StepTrainer(AtomicTrainer):
-    """Pads rows as token classification does, and evaluates by steps."""
+    """Pads rows as for token classification, and evaluates by steps."""
 
     def __init__(self, **arguments: Any) -> None:
         from transformers import DataCollatorForTokenClassification
@@ -91,7 +91,7 @@ class StepTrainer(AtomicTrainer):
         super().__init__(
             data_collator=DataCollatorForTokenClassification(arguments["processing_class"]),
             compute_metrics=step_metrics,
-            preprocess_logits_for_metrics=_likelier,
+            preprocess_logits_for_metrics=_predicted_labels,
             **arguments,
         )
 

@@ -1,16 +1,16 @@
-"""Heartbeats between ranks: every rank learns within a minute that another one is gone.
+"""Heartbeats between ranks: every rank detects within a minute that another one is lost.
 
-A rank that is stopped, swapped out or cut off leaves the others in a collective until its time-out, which is half an
-hour for good reasons (a checkpoint on a slow disk), or without end where they wait for rank 0. So each rank writes a
-heartbeat into the rendezvous store from a thread, and reads those of the others. If a rank's heartbeat stands still for
-`SILENT_S`, or the rank has ended with an error, this process ends too, with one line that names it. Time is counted in
-looks at the heartbeats, not read from a clock: where all processes are suspended together (a container that is paused,
-a job that is preempted) nobody looks, and nobody is lost.
+A rank that is stopped, swapped out or disconnected leaves the others in a collective until its timeout, which is half
+an hour by default (a checkpoint on a slow disk may take long), or without end if they wait for rank 0. So each rank
+writes a heartbeat into the rendezvous store from a thread, and reads those of the others. If a rank's heartbeat does
+not change for `SILENT_S`, or the rank has ended with an error, this process ends too, with one line that names it. Time
+is counted in reads of the heartbeats, not taken from a clock: if all processes are suspended together (a paused
+container, a preempted job), no rank counts as lost.
 
     beat      "<count>|<host>|<pid>|<state>"  every BEAT_S
-    "closed"  it has finished    "failed <code> <line>"  it has failed, with the exit code that the others take over
+    "closed"  it has finished    "failed <code> <line>"  it has failed, with the exit code for the others
 
-`state` says where a rank stands still, if it does (`swift.trainers.supervision.watchdog`).
+`state` is the phase in which a rank makes no progress, if it makes none (`swift.trainers.supervision.watchdog`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SILENT_S = 40.0
 """Longer than any pause of a healthy interpreter; with the launcher's reaction still below a minute."""
 STORE_LIMIT_S = 5.0
 KINDS = {kind.exit_code: kind for kind in (ConfigError, ResourceError, RewardError, NumericError)}
-"""Kinds of failures whose exit codes other ranks take over; EngineError stands for the others."""
+"""Exit code -> error that other ranks raise; any other code is an EngineError."""
 
 
 class Heartbeat:
@@ -56,7 +56,7 @@ class Heartbeat:
 
     Attributes:
         state: of this rank; travels with its beats.
-        before_end: called before this process is ended for another rank's sake.
+        before_end: called before this process is ended because of another rank.
     """
 
     def __init__(self, collectives: Collectives, *, beat_s: float = BEAT_S, silent_s: float = SILENT_S) -> None:
@@ -69,7 +69,7 @@ class Heartbeat:
         self._failing = False
         self._thread: threading.Thread | None = None
         self._store: Any = None
-        # rank -> its last text, and the looks since it came
+        # rank -> its last text, and the number of reads since it changed
         self._seen = {rank: ("", 0) for rank in range(collectives.world_size) if rank != collectives.rank}
         self._unreached = 0
 
@@ -83,6 +83,8 @@ class Heartbeat:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.collectives.watched = False
+        if self._thread is None:
+            return
         if error is None or isinstance(error, Interrupted | KeyboardInterrupt):
             self._close("closed", self.silent_s)
         else:
@@ -90,7 +92,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def own_errors(self) -> Iterator[None]:
-        """Wrong numbers, which all ranks see, end this rank by themselves, however long that takes."""
+        """Let this rank end by its own NumericError, which all ranks raise, rather than by that of another rank."""
         try:
             yield
         except NumericError:
@@ -98,11 +100,11 @@ class Heartbeat:
             raise
 
     def tell_failure(self, line: str, code: int = EngineError.exit_code) -> None:
-        """Say to the others, from any thread, that this rank ends now with an exit code, and why."""
+        """Report to the others, from any thread, that this rank ends now: the exit code and the error's line."""
         self._close(f"failed {code} {line}", 3 * self.beat_s)
 
     def standing_still(self) -> str:
-        """The other ranks that said that they stand still too, in one line; "" for none."""
+        """The other ranks that report no progress either, in one line; "" for none."""
         states = {rank: (text.split("|", 3) + [""] * 3)[3] for rank, (text, _) in self._seen.items()}
         return "; ".join(f"so did rank {rank} {state}" for rank, state in states.items() if state)
 
@@ -112,7 +114,7 @@ class Heartbeat:
             return
         self._closing.set()
         self._thread.join(2 * STORE_LIMIT_S)
-        if self._store is None:  # it is gone, and with it those who would read
+        if self._store is None:  # lost, so no other rank can read it
             return
         if not self._say(text) or not self.is_main:
             return
@@ -134,7 +136,7 @@ class Heartbeat:
                 return
 
     def _guard(self) -> None:
-        """A store behind a cut cable does not fail, it is silent: the other thread may hang in it."""
+        """End this process if the store does not respond: after a broken connection the other thread may hang in it."""
         while not self._closing.wait(self.beat_s):
             self._unreached += 1
             if self._unreached * self.beat_s > self.silent_s and self._needs_store():
@@ -144,7 +146,7 @@ class Heartbeat:
         return not self.is_main and self._seen[0][0] != "closed"
 
     def _store_is_gone(self) -> bool:
-        """Whether nobody listens at its address any more: the kernel refuses at once, a cut cable is silent."""
+        """Whether connections to its address are refused; a broken connection would time out instead."""
         if not self._needs_store():
             return False
         try:
@@ -155,7 +157,7 @@ class Heartbeat:
         return False
 
     def _ask(self, use: Callable[[Any], Any]) -> Any:
-        """What `use` returns of the store; None if it is gone or slow, which torch tells by RuntimeErrors."""
+        """The result of `use` on the store; None if it is lost or slow, for which torch raises RuntimeErrors."""
         try:
             if self._store is None:
                 self._store = connect(STORE_LIMIT_S)
@@ -165,17 +167,17 @@ class Heartbeat:
             return None
 
     def _say(self, text: str) -> bool:
-        """Write this rank's text; whether the store took it."""
+        """Write this rank's text; returns whether the store accepted it."""
         return bool(self._ask(lambda store: store.set(_key(self.rank), text) or True))
 
     def _read(self, rank: int) -> str | None:
-        """The text of a rank, "" before its first; None if the store does not answer."""
+        """The text of a rank, "" before its first; None if the store does not respond."""
         key = _key(rank)
         text: str | None = self._ask(lambda store: store.get(key).decode() if store.check([key]) else "")
         return text
 
     def _look(self) -> bool:
-        """Read the beats of the others; whether the store answered."""
+        """Read the heartbeats of the others; returns whether the store responded."""
         for rank, (last, looks) in self._seen.items():
             text = self._read(rank)
             if text is None:

@@ -1,16 +1,16 @@
-"""A watchdog stops a hung run and says what stood still (`--stall_timeout`, exit code 4).
+"""A watchdog stops a hung run and reports the stuck phase (`--stall_timeout`, exit code 4).
 
-Whatever is completed counts as progress: a completion, a token of an engine, an outcome of a reward function, a bucket
-of weights, a micro-batch, a collective, a phase of the step, bytes of a checkpoint. A thread looks every tick whether
-there was any, and counts ticks without. Ticks, not seconds of a clock: whoever stops the whole process, or the machine,
-stops the count as well, and so does a debugger's prompt.
+Progress is anything completed: a completion, a token of an engine, a result of a reward function, a bucket of weights,
+a micro-batch, a collective, a phase of the step, bytes of a checkpoint. A thread checks for progress every tick and
+counts the ticks without. It counts ticks, not seconds, so that suspending the process or the machine, or the prompt of
+a debugger, does not count.
 
-    phase("train")    what the trainer's thread does; some phases have bounds of their own, which come first
+    phase("train")    current phase of the trainer's thread; some phases have bounds of their own, which come first
     touch()           something was completed, from any thread
-    waiting()         for other ranks, in a collective or for their messages: it is not this one that stands still
+    waiting()         the trainer's thread waits for other ranks, in a collective or for their messages
 
-A wait inside of a library's own collective cannot be seen from here; the rank that ends then says that the others stood
-still as well, and each leaves its stacks in its log.
+Waits inside a library's own collectives are not detected; the error then lists the other ranks without progress, and
+each rank writes its stacks to its log.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +32,28 @@ from swift.errors import EngineError, SwiftError, end_process
 from swift.rollout.engines.process import stack_of
 
 TICK_S = 5.0
-"""Longest time between two looks."""
+"""Longest time between two checks."""
 REBUILD_S = 600.0
-"""An engine in this process may take so long to be made anew: it loads its weights."""
+"""Time to create an engine in this process again, which loads its weights."""
 REWARD_MARGIN_S = 150.0
-"""A worker of the reward functions may take so long to be started, beyond the limit on a call."""
+"""Time to start a worker of the reward functions, beyond the limit on a call."""
 DUMP_S = 10.0
-"""How long writing the stacks may take: the disk may be what stands still."""
+"""Longest time to write the stacks, because the disk may be stuck."""
 DEBUGGERS = {"pdb", "bdb", "ipdb", "debugpy", "pydevd", "_pydevd_bundle"}
 
 
 class Watchdog:
-    """Ends the process when nothing moves; acts between `start` and `stop`.
+    """Ends the process when there is no progress; active between `start` and `stop`.
 
     Args:
         limit_s: ticks without progress, in seconds.
         limits: phase -> longer bound, where waits are bounded otherwise.
-        meters: give values that change while something moves; called on the watchdog's thread, must not wait.
+        meters: return values that change with progress; called on the watchdog's thread, must not block.
         log_file: takes the stacks of all threads.
         rank: of this process.
-        remarks: what else to say, one line each, "" for nothing: where engines are, who stands still too.
-        farewell: told the error's line before the end, so that other ranks know.
-        tick_s: between two looks.
+        remarks: return further lines of the error, "" for none: states of engines, other ranks without progress.
+        farewell: called with the error's line before the end, to inform other ranks.
+        tick_s: between two checks.
         end: ends the process.
     """
 
@@ -92,7 +93,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What the trainer's thread does inside; the innermost counts."""
+        """The phase of the trainer's thread inside the block; the innermost counts."""
         self._phases.append(name)
         self.touch()
         try:
@@ -103,7 +104,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The trainer's thread waits for other ranks inside."""
+        """The trainer's thread waits for other ranks inside the block."""
         self._waits += 1
         try:
             yield
@@ -112,7 +113,7 @@ class Watchdog:
             self.touch()
 
     def state(self) -> str:
-        """For the other ranks: where this one has stood still for more than a look, "" when it moves or waits."""
+        """For the other ranks: the phase and time without progress, "" if there is progress or the thread waits."""
         return f"{_where(self._phase())} for {self._still_s:.0f} s" if self._still_s > 2 * self.tick_s else ""
 
     @property
@@ -126,7 +127,7 @@ class Watchdog:
     # --- the thread -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start the thread."""
         if self._thread is None:
             self._stopped.clear()
             self._ticks = 0
@@ -135,7 +136,7 @@ class Watchdog:
             self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop the thread."""
         thread, self._thread = self._thread, None
         self._stopped.set()
         if thread is not None:
@@ -146,7 +147,7 @@ class Watchdog:
             self.tick()
 
     def tick(self) -> None:
-        """One look."""
+        """Check once for progress."""
         phase = self._phase()
         now = (self._count, [meter() for meter in self.meters], _written() if phase == "save" else None)
         if self._waits or now != self._seen:
@@ -173,7 +174,7 @@ class Watchdog:
         )
 
     def dump(self) -> None:
-        """Write the stacks of all threads to the log, unless the disk stands still."""
+        """Write the stacks of all threads to the log, unless the disk is stuck."""
         thread = threading.Thread(target=self._dump, name="watchdog-dump", daemon=True)
         thread.start()
         thread.join(DUMP_S)
@@ -184,11 +185,11 @@ class Watchdog:
             faulthandler.dump_traceback(log, all_threads=True)
 
 
+@dataclass(eq=False)
 class WatchdogCallback(TrainerCallback):
-    """Watches while Trainer trains, not while it loads what it resumes from."""
+    """Runs the watchdog while Trainer trains, not while it loads a checkpoint."""
 
-    def __init__(self, watchdog: Watchdog) -> None:
-        self.watchdog = watchdog
+    watchdog: Watchdog
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Everything is loaded."""
@@ -204,7 +205,7 @@ def _where(phase: str) -> str:
 
 
 def _debugged() -> bool:
-    """Whether a thread is in a debugger's hands."""
+    """Whether a debugger runs in a thread."""
     names = {
         str(frame.f_globals.get("__name__")).partition(".")[0]
         for innermost in sys._current_frames().values()
@@ -214,7 +215,7 @@ def _debugged() -> bool:
 
 
 def _written() -> Any:
-    """What this process has written so far, where the system counts it; a large file is progress before it is whole."""
+    """Bytes that this process has written, if the system counts them: writing a large file is progress."""
     import psutil
 
     counters = getattr(psutil.Process(), "io_counters", lambda: None)()

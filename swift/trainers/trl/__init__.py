@@ -1,1 +1,1 @@
-"""Training with a trainer of TRL or transformers: the frame around it, and what each method puts into the frame."""
+"""Training with a trainer of TRL or transformers: the run around it, and one `Method` per training method."""

@@ -1,10 +1,11 @@
-"""What `swift` adds to a trainer's steps: the end at a signal (of GRPO too), logging.jsonl, the console's lines."""
+"""Callbacks of the trainer: stop at a signal (of GRPO too), early stopping, logging.jsonl and the console's lines."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,22 @@ if TYPE_CHECKING:
     from swift.trainers.session import SignalTrap
 
 NON_FINITE_LIMIT = 3
-"""Log lines in a row with a loss that is no number after which the run ends (exit 6)."""
+"""Number of consecutive log lines with a non-finite loss after which the run ends (exit 6)."""
 
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch", "num_tokens")
-"""What a training line says of every method; evaluation lines say everything that begins with eval_."""
+"""Metrics in the training lines of every method; evaluation lines have all metrics that begin with eval_."""
 
 
+@dataclass(eq=False)
 class StopOnSignal(TrainerCallback):
-    """Ends the run after the current step, with a checkpoint, when any process was asked to stop."""
+    """Ends the run after the current step, with a checkpoint, if any process has received a signal."""
 
-    def __init__(self, trap: SignalTrap, collectives: Collectives) -> None:
-        self.trap, self.collectives = trap, collectives
-        self.interrupted = False
+    trap: SignalTrap
+    collectives: Collectives
+    interrupted: bool = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """After every optimizer step; the last one is always saved, whatever `--save_strategy` says."""
+        """Called after every optimizer step; the last one is always saved, whatever `--save_strategy` is."""
         stops = self.collectives.any(self.trap.caught is not None)
         if state.global_step >= state.max_steps:
             control.should_save = True
@@ -43,7 +45,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class EarlyStop(EarlyStoppingCallback):
-    """transformers', with a checkpoint of the step that is the last then; a resumed run goes on counting."""
+    """As transformers', with a checkpoint of the last step; a resumed run continues the count."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Reads the count from the checkpoint; patience and threshold are those of this start."""
@@ -52,7 +54,7 @@ class EarlyStop(EarlyStoppingCallback):
         self.early_stopping_patience_counter = saved["attributes"]["early_stopping_patience_counter"]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """After the evaluation of one dataset; only those with the metric count."""
+        """Called after the evaluation of each dataset; only a dataset with the metric counts."""
         name = "eval_" + args.metric_for_best_model.removeprefix("eval_")
         if name in metrics:
             super().on_evaluate(args, state, control, metrics, **kwargs)
@@ -60,7 +62,7 @@ class EarlyStop(EarlyStoppingCallback):
 
 
 class LogLines(TrainerCallback):
-    """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and says one line per log step.
+    """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and prints one line per log step.
 
     curves: drawn again at saves. logged: further metrics of training lines. shown: metrics that the console has beside
     the loss, with their names there.
@@ -113,12 +115,12 @@ class LogLines(TrainerCallback):
         self.say(self._line(row, evaluation=bool(evaluation)))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A checkpoint is there."""
+        """Draws the curves after a checkpoint."""
         if self.curves is not None:
             self.curves.draw()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The file is complete."""
+        """Closes the file."""
         self.writer.close()
 
     def _check(self, loss: float, step: int) -> None:
@@ -141,7 +143,7 @@ class LogLines(TrainerCallback):
         prefix = of.removesuffix("loss")
         more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
         if evaluation:
-            return f"{head}  evaluation{of_which(of)}: loss {row.get(of, math.nan):.4f}{more}"
+            return f"{head}  evaluation{dataset_suffix(of)}: loss {row.get(of, math.nan):.4f}{more}"
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
         left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
         return (
@@ -151,11 +153,11 @@ class LogLines(TrainerCallback):
 
 
 def losses_of(evaluation: Mapping[str, Any]) -> list[str]:
-    """Names of the losses of whole evaluations, each of which took some time."""
+    """Names of the losses of whole evaluations, which have a runtime."""
     return [n for n in evaluation if n.endswith("loss") and f"{n.removesuffix('loss')}runtime" in evaluation]
 
 
-def of_which(name: str) -> str:
-    """The dataset in the name of an evaluation's loss, for people; nothing if there is one only."""
+def dataset_suffix(name: str) -> str:
+    """The dataset in the name of an evaluation's loss, as " of <name>"; "" if there is only one."""
     dataset = name.removeprefix("eval_").removesuffix("loss").rstrip("_")
     return f" of {dataset}" if dataset else ""

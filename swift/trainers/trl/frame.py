@@ -1,4 +1,4 @@
-"""A trainer of TRL or transformers as `swift` uses it: atomic checkpoints, the settings, and its callbacks."""
+"""Construction of a trainer of TRL or transformers: atomic checkpoints, settings, callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SAME_IN_TRAINERS = (
 
 @functools.cache
 def trainer_class(method: Method) -> type[AtomicTrainer]:
-    """The method's trainer with checkpoints that are valid or do not exist."""
+    """The method's trainer with atomic checkpoints, which are complete or do not exist."""
     trainer = named(method.trainer)
     return type(f"Atomic{trainer.__name__}", (*method.overrides, OwnMetrics, AtomicTrainer, trainer), {})
 
@@ -52,13 +52,13 @@ def build_trainer(
     """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
     options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
     if isinstance(val, dict) and not is_of_one(args.metric_for_best_model, val):
-        options["metric_for_best_model"] = None  # there is no best one without a set that it is of
+        options["metric_for_best_model"] = None  # the metric of no set: there is no best checkpoint
     if getattr(args, "early_stopping_patience", None):
         callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
     arguments = on_one_device(named(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
-    given = {one: one.data for one in model.parameters() if one.requires_grad}
+    tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     trainer = trainer_class(method)(
         model=model,
         args=arguments,
@@ -72,9 +72,9 @@ def build_trainer(
         save_total_limit=args.save_total_limit,
         **(parts or {}),
     )
-    for one, data in given.items():  # TRL rounds adapters on quantised weights to 16 bits, PEFT reads them in 32
-        if one.dtype != data.dtype:
-            one.data = data
+    for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
+        if parameter.dtype != data.dtype:
+            parameter.data = data
     equip(trainer, args, folder)
     return trainer
 
@@ -82,7 +82,7 @@ def build_trainer(
 def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     """The settings as keyword arguments of TrainingArguments."""
     on_gpu = torch.cuda.is_available()
-    # no trainer here takes its loss from the model, and models without a language head cannot have it replaced
+    # no trainer here uses the loss of the model, and Liger cannot replace it in models without a language head
     liger = {**getattr(args, "liger_kernel_config", {}), "fused_linear_cross_entropy": False}
     precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
@@ -90,7 +90,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         "max_steps": args.max_steps,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "dataloader_drop_last": args.dataloader_drop_last,
-        # Rows are tokenised already: with one worker, the default, padding them here is quicker than sending them.
+        # Rows are tokenised already: padding them here is faster than sending them from one worker, the default.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
         **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},
         **({"liger_kernel_config": liger} if hasattr(args, "liger_kernel_config") else {}),

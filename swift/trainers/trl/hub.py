@@ -1,7 +1,7 @@
-"""`--push_to_hub`: the repository is there before the run begins, and the model is uploaded when it is done.
+"""`--push_to_hub`: the repository is created before the run begins, and the model is uploaded when it is done.
 
-transformers uploads the run's folder while checkpoints are being written into it, logs and optimizer included; here the
-model alone goes up, from a checkpoint that is complete.
+transformers uploads the run's folder while checkpoints are written into it, logs and optimizer included; here only the
+model is uploaded, from a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from swift.errors import ResourceError, first_line
 
-LEFT_OUT = [
+NOT_UPLOADED = [
     "optimizer*", "scheduler*", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin", "args.json",
     "manifest*", "reference.pt", "global_step*", "latest", "zero_to_*", "pytorch_model_fsdp*",
 ]  # fmt: skip
@@ -19,17 +19,17 @@ LEFT_OUT = [
 
 
 def check_hub(args: Any) -> None:
-    """Makes the repository if there is none.
+    """Creates the repository if there is none.
 
     Raises:
         ResourceError: the hub does not answer, or refuses.
     """
     if getattr(args, "push_to_hub", False):
-        _asked(args, "create_repo", private=args.hub_private_repo, exist_ok=True)
+        _request(args, "create_repo", private=args.hub_private_repo, exist_ok=True)
 
 
 def push(args: Any, folder: Path, trainer: Any) -> list[str]:
-    """Uploads the best checkpoint, else the last one; a line that says so.
+    """Uploads the best checkpoint, else the last one; returns a line to print.
 
     Raises:
         ResourceError: the hub does not answer; the run's checkpoints are complete.
@@ -40,15 +40,19 @@ def push(args: Any, folder: Path, trainer: Any) -> list[str]:
         return []
     best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
     checkpoint = best or last_checkpoint(folder)
-    _asked(args, "upload_folder", folder_path=checkpoint, ignore_patterns=LEFT_OUT)
+    _request(args, "upload_folder", folder_path=checkpoint, ignore_patterns=NOT_UPLOADED)
     return [f"hub: {checkpoint} is uploaded as {args.hub_model_id}"]
 
 
-def _asked(args: Any, request: str, **arguments: Any) -> None:
+def _request(args: Any, request: str, **arguments: Any) -> None:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    failures: Any = (*HfHubHTTPError.__bases__, HFValidationError, OSError)  # of whichever httpx the client has
+    failures: Any = (
+        *HfHubHTTPError.__bases__,
+        HFValidationError,
+        OSError,
+    )  # the base classes are those of the installed httpx
     try:
         getattr(HfApi(token=args.hub_token), request)(repo_id=args.hub_model_id, **arguments)
     except failures as error:  # the hub's own are OSErrors

@@ -1,6 +1,6 @@
-"""What differs between the methods that a trainer of TRL or transformers carries out: one `Method` each.
+"""Training methods that use a trainer of TRL or transformers: one `Method` each.
 
-The frame (`run`, `frame`, `callbacks`) is the same for all: run folder, checkpoints, exact resume, signals, logs.
+The rest (`run`, `frame`, `callbacks`) is the same for all: run folder, checkpoints, exact resume, signals, logs.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method, as the frame sees it.
+    """A training method.
 
     trainer, config: their classes, as `module:name`.
-    encode: from settings and chat template to the rows.
+    encode: settings and chat template -> rows.
     plain: whether rows are documents, so that the tokenizer needs no chat template.
     reward_head: of the model to train; None for a language model.
-    model_dropout: whether it keeps the dropout of its config; without, it and a frozen one differ by training only.
-    fuses_head: whether the loss multiplies by the weight of the output layer, past an adapter on it.
-    options: settings -> keyword arguments of `config` that this method alone has.
-    parts: makes the model ready; settings and model -> keyword arguments of `trainer` that this method alone has, such
-        as a reference model.
-    overrides: what replaces methods of `trainer`, in front of it in the order of classes.
-    logged: metrics of its training log lines beside those of every method.
+    model_dropout: whether the model keeps the dropout of its config; without it, the model and a frozen copy differ by
+        training only.
+    fuses_head: whether the loss multiplies by the weight of the output layer directly, which bypasses an adapter on it.
+    options: settings -> keyword arguments of `config` that only this method has.
+    parts: prepares the model; settings and model -> keyword arguments of `trainer` that only this method has, such as
+        a reference model.
+    overrides: mixins that come before `trainer` in the order of classes.
+    logged: metrics in its training log lines beside those of every method.
     measured: metrics of its evaluations beside those that it logs and those of every method.
-    shown: metric -> how the console calls it.
+    shown: metric -> its name on the console.
     """
 
     trainer: str
@@ -61,7 +62,7 @@ class Method:
 
     @property
     def evaluated(self) -> list[str]:
-        """The metrics that an evaluation may give, without the prefix `eval_`."""
+        """The metrics that an evaluation may have, without the prefix `eval_`."""
         return sorted({"loss", "runtime", "samples_per_second", "steps_per_second", *self.logged, *self.measured})
 
 
@@ -79,19 +80,19 @@ METHODS = {
     "gkd": "swift.trainers.preferences.distillation:GKD",
     "ebft_strided": "swift.trainers.ebft.strided:STRIDED",
 }
-"""Mode -> where its `Method` is."""
+"""Mode -> its `Method`, as `module:name`."""
 
 
 def rows_of(args: Any, method: Method, template: Template) -> Encoded:
-    """`Method.encode`, and a look at the metric that chooses the best checkpoint.
+    """`Method.encode`, and a check of the metric that selects the best checkpoint.
 
     Raises:
-        ConfigError: wrong data, or a metric that no evaluation of the method gives.
+        ConfigError: wrong data, or a metric that no evaluation of the method has.
     """
     train, val, lines = method.encode(args, template)
     metric = name = args.metric_for_best_model.removeprefix("eval_")
     if isinstance(val, dict):
-        of = next((one for one in sorted(val, key=len, reverse=True) if metric.startswith(f"{one}_")), None)
+        of = next((dataset for dataset in sorted(val, key=len, reverse=True) if metric.startswith(f"{dataset}_")), None)
         name = metric.removeprefix(f"{of}_") if of is not None else "loss"  # without a set there is no best one
     if val is not None and args.eval_strategy != "no" and name not in method.evaluated:
         raise ConfigError(f"--metric_for_best_model: {metric}: not measured; there are: {', '.join(method.evaluated)}")
@@ -99,7 +100,7 @@ def rows_of(args: Any, method: Method, template: Template) -> Encoded:
 
 
 def named(place: str) -> Any:
-    """What `module:name` stands for."""
+    """The object that `module:name` names."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 

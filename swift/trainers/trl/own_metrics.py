@@ -1,4 +1,4 @@
-"""Metrics of TRL: those of several evaluation sets by their names, and a count that goes on after a resume."""
+"""Metrics of TRL: prefixes for several evaluation sets, and a token count that continues after a resume."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class OwnMetrics:
-    """In front of a trainer of TRL, whose own metrics (accuracy and the like) do not name the dataset."""
+    """Mixin before a trainer of TRL, whose own metrics (accuracy and the like) lack the name of the dataset."""
 
     state: Any
     _dataset = ""
 
     @property
     def _total_train_tokens(self) -> int:
-        """TRL's counter, where checkpoints have it."""
+        """TRL's counter, kept in the state that checkpoints save."""
         return int(self.state.num_input_tokens_seen)
 
     @_total_train_tokens.setter
@@ -27,11 +27,11 @@ class OwnMetrics:
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
-        """TRL's, which adds its metrics of the evaluation to `logs`."""
+        """As TRL's, which adds its metrics of the evaluation to `logs`, with the name of the dataset."""
         for name in ("_metrics", "_stored_metrics"):  # TRL's trainers have one or the other, which has the prefix
             metrics: Any = getattr(self, name, {})
-            if self._dataset and any(one.startswith("eval_") for one in logs) and "eval" in metrics:
-                metrics["eval"] = defaultdict(list, {self._renamed(one): them for one, them in metrics["eval"].items()})
+            if self._dataset and any(key.startswith("eval_") for key in logs) and "eval" in metrics:
+                metrics["eval"] = defaultdict(list, {self._renamed(k): values for k, values in metrics["eval"].items()})
         super().log(logs, *arguments, **named)  # type: ignore[misc]
 
     def _renamed(self, name: str) -> str:

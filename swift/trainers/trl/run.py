@@ -1,6 +1,6 @@
 """Every mode that trains with a trainer of TRL or transformers: `swift sft`, `swift rlhf --rlhf_type dpo`, and others.
 
-Ours is around the trainer: rows are encoded by the method (`swift.trainers.trl.method`), the model comes from
+Code around the trainer: rows are encoded by the method (`swift.trainers.trl.method`), the model is loaded by
 `swift.models`, run directory, logs and checkpoints are those of every mode, and a signal ends the run with a checkpoint
 and exit code 75.
 """
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 def run(resolved: Resolved) -> int:
-    """A mode of `METHODS`; returns the exit code.
+    """Runs a mode of `METHODS`; returns the exit code.
 
     Raises:
         ConfigError, ResourceError: settings, data, model or checkpoint cannot be used.
         NumericError: the loss stays non-finite.
-        Interrupted: a signal came; the checkpoint is saved.
+        Interrupted: a signal was received; the checkpoint is saved.
     """
     from swift.models.policy import quiet_loading
     from swift.trainers.supervision.heartbeat import Heartbeat
@@ -67,7 +67,7 @@ def run(resolved: Resolved) -> int:
             from swift.trainers.trl.callbacks import LogLines, StopOnSignal
             from swift.trainers.trl.frame import build_trainer
 
-            model, parts = load_model(args, method)  # before the folder: a start that fails leaves nothing behind
+            model, parts = load_model(args, method)  # before the folder: a failed start leaves no files
             lines += expert_lines(model, args)
         trap.check(resolved.command, collectives, start)
         with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
@@ -81,7 +81,7 @@ def run(resolved: Resolved) -> int:
             )
             started = time.monotonic()
             with quiet_loading(), Heartbeat(collectives):
-                collectives.watched = False  # no watchdog would see that rank 0 hangs: collectives keep their limit
+                collectives.watched = False  # no watchdog detects a hang of rank 0 here: collectives keep their timeout
                 stop = StopOnSignal(trap, collectives)
                 trainer = build_trainer(
                     method,
@@ -97,11 +97,11 @@ def run(resolved: Resolved) -> int:
                     parts=parts,
                 )
                 opened.steps = lambda: trainer.state.global_step
-                trap.check(resolved.command, collectives, start)  # log-probs of a reference take their time
+                trap.check(resolved.command, collectives, start)  # log-probs of a reference may take long
                 trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
                 if stop.interrupted:
                     raise trap.interruption(resolved.command, folder, trainer.state.global_step)
-            leave_processes(collectives)  # nobody waits for an upload
+            leave_processes(collectives)  # other ranks do not wait for an upload
             if collectives.is_main:
                 for line in [*_summary(folder, log, trainer, time.monotonic() - started), *push(args, folder, trainer)]:
                     opened.say(line)
@@ -127,7 +127,7 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> s
 
 
 def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
-    """The model to train, where `loading_device` says, and `Method.parts`; fresh weights depend on `--seed` only."""
+    """The model to train, on `loading_device`, and `Method.parts`; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
     from swift.models import load_policy
@@ -141,7 +141,7 @@ def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
 
 
 def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
-    """`Method.parts` of a model that the method can train, which may be without weights."""
+    """`Method.parts`, after a check that the method can train the model, which may be without weights."""
     from swift.models.tuners import check_head
 
     if method.fuses_head and args.tuner_type != "full":
@@ -150,15 +150,15 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
 
 
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
-    """The last words of a run: losses, time, and where the model lies."""
+    """The final lines of a run: losses, time, and the path of the model."""
     from swift.trainers.checkpoint import last_checkpoint
-    from swift.trainers.trl.callbacks import of_which
+    from swift.trainers.trl.callbacks import dataset_suffix
 
     best = trainer.state.best_model_checkpoint
     lines = [f"done: {counted(trainer.state.global_step, 'step')} in {seconds:.0f} s"]
     if log.first_loss is not None:
         lines.append(f"loss: {log.first_loss:.4f} at the start, {log.last_loss:.4f} at the end")
-    lines += [f"evaluation loss{of_which(name)}: {loss:.4f}" for name, loss in log.last_eval_losses.items()]
+    lines += [f"evaluation loss{dataset_suffix(name)}: {loss:.4f}" for name, loss in log.last_eval_losses.items()]
     lines.append(f"run: {folder}")
     lines.append(f"model: {last_checkpoint(folder)}" + (f" (best: {best})" if best else ""))
     return lines

@@ -1,12 +1,12 @@
-"""A batch in memory: prefill, decode steps, and rows that leave. The arithmetic of the in-process engine.
+"""Batches of the in-process engine: prefill, decode steps, and the removal of finished rows.
 
 A prompt is prefilled once for all its samples. Every sample draws from its own counter-based uniforms, so other
 requests in the batch do not change it. Two ways to compute a step:
 
-* `BatchRun`: a model with packed attention. Rows can join between two steps; finished rows cost nothing from the next
-  compaction on, at a quarter of the rows finished.
-* `OwnCacheRun`: a model that cannot be packed (recurrent layers, learned positions) keeps its own attention and its own
-  cache; its batches hold prompts of one length, so that nothing is padded and nothing can depend on padding.
+* `BatchRun`: for models with packed attention. Rows can join between two steps. Finished rows are removed once they are
+  a quarter of the batch.
+* `OwnCacheRun`: for models that cannot be packed (recurrent layers, learned positions), with their own attention and
+  cache. A batch holds prompts of one length, without padding.
 """
 
 from __future__ import annotations
@@ -24,68 +24,38 @@ from swift.errors import NumericError
 from swift.models.attention.layout import DecodeLayout, SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
 from swift.rollout.engines.base import EngineCounters
-from swift.rollout.engines.guided import GuideFactory, allowed_tokens, guide_of
+from swift.rollout.engines.guided import allowed_tokens, guide_of
 from swift.rollout.engines.running import ends_with_stop
 from swift.rollout.engines.transformers.cache import PromptCapture, RowCache
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
-from swift.rollout.seeds import sample_uniforms
 from swift.types import Alternatives, Completion, FinishReason, Request
 
 logger = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.25
-"""Share of finished rows at which they leave the batch: compaction copies the cache, so not at every row."""
+"""Share of finished rows at which they are removed; removal copies the cache, so not at every row."""
 JOIN_SHARE = 1 / 8
-"""Of the running rows, how many must be able to join for the cache to be arranged anew, unless all that wait can."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """What all rows of an engine share. eos_token_ids: end every row. tokenizer: for stop strings."""
-
-    eos_token_ids: Sequence[int]
-    tokenizer: Any
-    guides: GuideFactory | None
-
-    def row(self, request: Request, budget: int) -> Row:
-        wanted = request.sampling
-        ends = frozenset((*self.eos_token_ids, *wanted.stop_token_ids))
-        guide = None
-        if (held_to := guide_of(wanted)) is not None:
-            assert self.guides is not None
-            guide = self.guides.matcher(held_to, sorted(ends))
-        return Row(request, budget=budget, ends=ends, uniforms=sample_uniforms(wanted.seed, budget), guide=guide)
-
-    def ending(self, row: Row) -> FinishReason | None:
-        wanted = row.request.sampling
-        if row.token_ids[-1] in row.ends:
-            return "stop"
-        if ends_with_stop(row.token_ids, wanted.stop, self.tokenizer, wanted.min_tokens):
-            return "stop"
-        return "length" if len(row.token_ids) >= row.budget else None
+"""Minimum number of rows that join a batch, relative to its rows, as that copies the cache; fewer if no more wait."""
 
 
 class BatchRun:
-    """One batch from prefill to its last token."""
+    """One batch from prefill to its last token. tokenizer: for stop strings."""
 
-    def __init__(self, rows: Iterable[Row], sampler: Sampler, device: torch.device, counters: EngineCounters) -> None:
-        self.rows: list[Row] = []  # in the cache, finished ones included until the next compaction
+    def __init__(self, rows: Iterable[Row], tokenizer: Any, device: torch.device, counters: EngineCounters) -> None:
+        self.rows: list[Row] = []  # in the cache, finished ones included until they are removed
         self.joining = list(rows)
-        self.sampler, self.device, self.counters = sampler, device, counters
+        self.tokenizer, self.device, self.counters = tokenizer, device, counters
         self.cache: Any = None
-        self._drawing: BatchSampler | None = None  # of `rows`; None when these have changed
-        self._last_R: Any = None  # their last tokens
+        self._sampler: BatchSampler | None = None  # of `rows`; None if these have changed
+        self._last_R: Any = None  # last tokens of `rows`
         self._num_rows, self._num_broken = len(self.joining), 0
 
-    @property
-    def done(self) -> bool:
-        return not self.live()
-
     def live(self) -> list[Row]:
+        """Unfinished rows."""
         return [*(row for row in self.rows if not row.ended), *self.joining]
 
     def takes(self, request: Request) -> bool:
-        """Whether a request of this kind can join: not one that is held to an expression, nor beside one."""
+        """Whether a request can join; with guided decoding none can."""
         return guide_of(request.sampling) is None and all(row.guide is None for row in self.rows)
 
     def join(self, rows: Sequence[Row]) -> None:
@@ -93,31 +63,40 @@ class BatchRun:
         self._num_rows += len(rows)
 
     def end(self, rows: Iterable[Row]) -> None:
-        """End rows where they are, if they are here."""
+        """End rows without a further token."""
         for row in rows:
             row.ended = True
         self.joining = [row for row in self.joining if not row.ended]
         self._compact(COMPACT_SHARE)
 
     def step(self, model: nn.Module, version: int) -> list[Completion]:
-        """Sample one token per live row; the completions that end with it.
+        """Sample one token per unfinished row; returns the completions that end with it.
 
-        The model may hold other weights than at the step before; version: of these. A row without a distribution to
-        sample from (its logits are not numbers) ends alone, with "error"; NumericError says that it was every row of
-        the batch.
+        The weights may have changed since the last step; version: of the present ones. A row whose logits are not
+        finite ends with "error". Raises NumericError if that holds for every row of the batch.
         """
-        logits_RV = self._forward(model)
-        if self._drawing is None:
-            self._drawing = BatchSampler(self.rows, self.device)
-        allowed_RV = allowed_tokens([row.guide for row in self.rows], logits_RV)
+        logits = []
+        if self.joining:
+            self._compact(0.0)
+        if self.rows:
+            logits.append(self._decode(model))
+        if self.joining:
+            logits.append(self._prefill(model, self.joining))
+            self.rows += self.joining
+            self.joining, self._sampler = [], None
+        logits_RV = torch.cat(logits) if len(logits) > 1 else logits[0]
+        if self._sampler is None:
+            self._sampler = BatchSampler(self.rows, self.device)
+        is_guided = any(row.guide is not None for row in self.rows)
+        allowed_RV = allowed_tokens([row.guide for row in self.rows], logits_RV) if is_guided else None
         uniforms = np.array([row.uniforms[min(len(row.token_ids), row.budget - 1)] for row in self.rows])
         uniform_R = torch.from_numpy(uniforms).to(self.device)
-        self._last_R, logprob_R, log_mass_R, tops = self._drawing.draw(logits_RV, uniform_R, allowed_RV)
+        self._last_R, logprob_R, log_mass_R, tops = self._sampler.draw(logits_RV, uniform_R, allowed_RV)
         masses = [0.0] * len(self.rows) if log_mass_R is None else log_mass_R.tolist()
         ended = []
-        tokens, logprobs, told = self._last_R.tolist(), logprob_R.tolist(), tops or [[]] * len(self.rows)
-        for row, token, logprob, mass, top in zip(self.rows, tokens, logprobs, masses, told, strict=True):
-            if not row.ended and (reason := self._take(row, token, logprob, mass, top, version)) is not None:
+        tokens, logprobs, tops = self._last_R.tolist(), logprob_R.tolist(), tops or [[]] * len(self.rows)
+        for row, token, logprob, mass, top in zip(self.rows, tokens, logprobs, masses, tops, strict=True):
+            if not row.ended and (reason := self._add(row, token, logprob, mass, top, version)) is not None:
                 row.ended = True
                 ended.append(row.completion(reason))
         self.counters.decode_steps += 1
@@ -125,28 +104,33 @@ class BatchRun:
             self._compact(COMPACT_SHARE)
         return ended
 
-    def _take(
+    def _add(
         self, row: Row, token: int, logprob: float, mass: float, top: Alternatives, version: int
     ) -> FinishReason | None:
-        """Note what a row has drawn; the reason when it ends with it."""
+        """Append a token to a row; returns the finish reason if the row ends with it."""
         self.counters.decode_rows += 1
-        if not logprob > -torch.inf:  # nor is it where the logits are no numbers
-            self._note_broken(row, version)
+        if not logprob > -torch.inf:  # also false for NaN
+            self._count_broken(row, version)
             return "error"
+        wanted = row.request.sampling
         if not row.spans or row.spans[-1][0] != version:
             row.spans.append((version, len(row.token_ids)))
         row.token_ids.append(token)
         row.logprobs.append(logprob)
-        if row.request.sampling.truncates:
+        if wanted.truncates:
             row.log_mass.append(mass)
-        if row.request.sampling.top_logprobs:
+        if wanted.top_logprobs:
             row.tops.append(top)
         if row.guide is not None:
             row.guide.accept_token(token)
-        return self.sampler.ending(row)
+        if token in row.ends:
+            return "stop"
+        if wanted.stop and ends_with_stop(row.token_ids, wanted.stop, self.tokenizer, wanted.min_tokens):
+            return "stop"
+        return "length" if len(row.token_ids) >= row.budget else None
 
-    def _note_broken(self, row: Row, version: int) -> None:
-        """Count a row without a distribution to sample from; raises when that is every row of the batch."""
+    def _count_broken(self, row: Row, version: int) -> None:
+        """Count a row whose logits are not finite; raises NumericError if that is every row of the batch."""
         self._num_broken += 1
         problem = (
             f"request: {row.request.request_id}: token {len(row.token_ids) + 1} cannot be sampled with the "
@@ -159,40 +143,29 @@ class BatchRun:
         logger.warning("%s; it is left out, with %d of %d completions", problem, self._num_broken, self._num_rows)
 
     def _compact(self, share: float) -> None:
-        """Drop the finished rows once they are this share of all."""
+        """Remove the finished rows once they are this share of all."""
         kept = [place for place, row in enumerate(self.rows) if not row.ended]
         num_ended = len(self.rows) - len(kept)
         if not num_ended or num_ended < share * len(self.rows):
             return
         self.rows = [self.rows[place] for place in kept]
-        self._drawing = None
-        keep = torch.tensor(kept, dtype=torch.long, device=self.device)
-        if self.cache is not None:
+        self._sampler = None
+        if not kept:
+            self.cache = None
+        elif self.cache is not None:
+            keep = torch.tensor(kept, dtype=torch.long, device=self.device)
             self._last_R = self._last_R[keep]
-            self._keep_cache(keep)
-
-    def _forward(self, model: nn.Module) -> Tensor:
-        """One decode step of the rows, and the prompts of those that join; logits [R, V]."""
-        parts = []
-        if self.joining:
-            self._compact(0.0)
-        if self.rows:
-            parts.append(self._decode(model))
-        if self.joining:
-            parts.append(self._prefill(model, self.joining))
-            self.rows += self.joining
-            self.joining, self._drawing = [], None
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            self.cache.reorder_cache(keep)
 
     def _positions(self) -> Tensor:
-        """[R, 1] where the last tokens stand in their sequences."""
+        """[R, 1] positions of the last tokens."""
         ends = [len(row.request.prompt_ids) + len(row.token_ids) - 1 for row in self.rows]
         return torch.tensor(ends, device=self.device)[:, None]
 
-    # --- what depends on the model's attention ----------------------------------------------------------------
+    # --- forward passes ---------------------------------------------------------------------------------------
 
     def _prefill(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
-        """Run each distinct prompt once and put it into the cache for each of its rows; first logits [R, V]."""
+        """Prefill each distinct prompt once and copy it into the cache for each of its rows; first logits [R, V]."""
         distinct, which = _distinct_prompts(rows)
         spans: list[Span] = []
         for prompt in distinct:
@@ -224,14 +197,11 @@ class BatchRun:
         )
         return output.logits[:, -1]
 
-    def _keep_cache(self, keep: Tensor) -> None:
-        self.cache.keep(keep)
-
 
 class OwnCacheRun(BatchRun):
     """One batch of prompts of one length, decoded with the model's own attention and cache.
 
-    rotary: whether positions are given to the model; one without rotary positions counts them itself.
+    rotary: whether positions are passed to the model; a model without rotary positions counts them itself.
     """
 
     def __init__(self, *args: Any, rotary: bool) -> None:
@@ -239,7 +209,7 @@ class OwnCacheRun(BatchRun):
         self.rotary = rotary
 
     def takes(self, request: Request) -> bool:
-        """None: the model's own cache knows one position."""
+        """Always False: the model's own cache has one position for all rows."""
         return False
 
     def _prefill(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
@@ -257,13 +227,9 @@ class OwnCacheRun(BatchRun):
         output = model(input_ids=self._last_R[:, None], past_key_values=self.cache, use_cache=True, **positions)
         return output.logits[:, -1]
 
-    def _keep_cache(self, keep: Tensor) -> None:
-        if keep.numel():
-            self.cache.reorder_cache(keep)
-
 
 def _distinct_prompts(rows: Sequence[Row]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The different prompts in order of appearance, and which of them each row has."""
+    """The distinct prompts in order of appearance, and the index of each row's prompt."""
     index: dict[tuple[int, ...], int] = {}
     which = [index.setdefault(tuple(row.request.prompt_ids), len(index)) for row in rows]
     return list(index), which
@@ -271,7 +237,7 @@ def _distinct_prompts(rows: Sequence[Row]) -> tuple[list[tuple[int, ...]], list[
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """What a batch may hold: rows, (row, position) slots of the cache, prompts of one length only."""
+    """Limits of a batch: number of rows, of (row, position) slots of the cache, and whether prompts have one length."""
 
     max_rows: int
     slots: int
@@ -281,7 +247,7 @@ class BatchRule:
         """The rows of the next batch; samples of a prompt stay together."""
         ordered = sorted(waiting, key=lambda row: len(row.request.prompt_ids)) if self.one_length else waiting
         batch: list[Row] = []
-        width = length = 0  # the cache is as wide as the longest prompt, and goes on for the largest limit
+        width = length = 0  # slots of a row: the longest prompt and the largest limit of new tokens
         for row in _grouped(ordered):
             size = len(row.request.prompt_ids)
             width, length = max(width, size), max(length, row.budget)
@@ -292,7 +258,7 @@ class BatchRule:
         return batch
 
     def joining(self, waiting: Sequence[Row], run: BatchRun) -> list[Row]:
-        """Waiting rows that join the running batch, in their order up to the first that cannot."""
+        """Waiting rows that join the running batch, in order up to the first that cannot."""
         live = run.live()
         found: list[Row] = []
         width, length = max(len(row.request.prompt_ids) for row in live), max(row.budget for row in live)
@@ -308,7 +274,7 @@ class BatchRule:
 
 
 def _grouped(rows: Iterable[Row]) -> list[Row]:
-    """The rows in their order, but for those of a prompt, which come with the first of them."""
+    """The rows in order, except that rows of a prompt follow its first one."""
     by_prompt: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         by_prompt.setdefault(tuple(row.request.prompt_ids), []).append(row)

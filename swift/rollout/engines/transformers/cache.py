@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,12 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
 
 
+@dataclass(eq=False)
 class PromptCapture:
-    """Stands in for a cache during prefill: hands keys and values [1, Hkv, T, D] through and keeps them per layer."""
+    """A cache for prefill that stores the keys and values [1, Hkv, T, D] of each layer and returns them."""
 
-    is_compileable = False
-
-    def __init__(self) -> None:
-        self.layers: Layers = []
+    layers: Layers = field(default_factory=list)
+    is_compileable: ClassVar[bool] = False
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         assert layer_idx == len(self.layers)
@@ -28,16 +28,16 @@ class PromptCapture:
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Nothing precedes a prompt."""
+        """Number of cached positions: none precede a prompt."""
         return 0
 
 
 class RowCache:
-    """Keys and values of R rows, written in place; a row's prompt ends, and its own tokens begin, anywhere.
+    """Keys and values of R rows, written in place; a row's prompt may begin and end at any slot.
 
         slots     [ left padding | prompt | generated so far | free ]     the new token of every row is in the same slot
 
-    like: the layers of some prompts, for number, type and sizes.
+    like: layers of a prefill, which determine number, dtype and sizes of the layers.
     """
 
     is_compileable = False
@@ -47,16 +47,16 @@ class RowCache:
         """Slots up to the latest token."""
         self.layers: Layers = [(keys[:0, :, :0].clone(), values[:0, :, :0].clone()) for keys, values in like]
         self._first = torch.empty(0, dtype=torch.long)  # [R] the first slot of each row, on the CPU
-        self._last = self._first  # [R] the last slot that it may need
-        self._visible: Tensor | None = None  # [R, K] which slots each row sees; None when that is all
+        self._last = self._first  # [R] the last slot that it may use
+        self._visible: Tensor | None = None  # [R, K] attention mask of the slots; None without padding
 
     def add(self, prompts: Layers, spans: Sequence[Span], budgets: Sequence[int]) -> None:
-        """Rows behind those that are there; all move so that the first slot in use is slot 0.
+        """Append rows; all rows are moved so that the first slot in use is slot 0.
 
         Args:
             prompts: per layer (key, value) of the packed prompts, [1, Hkv, T, D].
-            spans: for each row, where its prompt lies in the packed stream.
-            budgets: for each row, the most tokens that it will have.
+            spans: for each row, the span of its prompt in the packed stream.
+            budgets: for each row, the maximum number of new tokens.
         """
         device = prompts[0][0].device
         lengths = torch.tensor([span.length for span in spans])
@@ -72,35 +72,34 @@ class RowCache:
         )
         before = (slots < first[:, None])[:, None, :, None].to(device)
 
-        def extended(old: Tensor, new: Tensor) -> Tensor:
-            made = new.new_zeros(len(old) + len(source), new.shape[1], capacity, new.shape[3])
-            moved = old[:, :, max(0, -shift) :][:, :, : capacity - max(0, shift)]
-            made[: len(old), :, max(0, shift) :][:, :, : moved.shape[2]] = moved
-            # padding holds nothing of a neighbour: a mask does not keep NaN away
-            made[len(old) :, :, : self.used] = new[0][:, source].transpose(0, 1).masked_fill(before, 0.0)
-            return made
+        for index, prompt in enumerate(prompts):  # never more than one layer exists twice
+            layer = []
+            for old, new in zip(self.layers[index], prompt, strict=True):
+                made = new.new_zeros(len(old) + len(source), new.shape[1], capacity, new.shape[3])
+                moved = old[:, :, max(0, -shift) :][:, :, : capacity - max(0, shift)]
+                made[: len(old), :, max(0, shift) :][:, :, : moved.shape[2]] = moved
+                # zeros in the padding: a mask does not stop NaN
+                made[len(old) :, :, : self.used] = new[0][:, source].transpose(0, 1).masked_fill(before, 0.0)
+                layer.append(made)
+            self.layers[index] = layer[0], layer[1]
+        self._update_mask()
 
-        for index, (keys, values) in enumerate(prompts):  # never more than one layer exists twice
-            old_keys, old_values = self.layers[index]
-            self.layers[index] = extended(old_keys, keys), extended(old_values, values)
-        self._look()
-
-    def keep(self, rows: Tensor) -> None:
-        """Keep only `rows`; never more than one layer exists twice."""
+    def reorder_cache(self, rows: Tensor) -> None:
+        """Keep only `rows`, in this order; never more than one layer exists twice."""
         for index, (keys, values) in enumerate(self.layers):
             self.layers[index] = keys[rows], values[rows]
         rows = rows.cpu()
         self._first, self._last = self._first[rows], self._last[rows]
-        self._look()
+        self._update_mask()
 
-    def _look(self) -> None:
+    def _update_mask(self) -> None:
         self._visible = None
         if self._first.numel() and int(self._first.max()) > 0:
             keys = self.layers[0][0]
             self._visible = (torch.arange(keys.shape[2])[None] >= self._first[:, None]).to(keys.device)
 
     def begin_step(self) -> Tensor | None:
-        """Take the next slot; the mask [R, 1, 1, K] over the slots in use, None when all are visible."""
+        """Begin the next slot; returns the mask [R, 1, 1, K] over the slots in use, None without padding."""
         self.used += 1
         return None if self._visible is None else self._visible[:, None, None, : self.used]
 

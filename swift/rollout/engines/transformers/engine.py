@@ -1,22 +1,20 @@
 """The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-Over the trainer's own module (the default of a run) a weight sync copies nothing: the weights are read at every step.
-Over an own copy (`build`: actors, servers) it takes updates, adapters and sleep like any other engine.
+With the trainer's own module (the default of a run) a weight sync copies nothing: every step uses the current weights.
+With a copy of its own (`build`: actors, servers) it supports updates, adapters and sleep like any other engine.
 
-Owns the queue and the loop; `batch` is the arithmetic of a batch; `weights` is how an own copy changes.
-Batches are cut so that the samples of a prompt stay together. On an accelerator requests that come later join the
-running batch if it has room. On a CPU they wait until it is done: runs repeat to the last bit there, and products round
-by the number of their rows.
-Between two steps the loop looks whether somebody wants to abort, pause or close, so none of these waits for more than
-one step. Nothing but the running batch is held between calls; it lasts over a pause, and its rows go on with the
-weights that are there then.
+This module has the queue of requests and the decode steps; `batch` computes a batch; `weights` updates a copy.
+The samples of a prompt are in one batch. On an accelerator later requests join the running batch if it has room. On a
+CPU they wait until it is done, for runs that are reproducible to the last bit: rounding of matrix products depends on
+the number of rows.
+`abort`, `pause` and `close` take effect between two steps. The running batch is kept over a pause, and its rows
+continue with the weights of then. Between batches the engine holds no cache.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -37,36 +35,38 @@ from swift.rollout.engines.base import (
     TensorInfo,
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
-from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.running import RunningRequests, SoFar
-from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun, Sampler
+from swift.rollout.engines.states import StatefulEngine
+from swift.rollout.engines.stepped import SteppedEngine
+from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun
 from swift.rollout.engines.transformers.sampling import Row
 from swift.rollout.engines.transformers.weights import InPlaceUpdate, MergedAdapter
+from swift.rollout.seeds import sample_uniforms
 from swift.rollout.weights.base import dtype_name
 from swift.types import Completion, Request, SamplingParams
 
 COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
-"""Sampling fields that need no package."""
+"""Sampling fields that need no optional package."""
 IDLE_LIMIT_S = 60.0
-"""Longest wait for the step that another thread is in; a step takes milliseconds to seconds."""
+"""Timeout of the wait for a step in another thread, in seconds; a step takes milliseconds to seconds."""
 
 
-class TransformersEngine(EngineLife):
+class TransformersEngine(SteppedEngine, StatefulEngine):
     """Samples from a transformers decoder in this process.
 
     Args:
-        model: the policy, unwrapped (no DDP); PEFT is fine. Its weights are read at every step.
+        model: the policy, unwrapped (no DDP); PEFT models are supported. Its weights are read at every step.
         eos_token_ids: tokens that end a completion.
-        tokenizer: needed for stop strings and regular expressions only.
-        max_model_len: prompt + completion limit in tokens; None takes the model's own.
-        max_rows: most rows decoded together.
-        cache_bytes: most bytes of key/value cache; a fixed number keeps batch shapes reproducible.
-        reload: loads the weights of version 0 again. Given, `model` is a copy that belongs to this engine; None says
-            that it is the trainer's.
-        keeps_base: only adapters will be synced, so that level 2 of `sleep` must not drop the weights.
+        tokenizer: needed for stop strings and guided decoding only.
+        max_model_len: maximum tokens of prompt and completion; None takes the model's own.
+        max_rows: maximum number of rows decoded together.
+        cache_bytes: maximum size of the key/value cache; a fixed number keeps batch shapes reproducible.
+        reload: loads the weights of version 0 again, if `model` is a copy that belongs to this engine; None: `model` is
+            the trainer's.
+        keeps_base: whether level 2 of `sleep` keeps the weights, because only adapters are synced.
 
     Attributes:
-        obstacle: why the model keeps its own attention and cache, which is slower; None when it does not.
+        obstacle: reason why the model uses its own attention and cache, which is slower; None if it is packed.
 
     Raises:
         ConfigError: an architecture that can neither be packed nor decoded with its own cache.
@@ -86,7 +86,8 @@ class TransformersEngine(EngineLife):
         reload: Callable[[], nn.Module] | None = None,
         keeps_base: bool = False,
     ) -> None:
-        self._reset_life()
+        super().__init__()
+        self._reset_states()
         self.tokenizer, self.eos_token_ids = tokenizer, sorted(set(eos_token_ids))
         self.max_rows, self.cache_bytes = max_rows, cache_bytes
         self.keeps_base = keeps_base
@@ -95,28 +96,12 @@ class TransformersEngine(EngineLife):
         self._guides: guided.GuideFactory | None = None
         self._running: RunningRequests[Row] = RunningRequests()
         self._run: BatchRun | None = None
-        self._finished: deque[Completion] = deque()
-        self._step = threading.Lock()  # of the batch and the weights, for a step
-        self._look_for_room = self._spread = False
-        self._take_model(model)
-        self.capabilities = self._describe(max_model_len)
-        if self.obstacle is not None:
-            self._try_own_cache()
-
-    def _take_model(self, model: nn.Module) -> None:
-        self.model = model
-        self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
-        self.vocab_size = self._config.vocab_size
-        self.obstacle = choose_attention(model)
-        self._shapes = [parameter.shape for parameter in model.parameters()]
-        self._home = self.device
-        self._adapter: MergedAdapter | None = None
-
-    def _describe(self, max_model_len: int | None) -> Capabilities:
-        own = self._reload is not None
-        parameter = next(self.model.parameters())
-        can_guide = self.tokenizer is not None and guided.available()
-        return Capabilities(
+        self._step = threading.Lock()  # held during a decode step
+        self._may_have_room = self._is_sharded = False
+        self._use_model(model)
+        own, can_guide = reload is not None, tokenizer is not None and guided.available()
+        parameter = next(model.parameters())
+        self.capabilities = Capabilities(
             name=self.name,
             logprob_support="truncated",
             shares_weights=not own,
@@ -129,6 +114,17 @@ class TransformersEngine(EngineLife):
             guided=can_guide,
             sampling_fields=(*COUNTING, "structured_outputs") if can_guide else COUNTING,
         )
+        if self.obstacle is not None:
+            self._try_own_cache()
+
+    def _use_model(self, model: nn.Module) -> None:
+        self.model = model
+        self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+        self.vocab_size = self._config.vocab_size
+        self.obstacle = choose_attention(model)
+        self._shapes = [parameter.shape for parameter in model.parameters()]
+        self._device = self.device
+        self._adapter: MergedAdapter | None = None
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +133,7 @@ class TransformersEngine(EngineLife):
 
     @property
     def joins(self) -> bool:
-        """Whether requests join a batch that runs."""
+        """Whether requests join a running batch."""
         return self.device.type != "cpu"
 
     # --- sampling ---------------------------------------------------------------------------------------------
@@ -145,28 +141,27 @@ class TransformersEngine(EngineLife):
     def submit(self, request: Request) -> None:
         self._check_usable()
         self.check_length(request)
-        self._running.insert(self._sampler().row(request, self.room(request)))
-        self._look_for_room = True
-
-    def stream(self) -> Iterator[Completion]:
-        while True:
-            while self._finished:
-                yield self._finished.popleft()
-            if self._paused or not self._outstanding():
-                return
-            self._advance()
+        wanted, budget = request.sampling, self.room(request)
+        row = Row(request, budget=budget, ends=frozenset((*self.eos_token_ids, *wanted.stop_token_ids)))
+        row.uniforms = sample_uniforms(wanted.seed, budget)
+        if self._guides is not None and (guide := guided.guide_of(wanted)) is not None:
+            row.guide = self._guides.matcher(guide, sorted(row.ends))
+        self._running.insert(row)
+        self._may_have_room = True
 
     def advance(self) -> list[Completion] | None:
-        if not self._finished and not self._paused and self._outstanding():
-            self._advance(one_step=True)
-        elif not self._finished:
+        if self._paused or not self._running:
             return None
-        ended = list(self._finished)
-        self._finished.clear()
-        return ended
+        self._check_usable()
+        try:
+            with self._inference(), self._step:
+                return self._step_batch()
+        except BaseException:
+            self._forget()  # the batch is in an undefined state
+            raise
 
     def check_length(self, request: Request) -> None:
-        """Also refuses what the model cannot read, and stop words without a tokenizer."""
+        """Also refuses stop strings without a tokenizer, and guided decoding that cannot end or does not compile."""
         super().check_length(request)
         wanted, problem = request.sampling, ""
         if wanted.stop and self.tokenizer is None:
@@ -175,6 +170,8 @@ class TransformersEngine(EngineLife):
             problem = f"max_new_tokens {wanted.max_new_tokens}: below 1"
         if problem:
             raise RequestRefused(request.request_id, f"request: {request.request_id}: {problem}")
+        if wanted.regex is None and not wanted.extra:
+            return
         try:
             guide = guided.guide_of(wanted)
             if guide is None:
@@ -186,24 +183,10 @@ class TransformersEngine(EngineLife):
         except EngineError as error:
             raise RequestRefused(request.request_id, *error.problems) from error
 
-    def stream_tokens(self, request: Request) -> Iterator[tuple[int, float]]:
-        """Sample one request and yield (token id, log-prob) as they come; the last one ends the completion."""
-        self._check_usable()
-        self.check_length(request)
-        row = self._sampler().row(request, self.room(request))
-        run, seen = self._start([row]), 0
-        while not run.done:
-            self._check_usable()
-            with self._step, self._sampling():
-                run.step(self.model, self.version)
-            yield from zip(row.token_ids[seen:], row.logprobs[seen:], strict=True)
-            seen = len(row.token_ids)
-
     def so_far(self, request_id: str) -> SoFar:
         return self._running.so_far(request_id)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """End requests, from any thread; takes effect at the next step of `stream`."""
+    def abort_submitted(self, request_ids: Collection[str] | None) -> None:
         self._running.abort(request_ids)
 
     def pause(self) -> None:
@@ -217,95 +200,73 @@ class TransformersEngine(EngineLife):
         return len(self._running)
 
     @contextlib.contextmanager
-    def _sampling(self) -> Iterator[None]:
-        """The model in evaluation, without gradients; as it was afterwards."""
+    def _inference(self) -> Iterator[None]:
+        """The model in evaluation mode, without gradients; its mode is restored afterwards."""
         if self._run is None:
-            self._spread = is_sharded(self.model)
+            self._is_sharded = is_sharded(self.model)
         was_training = self.model.training
         try:
             if was_training:
                 self.model.eval()
-            # parameters that are gathered inside are used by training afterwards
-            with torch.no_grad() if self._spread else torch.inference_mode():
+            # training uses parameters that are gathered inside, so these must not be inference tensors
+            with torch.no_grad() if self._is_sharded else torch.inference_mode():
                 yield
         finally:
             if was_training:
                 self.model.train()
 
-    def _advance(self, *, one_step: bool = False) -> None:
-        """Decode until a row ends, or somebody wants something; what ended is in `_finished`."""
-        self._check_usable()
-        ended: list[Completion] = []
-        try:
-            with self._sampling():
-                while self._outstanding() and not ended and not self._paused and not self._closed:
-                    with self._step:
-                        ended = self._one_step()
-                    if one_step:
-                        break
-        except BaseException:
-            self._forget()  # the batch is in no state to go on from
-            raise
-        self._finished.extend(ended)
-
-    def _one_step(self) -> list[Completion]:
-        """Carry out what was aborted, else one decode step of the batch; the completions that end."""
+    def _step_batch(self) -> list[Completion]:
+        """End aborted requests, or else make one decode step; returns the completions that end."""
         aborted = self._running.take_aborted()
         ended = [row.completion("abort") for row in aborted]
         if aborted and self._run is not None:
             self._run.end(aborted)
         elif not aborted:
-            if self._closed:  # by another thread, since the last look
+            if self._closed:  # by another thread, since the last check
                 return []
-            self._take_up()
-            assert self._run is not None, "something is outstanding"
+            self._fill_batch()
+            assert self._run is not None, "no request is outstanding"
             ended = self._run.step(self.model, self.version)
             for completion in ended:
                 self._running.take(completion.request_id)
         if ended:
-            self._look_for_room = True
-            if self._run is not None and self._run.done:
+            self._may_have_room = True
+            if self._run is not None and not self._run.live():
                 self._run = None
         return ended
 
-    def _take_up(self) -> None:
-        """Begin a batch of waiting rows, or let them join the one that runs."""
-        if self._run is not None and not (self.joins and self._look_for_room):
+    def _fill_batch(self) -> None:
+        """Begin a batch of waiting rows, or let them join the running one."""
+        if self._run is not None and not (self.joins and self._may_have_room):
             return
         waiting = [row for row in self._running.values() if not row.started]
         if not waiting:
             return
-        self._look_for_room = False
+        self._may_have_room = False
         token_bytes = kv_token_bytes(self._config, width=next(self.model.parameters()).element_size())
         slots = max(1, self.cache_bytes // max(1, token_bytes))
         rule = BatchRule(self.max_rows, slots, one_length=self.obstacle is not None)
         rows = rule.first(waiting) if self._run is None else rule.joining(waiting, self._run)
         for row in rows:
             row.started = True
-        if self._run is None:
-            self._run = self._start(rows)
-        else:
+        parts = (rows, self.tokenizer, self.device, self.counters)
+        if self._run is not None:
             self._run.join(rows)
+        elif self.obstacle is None:
+            self._run = BatchRun(*parts)
+        else:
+            self._run = OwnCacheRun(*parts, rotary=hasattr(self._config, "rope_parameters"))
 
     def _forget(self) -> None:
-        """After a failure nobody waits for the rest: what was asked for is gone."""
+        """Drop all requests, after a failure."""
         self._run = None
         self._running = RunningRequests()
 
-    def _sampler(self) -> Sampler:
-        return Sampler(self.eos_token_ids, self.tokenizer, self._guides)
-
-    def _start(self, rows: Sequence[Row]) -> BatchRun:
-        parts = (rows, self._sampler(), self.device, self.counters)
-        if self.obstacle is None:
-            return BatchRun(*parts)
-        return OwnCacheRun(*parts, rotary=hasattr(self._config, "rope_parameters"))
-
     def _try_own_cache(self) -> None:
-        """Raises ConfigError when the model's own cache is not one that transformers' models share."""
+        """Raises ConfigError if the model's own cache does not have the common interface of transformers."""
         request = Request("trial", [0, 0], SamplingParams(max_new_tokens=2))
         try:
-            list(self.generate([request]))
+            list(self.sample([request]))
         except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
             raise ConfigError(
                 f"--model: {self._config.model_type}: the transformers engine cannot sample from this architecture "
@@ -324,27 +285,27 @@ class TransformersEngine(EngineLife):
 
     def _weights_arrived(self, version: int) -> None:
         super()._weights_arrived(version)
-        self._adapter = None  # overwritten, with what it replaced
+        self._adapter = None  # overwritten, as were the base values
 
     def rebuild(self) -> None:
-        """Load the weights of version 0 again; requests that are outstanding stay so."""
+        """Load the weights of version 0 again; outstanding requests are kept."""
         reload = self._own("rebuild")
         self._check_alive()
         self._drop_weights()  # never two copies at once
         paused = self._paused
         try:
-            self._take_model(reload())
+            self._use_model(reload())
         except (SwiftError, OSError, RuntimeError) as error:
             self._dead = f"it cannot be made again ({first_line(error)})"
             raise EngineDead(f"engine: transformers: {self._dead}") from error
-        self._reset_life()
+        self._reset_states()
         self._paused = paused
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Merge a LoRA adapter into the base weights, in place of the former one."""
+        """Merge a LoRA adapter into the base weights, instead of the last one."""
         self._own("LoRA adapters: the trainer's own is part of its model")
         self._check_takes("an adapter")
-        merged = MergedAdapter(self.model, adapter, version)  # refuses before anything is changed
+        merged = MergedAdapter(self.model, adapter, version)  # raises before any change
         with self._changing(f"adapter version {version}"):
             self._remove_adapter()
             merged.merge()
@@ -359,7 +320,7 @@ class TransformersEngine(EngineLife):
 
     @contextlib.contextmanager
     def _changing(self, what: str) -> Iterator[None]:
-        """Weights are written inside; they are invalid unless it ends well."""
+        """Context for changes of weights; they are invalid after an error inside."""
         try:
             yield
         except Exception as error:
@@ -374,7 +335,7 @@ class TransformersEngine(EngineLife):
         self._adapter, self.version = None, self._base_version
 
     def reset_caches(self) -> None:
-        """Nothing to forget: a prompt's keys and values live as long as its batch."""
+        """No effect: keys and values of a prompt are freed with its batch."""
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -384,35 +345,37 @@ class TransformersEngine(EngineLife):
             self._adapter.to_host()
         if level == 2:
             self._drop_weights()
-        elif self._home.type == "cpu":
+        elif self._device.type == "cpu":
             return 0, [f"weights stay resident ({held >> 20} MiB): host and device are the same memory"]
         else:
-            for one in self.model.parameters():
-                one.data = one.data.to("cpu")
-        if self._home.type != "cpu":
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to("cpu")
+        if self._device.type != "cpu":
             torch.accelerator.empty_cache()
         return held - self._held_bytes(), []
 
     def _drop_weights(self) -> None:
-        """Give the parameters' memory up, whatever else holds on to them."""
+        """Free the memory of the parameters, also if other objects reference them."""
         self._adapter = None
-        for one in self.model.parameters():
-            one.data = torch.empty(0, dtype=one.dtype, device=self._home)
+        for parameter in self.model.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
 
     def _held_bytes(self) -> int:
-        if self._home.type != "cpu":
-            return torch.accelerator.memory_reserved(self._home)
-        return sum(one.untyped_storage().nbytes() for one in self.model.parameters())
+        if self._device.type != "cpu":
+            return torch.accelerator.memory_reserved(self._device)
+        return sum(parameter.untyped_storage().nbytes() for parameter in self.model.parameters())
 
     def _wake_up(self, tag: Tag) -> None:
         if tag != "weights":
             return  # no cache is held between calls
-        for one, shape in zip(self.model.parameters(), self._shapes, strict=True):
-            dropped = one.shape != shape
-            one.data = one.new_empty(shape, device=self._home) if dropped else one.data.to(self._home)
+        for parameter, shape in zip(self.model.parameters(), self._shapes, strict=True):
+            if parameter.shape == shape:
+                parameter.data = parameter.data.to(self._device)
+            else:
+                parameter.data = parameter.new_empty(shape, device=self._device)
 
     def close(self) -> None:
-        """Sample nothing any more; an own copy gives its memory back."""
+        """Stop sampling; a copy of its own is freed."""
         if self._closed:
             return
         self._closed = True  # the loop of another thread ends at its next step
@@ -422,13 +385,13 @@ class TransformersEngine(EngineLife):
             self._drop_weights()
 
     def _own(self, what: str) -> Callable[[], nn.Module]:
-        """How the own copy is loaded; raises Unsupported without one."""
+        """The function that loads the engine's own copy; raises Unsupported without one."""
         if self._reload is None:
             raise self._unsupported(what)
         return self._reload
 
     def _wait_for_step(self) -> None:
-        """Until no thread is inside a decode step."""
+        """Wait until no thread is inside a decode step."""
         if not self._step.acquire(timeout=IDLE_LIMIT_S):
             raise EngineDead(f"engine: transformers: a decode step takes more than {IDLE_LIMIT_S:.0f} s")
         self._step.release()

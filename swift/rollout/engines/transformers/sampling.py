@@ -1,9 +1,9 @@
-"""Drawing tokens: temperature, penalties, truncation, and inverse-CDF sampling from given uniforms.
+"""Token sampling: temperature, penalties, truncation, and inverse-CDF sampling from given uniforms.
 
 The order is that of the other engines: repetition, frequency and presence penalty on the raw logits, temperature, end
-tokens that come too early (`min_tokens`) and what an expression forbids, then top-k, top-p and min-p on the tempered
-distribution. The returned log-prob is that of the distribution drawn from: over the whole vocabulary if nothing is left
-out, else renormalised over what is left; then the log of the mass that is left is returned too.
+tokens before `min_tokens` and tokens outside of the expression (guided decoding), then top-k, top-p and min-p on the
+tempered distribution. The returned log-prob is that of the distribution sampled from: over the whole vocabulary, or
+renormalised over the remaining tokens; in the latter case the log of their mass is returned too.
 
 R rows, V vocabulary, M the likeliest tokens of a row.
 """
@@ -22,17 +22,17 @@ from swift.rollout.engines.running import Running
 from swift.types import Alternatives
 
 WIDE, BLOCK = 4096, 128
-"""Vocabularies from this size on are summed block by block; tokens of a block."""
+"""Vocabulary size from which on the inverse CDF sums blocks first, and number of tokens of a block."""
 CANDIDATES = 1024
-"""So many of the likeliest tokens are looked at before all are sorted."""
+"""Number of likeliest tokens that truncation selects before it sorts the whole vocabulary."""
 
 
 @dataclass(slots=True)
 class Row(Running):
     """A request in a batch.
 
-    budget: most tokens. ends: tokens that end it. uniforms: [budget] float64, one for each token. guide: what holds it
-    to its expression.
+    budget: maximum number of tokens. ends: tokens that end it. uniforms: [budget] float64, one for each token. guide:
+    matcher of guided decoding, or None.
     """
 
     budget: int = 0
@@ -44,7 +44,7 @@ class Row(Running):
 
 
 class BatchSampler:
-    """Draws one token per row and step."""
+    """Samples one token per row and step."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = list(rows)
@@ -53,59 +53,69 @@ class BatchSampler:
         def column(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, device=device)[:, None]
 
-        self.divisor_R1 = column([one.temperature if one.temperature > 0 else 1.0 for one in sampling])
-        self.greedy_R = column([one.temperature <= 0 for one in sampling])[:, 0]
-        self.top_p_R1 = column([one.top_p for one in sampling])
-        self.min_p_R1 = column([one.min_p for one in sampling])
-        self.top_k_R1 = column([one.top_k for one in sampling])
-        self.repetition_R1 = column([one.repetition_penalty for one in sampling])
-        self.frequency_R1 = column([one.frequency_penalty for one in sampling])
-        self.presence_R1 = column([one.presence_penalty for one in sampling])
-        # which steps any row needs, so that plain sampling pays for none of them
-        self.any_temperature = any(one.temperature not in (0.0, 1.0) for one in sampling)
-        self.any_greedy = any(one.temperature <= 0 for one in sampling)
-        self.any_top_k, self.all_top_k = (some(one.top_k > 0 for one in sampling) for some in (any, all))
-        self.largest_top_k = max(one.top_k for one in sampling)
-        self.any_top_p = any(one.top_p < 1.0 for one in sampling)
-        self.any_min_p = any(one.min_p > 0.0 for one in sampling)
-        self.penalises = any(one.penalises for one in sampling)
-        self.most_told = max(one.top_logprobs for one in sampling)
-        self.longest_minimum = max(one.min_tokens for one in sampling)
-        self.counts_RV: Tensor | None = None  # how often each token was sampled
-        self.prompt_RV: Tensor | None = None  # which tokens each prompt has
+        self.divisor_R1 = column([params.temperature if params.temperature > 0 else 1.0 for params in sampling])
+        self.greedy_R = column([params.temperature <= 0 for params in sampling])[:, 0]
+        self.top_p_R1 = column([params.top_p for params in sampling])
+        self.min_p_R1 = column([params.min_p for params in sampling])
+        self.top_k_R1 = column([params.top_k for params in sampling])
+        self.repetition_R1 = column([params.repetition_penalty for params in sampling])
+        self.frequency_R1 = column([params.frequency_penalty for params in sampling])
+        self.presence_R1 = column([params.presence_penalty for params in sampling])
+        # plain sampling skips the steps that no row needs
+        self.any_temperature = any(params.temperature not in (0.0, 1.0) for params in sampling)
+        self.any_greedy = any(params.temperature <= 0 for params in sampling)
+        self.any_top_k, self.all_top_k = (some(params.top_k > 0 for params in sampling) for some in (any, all))
+        self.largest_top_k = max(params.top_k for params in sampling)
+        self.any_top_p = any(params.top_p < 1.0 for params in sampling)
+        self.any_min_p = any(params.min_p > 0.0 for params in sampling)
+        self.penalises = any(params.penalises for params in sampling)
+        self.num_alternatives = max(params.top_logprobs for params in sampling)
+        self.longest_minimum = max(params.min_tokens for params in sampling)
+        self.counts_RV: Tensor | None = None  # count of each token among the sampled ones
+        self.prompt_RV: Tensor | None = None  # whether the prompt has each token
 
     def draw(
         self, logits_RV: Tensor, uniform_R: Tensor, allowed_RV: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Alternatives] | None]:
-        """Token ids [R], their log-probs [R] (fp32), and the log of the kept mass [R], None where no row is narrowed.
-
-        Then the likeliest tokens of each row, None where no row asks for them.
+        """Sample the next tokens.
 
         Args:
-            logits_RV: of the rows.
+            logits_RV: logits of the rows.
             uniform_R: float64 in [0, 1).
-            allowed_RV: tokens that may be drawn; None for all.
+            allowed_RV: tokens that may be sampled; None for all.
+
+        Returns:
+            Token ids [R], their log-probs [R] (fp32), the log of the remaining mass [R] (None if no row excludes
+            tokens), and the likeliest tokens of each row (None if no row asks for them).
         """
         logits_RV = logits_RV.float()
         if self.penalises:
             logits_RV = self._penalised(logits_RV)
         tempered_RV = logits_RV / self.divisor_R1 if self.any_temperature else logits_RV
-        tempered_RV, log_mass_R = self._narrow(tempered_RV, allowed_RV)
-        token_R, logprob_R = _drawn(tempered_RV, uniform_R, self.greedy_R if self.any_greedy else None)
+        log_mass_R = None
+        if self.any_top_k or self.any_top_p or self.any_min_p or self.longest_minimum or allowed_RV is not None:
+            tempered_RV, log_mass_R = self._exclude(tempered_RV, allowed_RV)
+        probs_RV = tempered_RV.softmax(-1)
+        token_R = _inverse_cdf(probs_RV, uniform_R)
+        if self.any_greedy:
+            token_R = torch.where(self.greedy_R, tempered_RV.argmax(-1), token_R)
+        logprob_R = probs_RV.gather(1, token_R[:, None])[:, 0].log_()
         if self.counts_RV is not None:
             self.counts_RV.scatter_add_(1, token_R[:, None], torch.ones_like(token_R, dtype=torch.float32)[:, None])
-        return token_R, logprob_R, log_mass_R, self._tops(tempered_RV) if self.most_told else None
+        return token_R, logprob_R, log_mass_R, self._alternatives(tempered_RV) if self.num_alternatives else None
 
-    def _tops(self, tempered_RV: Tensor) -> list[Alternatives]:
-        """The likeliest tokens that each row may draw, as many as it asks for."""
-        values_RK, order_RK = tempered_RV.log_softmax(-1).topk(min(self.most_told, tempered_RV.shape[1]), -1)
-        return [
-            [one for one in zip(ids, values, strict=True) if one[1] > -torch.inf][: row.request.sampling.top_logprobs]
-            for row, ids, values in zip(self.rows, order_RK.tolist(), values_RK.tolist(), strict=True)
-        ]
+    def _alternatives(self, tempered_RV: Tensor) -> list[Alternatives]:
+        """The likeliest tokens of each row and their log-probs, as many as its request asks for."""
+        size = min(self.num_alternatives, tempered_RV.shape[1])
+        logprobs_RK, ids_RK = tempered_RV.log_softmax(-1).topk(size, -1)
+        found = []
+        for row, ids, logprobs in zip(self.rows, ids_RK.tolist(), logprobs_RK.tolist(), strict=True):
+            possible = [(token, logprob) for token, logprob in zip(ids, logprobs, strict=True) if logprob > -torch.inf]
+            found.append(possible[: row.request.sampling.top_logprobs])
+        return found
 
     def _penalised(self, logits_RV: Tensor) -> Tensor:
-        """Repetition (arXiv:1909.05858, eq. 13 as practised), then frequency and presence as in OpenAI's API."""
+        """Repetition penalty (arXiv:1909.05858, eq. 13), then frequency and presence penalty as in OpenAI's API."""
         if self.counts_RV is None:
             self.counts_RV = _counted([row.token_ids for row in self.rows], logits_RV)
             self.prompt_RV = _counted([row.request.prompt_ids for row in self.rows], logits_RV) > 0
@@ -115,8 +125,8 @@ class BatchSampler:
         logits_RV = torch.where(sampled_RV | self.prompt_RV, repeated_RV, logits_RV)
         return logits_RV - self.frequency_R1 * self.counts_RV - self.presence_R1 * sampled_RV
 
-    def _narrow(self, tempered_RV: Tensor, allowed_RV: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Logits of what may be drawn, and the log of the mass [R] that it has of the whole distribution."""
+    def _exclude(self, tempered_RV: Tensor, allowed_RV: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Logits with -inf for excluded tokens, and the log of the mass [R] of the others, None if none is excluded."""
         early = (
             [len(row.token_ids) < row.request.sampling.min_tokens for row in self.rows] if self.longest_minimum else []
         )
@@ -138,7 +148,7 @@ class BatchSampler:
         return kept_RV, log_mass_R1[:, 0]
 
     def _without_ends(self, logits_RV: Tensor, early: Sequence[bool]) -> Tensor:
-        """No end token in the early rows, unless nothing else may follow (an expression that is complete)."""
+        """Exclude the end tokens of early rows, unless no other token may follow (a complete match)."""
         without_RV = logits_RV.clone()
         for place, (row, is_early) in enumerate(zip(self.rows, early, strict=True)):
             if is_early and row.ends:
@@ -147,7 +157,7 @@ class BatchSampler:
 
     def _truncate(self, logprobs_RV: Tensor) -> Tensor:
         """Log-probs with -inf outside of top-k, top-p (arXiv:1904.09751) and min-p (2407.01082)."""
-        least_R1 = self.min_p_R1.clamp(min=1e-38).log()  # beside the likeliest
+        least_R1 = self.min_p_R1.clamp(min=1e-38).log()  # relative to the likeliest
         if not (self.any_top_k or self.any_top_p):
             return logprobs_RV.masked_fill(logprobs_RV < logprobs_RV.amax(-1, keepdim=True) + least_R1, -torch.inf)
         sorted_RM, order_RM = self._likeliest(logprobs_RV)
@@ -166,16 +176,16 @@ class BatchSampler:
         return truncated_RV.scatter_(1, order_RM, sorted_RM.masked_fill_(~keep_RM, -torch.inf))
 
     def _likeliest(self, logprobs_RV: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs of the likeliest tokens [R, M] in descending order and which they are, M enough for every row.
+        """Log-probs of the likeliest tokens [R, M] in descending order, and their ids; M is enough for every row.
 
-        All of a wide vocabulary are sorted only if fewer do not suffice: on a CPU that takes ten times as long.
+        A wide vocabulary is sorted as a whole only if fewer tokens do not suffice: that is ten times slower on a CPU.
         """
         size, most = logprobs_RV.shape[1], self.largest_top_k
         if self.all_top_k and most < size:
             values_RM, order_RM = logprobs_RV.topk(most, -1)
             return values_RM, order_RM
         most = max(most, CANDIDATES)
-        if logprobs_RV.device.type == "cpu" and most < size:  # elsewhere the look would wait
+        if logprobs_RV.device.type == "cpu" and most < size:  # elsewhere the test would synchronize
             values_RM, order_RM = logprobs_RV.topk(most, -1)
             open_R1 = (values_RM.exp().sum(-1, keepdim=True) < self.top_p_R1) | (self.top_p_R1 >= 1.0)
             if not bool((open_R1 & (self.top_k_R1 <= 0)).any()):
@@ -185,7 +195,7 @@ class BatchSampler:
 
 
 def _counted(token_ids: Sequence[Sequence[int]], like_RV: Tensor) -> Tensor:
-    """[R, V] float: how often each token is in each row."""
+    """[R, V] float: count of each token in each row."""
     counts_RV = torch.zeros(like_RV.shape, device=like_RV.device)
     for counts_V, row in zip(counts_RV, token_ids, strict=True):
         ids = torch.tensor(row, dtype=torch.long, device=like_RV.device)
@@ -193,20 +203,11 @@ def _counted(token_ids: Sequence[Sequence[int]], like_RV: Tensor) -> Tensor:
     return counts_RV
 
 
-def _drawn(tempered_RV: Tensor, uniform_R: Tensor, greedy_R: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Tokens [R] and their log-probs [R], the likeliest where `greedy_R`."""
-    probs_RV = tempered_RV.softmax(-1)
-    token_R = _inverse_cdf(probs_RV, uniform_R)
-    if greedy_R is not None:
-        token_R = torch.where(greedy_R, tempered_RV.argmax(-1), token_R)
-    return token_R, probs_RV.gather(1, token_R[:, None])[:, 0].log_()
-
-
 def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """The token at which the cumulative probability first exceeds the uniform; never one of probability 0.
 
-    Sums are those of float64. Of a wide vocabulary they are those of blocks first, then of the one that is hit: sums up
-    to every single token would take several times as long.
+    Sums are in float64. A wide vocabulary is searched in two steps, for a block and then inside it: cumulative sums
+    over single tokens would take several times as long.
     """
     size, uniform_R1 = probs_RV.shape[1], uniform_R[:, None]
     if size < WIDE:
@@ -227,9 +228,9 @@ def _inverse_cdf(probs_RV: Tensor, uniform_R: Tensor) -> Tensor:
 
 
 def _first_beyond(cumulative_RN: Tensor, share_R1: Tensor) -> Tensor:
-    """The first place [R, 1] that goes beyond a share of a row's total, or reaches the total if none does."""
+    """The first place [R, 1] that exceeds a share of a row's total, or reaches the total if none does."""
     total_R1 = cumulative_RN[:, -1:].contiguous()
     place_R1 = torch.searchsorted(cumulative_RN, share_R1 * total_R1, right=True)
-    last_R1 = torch.searchsorted(cumulative_RN, total_R1)  # first place that reaches the total
-    within = cumulative_RN.shape[1] - 1  # a row that is not numbers has no place for anything
+    last_R1 = torch.searchsorted(cumulative_RN, total_R1)  # the first place that reaches the total
+    within = cumulative_RN.shape[1] - 1  # a row of NaN has no such place
     return torch.minimum(place_R1, last_R1).clamp_(max=within)

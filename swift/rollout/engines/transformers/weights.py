@@ -1,8 +1,8 @@
-"""Updates that are written into the parameters of an in-process copy as they come, and adapters merged into them.
+"""Weight updates of an in-process copy of the model, written in place, and LoRA adapters merged into it.
 
-There is no second copy of the model, which is what an engine beside a trainer can afford least. So an update that ends
-early leaves weights that belong to no version, until the folder is read again. What can be known from the manifest is
-refused before the first byte is written. An adapter is taken out again bit for bit.
+There is no second copy of the model, which would not fit beside a trainer. So an incomplete update leaves invalid
+weights, until the checkpoint is loaded again. The manifest is checked before the first tensor is written. Removing an
+adapter restores the base weights bit for bit.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from swift.errors import ConfigError, SyncFailed, Unsupported
 from swift.models.adapter_merge import merged_tensors
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
 from swift.rollout.engines.expected_weights import manifest_problems
-from swift.rollout.engines.life import LifeUpdate
+from swift.rollout.engines.states import StatefulUpdate
 from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, torch_dtype
 from swift.rollout.weights.digest import StreamDigest, checksum
 
 
-class InPlaceUpdate(LifeUpdate):
-    """Writes an update into a model's parameters as it comes.
+class InPlaceUpdate(StatefulUpdate):
+    """Writes the tensors of an update into the model's parameters as they arrive.
 
-    A model that loading has rearranged (experts fused into one parameter, say) is written through the inverse of what
-    saving does to it. Tied tensors may come under any of their names, and must agree when they come twice.
+    If loading rearranges the parameters (such as experts fused into one parameter), the inverse of the conversion at
+    saving is applied. Tied tensors may have any of their names, and must be equal if both arrive.
     """
 
     def _problems(self) -> list[str]:
         """Names, shapes and types of the manifest against those of the model."""
         model = self._engine.model
-        self._written: dict[int | str, str] = {}  # what has been written -> under which name
+        self._written: dict[int | str, str] = {}  # identity of a written tensor -> its name
         self._received = StreamDigest()
         self._places = {name: place for unit in checkpoint_units(model) for name, place in _places(model, unit).items()}
         known = {info.name: self._places[info.name] for info in self.manifest if info.name in self._places}
@@ -59,7 +59,7 @@ class InPlaceUpdate(LifeUpdate):
             else:
                 self._written[place.identity] = name
                 stored = place.write(tensor)
-            # the proof is what lies in the parameters now, unless it has another type than what came
+            # the digest is that of the stored values, unless these have another dtype than the sent ones
             self._received.add(name, stored if stored.dtype == tensor.dtype else tensor)
 
     def _check_tie(self, place: _Place, name: str, tensor: Tensor) -> None:
@@ -76,7 +76,7 @@ class InPlaceUpdate(LifeUpdate):
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a checkpoint tensor lives: a parameter of its own, or numbers spread over the parameters of a layer.
+    """The place of a checkpoint tensor in the model: a parameter, or elements of several parameters of a layer.
 
     identity: equal for tied tensors. target: the parameter, or any of the layer's.
     """
@@ -89,7 +89,7 @@ class _Place:
     layer: _Rearranged | None = None
 
     def write(self, tensor: Tensor) -> Tensor:
-        """Store a tensor; what is stored now."""
+        """Store a tensor; returns the stored values."""
         if self.layer is not None:
             return self.layer.write(self.name, tensor, self.dtype).view(self.shape)
         self.target.copy_(tensor)
@@ -98,20 +98,20 @@ class _Place:
 
 def _places(model: nn.Module, unit: CheckpointUnit) -> dict[str, _Place]:
     """The places of a unit's tensors, under their names in the checkpoint."""
-    own = {one.name: one.sources[0] for one in unit.tensors}
+    own = {tensor.name: tensor.sources[0] for tensor in unit.tensors}
     saved = describe_unit(model, unit)
     if {name: tensor.shape for name, tensor in own.items()} == {name: tensor.shape for name, tensor in saved.items()}:
-        return {name: _Place(name, id(one), tuple(one.shape), one.dtype, one) for name, one in own.items()}
+        return {name: _Place(name, id(t), tuple(t.shape), t.dtype, t) for name, t in own.items()}
     layer = _Rearranged(model, own)
     first = next(iter(own.values()))
-    return {name: _Place(name, name, tuple(one.shape), one.dtype, first, layer) for name, one in saved.items()}
+    return {name: _Place(name, name, tuple(t.shape), t.dtype, first, layer) for name, t in saved.items()}
 
 
 class _Rearranged:
-    """A layer whose checkpoint cuts, joins or transposes its parameters: where each number of the checkpoint belongs.
+    """A layer whose checkpoint splits, joins or transposes its parameters: the position of each checkpoint element.
 
-    Found by saving the numbers' own positions in place of the weights, which holds for every rearrangement and needs
-    nothing but the conversion that saving does anyway. Kept from the first tensor of the layer to its last.
+    The conversion of saving is applied to the positions of elements instead of the weights, which works for every
+    rearrangement. The result is kept from the first tensor of the layer to its last.
     """
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -125,7 +125,7 @@ class _Rearranged:
         self._positions: dict[str, Tensor] = {}
 
     def write(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Store a tensor of the checkpoint; the numbers as they are stored now, flat."""
+        """Store a tensor of the checkpoint; returns the stored values, flat."""
         if not self._positions:
             self._find_positions()
         position, flat = self._positions.pop(name), tensor.reshape(-1)
@@ -148,7 +148,7 @@ class _Rearranged:
         saved = revert_weight_conversion(self._model, numbered)
         self._positions = {name: tensor.reshape(-1) for name, tensor in saved.items()}
         found = torch.cat(list(self._positions.values()))
-        total = sum(one.numel() for one in numbered.values())
+        total = sum(positions.numel() for positions in numbered.values())
         if found.numel() != total or not bool((torch.bincount(found) == 1).all()):
             raise SyncFailed(
                 f"weights: {next(iter(numbered))}: saving this architecture does more than rearrange its weights, "
@@ -157,14 +157,14 @@ class _Rearranged:
 
 
 class MergedAdapter:
-    """The weights that a LoRA adapter leaves (plain LoRA: `W + scaling * B A`).
+    """Weights with a merged LoRA adapter (plain LoRA: `W + scaling * B A`).
 
-    Computed in float32 from the base values and rounded once to the model's type. The model, without PEFT, is not
-    changed before `merge`; modules that were trained whole (`modules_to_save`) replace those of the model.
+    Computed in float32 from the base values and rounded once to the model's dtype. The model, without PEFT, is not
+    changed before `merge`; fully trained modules (`modules_to_save`) replace those of the model.
 
     Raises:
         SyncFailed: its tensors do not fit the model or its own config.
-        Unsupported: it is no LoRA, came with other base weights, or changes one of two tied modules.
+        Unsupported: it is not LoRA, has other base weights, or changes one of two tied modules.
     """
 
     def __init__(self, model: nn.Module, adapter: AdapterWeights, version: int) -> None:
@@ -178,22 +178,22 @@ class MergedAdapter:
         except ValueError as error:
             raise SyncFailed(f"{where}: {error}") from error
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._targets = [parameters[one.name] for one in self._changed]
+        self._targets = [parameters[changed.name] for changed in self._changed]
         self._bases: list[Tensor] = []
 
     @torch.no_grad()
     def merge(self) -> None:
-        for target, one in zip(self._targets, self._changed, strict=True):
+        for target, changed in zip(self._targets, self._changed, strict=True):
             self._bases.append(target.detach().clone())
-            target.copy_(one.read(lambda tensor: tensor))
-        self._changed = []  # with the adapter's own tensors
+            target.copy_(changed.read(lambda tensor: tensor))
+        self._changed = []  # frees the tensors of the adapter
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Give the parameters their base values back."""
+        """Restore the base values of the parameters."""
         for target, base in zip(self._targets, self._bases, strict=True):
             target.copy_(base)
 
     def to_host(self) -> None:
-        """Keep the base values off the model's device."""
+        """Move the stored base values to the CPU."""
         self._bases = [base.to("cpu") for base in self._bases]

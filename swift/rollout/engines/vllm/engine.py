@@ -19,7 +19,7 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,11 @@ from swift.errors import (
 )
 from swift.rollout.engines.base import EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
-from swift.rollout.engines.life import EngineLife
 from swift.rollout.engines.process import bind_to_cores, same_randomness
 from swift.rollout.engines.running import Running, RunningRequests, SoFar
 from swift.rollout.engines.spec import EngineSpec
+from swift.rollout.engines.states import StatefulEngine
+from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, lora_rank_at_least, shut_down
@@ -57,19 +58,20 @@ CLOSE_S = 10
 """How long `close` waits for the step in progress, in seconds."""
 
 
-class VLLMEngine(EngineLife):
+class VLLMEngine(SteppedEngine, StatefulEngine):
     """See the module's docstring."""
 
     name = "vllm"
 
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
         self.spec, self.keeps_base = spec, spec.lora
         self.counters = EngineCounters()
         self._vllm = load_vllm()
         self._on_cpu = bool(self._vllm.platform.is_cpu())
         self._running: RunningRequests[Running] = RunningRequests()
         self._ready: deque[Completion] = deque()
-        self._reset_life()
+        self._reset_states()
         self._single_copy: SingleCopy | None = None
         self._parted = ""  # why a single copy ended
         self._adapters = Adapters(self._vllm.LoRARequest)
@@ -97,8 +99,7 @@ class VLLMEngine(EngineLife):
         """Sample one token: a model that this device cannot run is refused here and not in the first step."""
         try:
             with same_randomness():
-                self.submit(Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0)))
-                list(self.stream())
+                list(self.sample([Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0))]))
             self.reset_caches()
         except EngineDead as error:
             cause = first_line(error.__cause__ or error)
@@ -125,7 +126,7 @@ class VLLMEngine(EngineLife):
         except SwiftError as error:
             self._dead = f"it could not be rebuilt ({first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}") from error
-        self._reset_life()
+        self._reset_states()
         self._adapters.close()
         self._merge_adapters()
 
@@ -189,49 +190,39 @@ class VLLMEngine(EngineLife):
         room, ends = self.room(request), self.spec.eos_token_ids
         return settings.sampling_parameters(self._vllm, request.sampling, room=room, end_token_ids=ends)
 
-    def stream(self) -> Iterator[Completion]:
-        while True:
-            self._check_alive()
-            self._settle()
-            while self._ready:
-                yield self._ready.popleft()
-            if not self._running or self._paused:
-                return
-            self._check_usable()
-            self._step()
-
     def advance(self) -> list[Completion] | None:
+        """One token of every running request, unless some have ended already; raises for one after all are read."""
         self._check_alive()
         self._settle()
-        if not self._ready and self._running and not self._paused:
+        if not self._ready:
+            if not self._running or self._paused:
+                return None
             self._check_usable()
-            self._step()
-        elif not self._ready:
-            return None
+            problems = []
+            for output in self._outputs():
+                try:
+                    self._take(output)
+                except Exception as error:  # the tokens of the others come only once
+                    problems.append(error)
+            if problems:
+                raise problems[0]
         ended = list(self._ready)
         self._ready.clear()
         return ended
 
-    def _step(self) -> None:
-        """One token of every running request; those that ended with it are ready, also when this raises for one."""
+    def _outputs(self) -> list[Any]:
+        """What vLLM returns of a decode step."""
         try:
             with self._busy:
                 self._check_alive()
-                outputs = self._llm.step()
+                outputs: list[Any] = self._llm.step()
         except EngineDead:
             raise
         except Exception as error:
             self._dead = f"a decode step failed ({type(error).__name__}: {first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine") from error
         self.counters.decode_steps += bool(outputs)
-        problems = []
-        for output in outputs:
-            try:
-                self._take(output)
-            except Exception as error:  # the tokens of the others come only once
-                problems.append(error)
-        if problems:
-            raise problems[0]
+        return outputs
 
     def _take(self, output: Any) -> None:
         """Note what a step gave one request; it is ready when that was the end."""
@@ -259,8 +250,7 @@ class VLLMEngine(EngineLife):
     def so_far(self, request_id: str) -> SoFar:
         return self._running.so_far(request_id)
 
-    def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """Takes effect with the next step, from any thread."""
+    def abort_submitted(self, request_ids: Collection[str] | None) -> None:
         self._running.abort(request_ids)
 
     def pause(self) -> None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from swift.errors import SyncFailed, first_line
-from swift.rollout.engines.life import LifeUpdate
 from swift.rollout.engines.process import same_randomness
+from swift.rollout.engines.states import StatefulUpdate
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
 from swift.rollout.weights.base import Ack, AdapterWeights, Bucket
 from swift.rollout.weights.broadcast import pack
@@ -31,7 +31,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""
 
 
-class ReloadUpdate(LifeUpdate):
+class ReloadUpdate(StatefulUpdate):
     """One layerwise reload in all workers of an engine.
 
     Workers in other processes get tensors as a file in shared memory.

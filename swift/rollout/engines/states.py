@@ -29,8 +29,8 @@ from swift.rollout.weights.base import TensorInfo, WeightUpdate
 from swift.types import Request
 
 
-class EngineLife(InferenceEngine):
-    """An engine with these states; call `_reset_life` before anything else.
+class StatefulEngine(InferenceEngine):
+    """An engine with these states; call `_reset_states` before anything else.
 
     Attributes:
         name: of the backend.
@@ -42,11 +42,12 @@ class EngineLife(InferenceEngine):
     keeps_base = False
     vocab_size: int
     _closed = False
+    _new: Any = ()  # requests that the next step begins
 
-    def _reset_life(self) -> None:
+    def _reset_states(self) -> None:
         """As it is once it was made."""
         self.version = self._base_version = 0
-        self._update: LifeUpdate | None = None  # the latest
+        self._update: StatefulUpdate | None = None  # the latest
         self._paused = False
         self._asleep: set[Tag] = set()
         self._dropped = False  # level 2 took the weights; an update brings them back
@@ -54,7 +55,7 @@ class EngineLife(InferenceEngine):
         self._dead = ""  # why nothing works any more, until `rebuild`
 
     @property
-    def void(self) -> str:  # type: ignore[override]
+    def invalid(self) -> str:  # type: ignore[override]
         return self._invalid
 
     @abstractmethod
@@ -70,7 +71,7 @@ class EngineLife(InferenceEngine):
         """How many requests are outstanding; ends first what `abort` has named."""
 
     @abstractmethod
-    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> LifeUpdate:
+    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> StatefulUpdate:
         """An update of its weights, which are untouched until the first bucket comes."""
 
     def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
@@ -181,7 +182,7 @@ class EngineLife(InferenceEngine):
 
     def _check_idle(self, what: str, *, kept: bool = True) -> None:
         """Raises EngineError when requests are outstanding; `kept`: paused ones may be."""
-        count, keeps = self._outstanding(), self.capabilities.in_flight_updates and kept
+        count, keeps = self._outstanding() + len(self._new), self.capabilities.in_flight_updates and kept
         if count and not (keeps and self._paused):
             raise EngineError(
                 f"engine: {self.name}: {what} while {count} requests are outstanding; drain or abort them"
@@ -189,7 +190,7 @@ class EngineLife(InferenceEngine):
             )
 
 
-class LifeUpdate(WeightUpdate):
+class StatefulUpdate(WeightUpdate):
     """An update of an engine with these states: begun and given up, it leaves weights that belong to no version.
 
     Raises SyncFailed: its manifest does not fit the engine's model; nothing has changed.
