@@ -197,8 +197,7 @@ class ActorClient(EngineClient):
                 return
             misses, pending = 0, None
             self._count(instance, EngineCounters(**counters), arrived=bool(arrivals))
-            for arrival in arrivals:
-                self.deliver(instance, arrival)
+            self.deliver(instance, *arrivals)
             if not self.outstanding or self._paused:
                 self.progress_at = time.monotonic()
             elif time.monotonic() - self.progress_at > self.timeouts.stall_s:

@@ -242,18 +242,19 @@ class EngineClient(ABC):
             loop.call_soon(self._post_new)
         self._new.append(request)
         try:
-            await asyncio.wait([asked.completion])
+            return await asked.completion
         except asyncio.CancelledError:
-            if not self._abandoned:
-                loop.call_soon(self._abort_abandoned)
-            self._abandoned.append(request.request_id)
-            if (await asyncio.wait([asked.completion], timeout=self.timeouts.pause_s))[0]:
-                asked.completion.exception()  # marks it as retrieved
+            if asked.completion.cancelled():
+                asked.completion = loop.create_future()  # done when the engine has removed the request
+                if not self._abandoned:
+                    loop.call_soon(self._abort_abandoned)
+                self._abandoned.append(request.request_id)
+                if (await asyncio.wait([asked.completion], timeout=self.timeouts.pause_s))[0]:
+                    asked.completion.exception()  # marks it as retrieved
             raise
         finally:
             del self._asked[request.request_id]
             self.load -= tokens_of(request)
-        return asked.completion.result()
 
     def _post_new(self) -> None:
         """What was asked for in one turn of the loop goes out together."""
@@ -280,13 +281,17 @@ class EngineClient(ABC):
         if names := [name for name in request_ids if name in self._asked]:
             self.abort(names)
 
-    def deliver(self, instance: object, event: Event) -> None:
+    def deliver(self, instance: object, *events: Event) -> None:
         """What comes of requests of this instance, of all with None; from any thread."""
-        if self._loop is not None:
+        if self._loop is not None and events:
             with contextlib.suppress(RuntimeError):  # it is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._take, instance, event)
+                self._loop.call_soon_threadsafe(self._take, instance, *events)
 
-    def _take(self, instance: object, event: Event) -> None:
+    def _take(self, instance: object, *events: Event) -> None:
+        for event in events:
+            self._take_one(instance, event)
+
+    def _take_one(self, instance: object, event: Event) -> None:
         """Resolve the futures of an event: all outstanding ones if the engine is lost, else those it names.
 
         Late events of a former instance are ignored.
