@@ -30,6 +30,7 @@ from swift.rollout.engines.base import (
     TensorInfo,
     WeightUpdate,
 )
+from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.running import impossible
@@ -288,25 +289,23 @@ class EngineClient(ABC):
                 self._loop.call_soon_threadsafe(self._take, instance, *events)
 
     def _take(self, instance: object, *events: Event) -> None:
-        for event in events:
-            self._take_one(instance, event)
-
-    def _take_one(self, instance: object, event: Event) -> None:
-        """Resolve the futures of an event: all outstanding ones if the engine is lost, else those it names.
+        """Resolve the futures of each event: all outstanding ones if the engine is lost, else those it names.
 
         Late events of a former instance are ignored.
         """
-        if instance not in (None, self.instance) and not isinstance(event, Lost):
-            return
-        names, outcome = self.outstanding, self._outcome(event)
-        if isinstance(event, Completion):
-            names = [event.request_id]
-        elif not isinstance(outcome, Lost) or isinstance(event, Returned):
-            names = event.request_ids  # type: ignore[union-attr]
-        known = [name for name in names if name in self._asked]
-        self._end([name for name in known if instance in (None, self._asked[name].instance)], outcome)
-        if isinstance(outcome, Lost) and not isinstance(event, Returned):
-            self._recover_in_background(instance, str(outcome))
+        for event in events:
+            if instance not in (None, self.instance) and not isinstance(event, Lost):
+                continue
+            names, outcome = self.outstanding, self._outcome(event)
+            is_lost = isinstance(outcome, Lost) and not isinstance(event, Returned)
+            if isinstance(event, Completion):
+                names = [event.request_id]
+            elif isinstance(event, Failure | Returned) and not is_lost:
+                names = event.request_ids
+            known = [name for name in names if name in self._asked]
+            self._end([name for name in known if instance in (None, self._asked[name].instance)], outcome)
+            if is_lost:
+                self._recover_in_background(instance, str(outcome))
 
     def _end(self, request_ids: Sequence[str], outcome: Completion | Exception) -> None:
         for name in request_ids:

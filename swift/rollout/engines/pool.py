@@ -47,7 +47,7 @@ from swift.types import Completion, Request
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""Interval, in seconds, at which a request asks for an engine while none is usable."""
+"""Interval, in seconds, at which the pool looks for a usable engine while requests wait for one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -374,9 +374,8 @@ class PoolUpdate(WeightUpdate):
         raise_first([outcome_of(wait) for wait in waits if wait is not None])
 
     def _finish(self) -> Ack:
-        return raise_first(in_parallel([update.commit for update in self._updates]))[
-            0
-        ]  # each has confirmed what it got
+        acks = raise_first(in_parallel([update.commit for update in self._updates]))
+        return acks[0]  # each has confirmed what it got
 
     def commit(self) -> Ack:
         """All engines switch; see `WeightUpdate.commit`."""
