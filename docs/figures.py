@@ -73,6 +73,7 @@ REWARDS = "reward workers' thread"
 ACTOR = "engine's process (Ray actor)"
 ACTOR_LOOP = "thread of the request queue"
 LISTENER = "thread of the client"
+SENDER = "thread for each engine"
 HTTP = "server's HTTP loop"
 
 DRAWN = way(
@@ -129,22 +130,20 @@ SYNCED = way(
     "rollout/weights/sync.py:WeightSync._send WeightSync._send_buckets",
     "rollout/weights/policy.py:PolicyWeights.buckets",
 )
-SENT = way(
-    TRAINER,
-    "rollout/weights/base.py:WeightUpdate.send WeightUpdate.start",
-    "rollout/engines/pool.py:PoolUpdate._deliver",
-    "rollout/weights/sending.py:ClientUpdate._deliver ClientUpdate._begin",
+SENT = (
+    *way(TRAINER, "rollout/engines/pool.py:EnginePool.update", "rollout/weights/base.py:WeightStream.__iter__"),
+    *way(TRAINER, "rollout/weights/feed.py:Feed.give"),
+    *way(SENDER, "rollout/engines/client.py:EngineClient.update"),
+    *way(SENDER, "rollout/weights/sending.py:send_update _Sending.send"),
 )
 LOADED = (
-    "rollout/engines/queue_updates.py:QueueUpdates.send",
-    "rollout/engines/vllm/weights.py:ReloadUpdate._deliver",
+    "rollout/engines/states.py:StatefulEngine.update",
+    "rollout/engines/vllm/engine.py:VLLMEngine._load",
     "rollout/engines/vllm/worker.py:WorkerExtension.swift_load load_part",
 )
 CONFIRMED = (
-    "rollout/engines/queue_updates.py:QueueUpdates.commit",
-    "rollout/weights/base.py:WeightUpdate.commit",
-    "rollout/engines/vllm/weights.py:ReloadUpdate._finish",
     "rollout/engines/vllm/worker.py:WorkerExtension.swift_end_update",
+    "rollout/engines/states.py:StatefulEngine.update",
 )
 
 TOURS: dict[str, Tour] = {
@@ -220,12 +219,8 @@ TOURS: dict[str, Tour] = {
         "Life of a weight: vLLM in the trainer's process",
         (
             *SYNCED,
-            *way(
-                TRAINER,
-                "rollout/weights/base.py:WeightUpdate.send WeightUpdate.start",
-                *LOADED[1:],
-                *CONFIRMED[1:],
-            ),
+            *way(TRAINER, "rollout/weights/base.py:WeightStream.__iter__", *LOADED, *CONFIRMED),
+            *way(TRAINER, "rollout/weights/base.py:WeightStream.check"),
         ),
     ),
     "weight-dedicated": Tour(
@@ -234,25 +229,22 @@ TOURS: dict[str, Tour] = {
             *SYNCED,
             *SENT,
             *way(
-                TRAINER,
+                SENDER,
                 "rollout/engines/actor_client.py:ActorClient.payload",
                 "rollout/weights/object_store.py:put",
                 "rollout/engines/actor_client.py:ActorClient.send_bucket",
             ),
-            *way(ACTOR, "rollout/engines/ray_actor.py:EngineHost.bucket"),
             *way(
-                ACTOR_LOOP,
-                LOADED[0],
-                "rollout/engines/ray_actor.py:EngineHost._received",
+                ACTOR,
+                "rollout/engines/ray_actor.py:EngineHost.bucket",
                 "rollout/weights/object_store.py:tensors_of",
-                *LOADED[1:],
+                "rollout/engines/queue_updates.py:QueueUpdates.send",
             ),
-            *way(
-                TRAINER, "rollout/engines/pool.py:PoolUpdate.commit", "rollout/weights/sending.py:ClientUpdate._finish"
-            ),
+            *way(ACTOR_LOOP, *LOADED),
             *way(ACTOR, "rollout/engines/ray_actor.py:EngineHost.commit"),
             *way(ACTOR_LOOP, *CONFIRMED),
-            *way(TRAINER, "rollout/weights/sending.py:ClientUpdate.commit"),
+            *way(SENDER, "rollout/weights/sending.py:send_update"),
+            *way(TRAINER, "rollout/engines/pool.py:EnginePool.update", "rollout/weights/base.py:WeightStream.check"),
         ),
     ),
     "weight-server": Tour(
@@ -261,19 +253,18 @@ TOURS: dict[str, Tour] = {
             *SYNCED,
             *SENT,
             *way(
-                TRAINER,
+                SENDER,
                 "rollout/engines/server_client.py:ServerClient.payload",
                 "rollout/weights/disk.py:RunFolder.add",
                 "rollout/engines/server_client.py:ServerClient.send_bucket",
             ),
-            *way(HTTP, "rollout/server/weights.py:bucket"),
+            *way(HTTP, "rollout/server/weights.py:bucket _deliver _named", "rollout/weights/disk.py:read_bucket"),
+            *way(HTTP, "rollout/engines/queue_updates.py:QueueUpdates.send"),
             *way(ACTOR_LOOP, *LOADED),
-            *way(
-                TRAINER, "rollout/engines/pool.py:PoolUpdate.commit", "rollout/weights/sending.py:ClientUpdate._finish"
-            ),
             *way(HTTP, "rollout/server/weights.py:commit"),
             *way(ACTOR_LOOP, *CONFIRMED),
-            *way(TRAINER, "rollout/weights/sending.py:ClientUpdate.commit"),
+            *way(SENDER, "rollout/weights/sending.py:send_update"),
+            *way(TRAINER, "rollout/engines/pool.py:EnginePool.update", "rollout/weights/base.py:WeightStream.check"),
         ),
     ),
 }

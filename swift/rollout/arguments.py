@@ -450,6 +450,9 @@ class EngineArguments:
     stall_timeout: float = flag(300.0, above=0, everyday=False)
     """Time without progress after which the run ends, in seconds."""
 
+    engine_timeout: float | None = flag(above=0, everyday=False, unset="300 + 1 for each 50 MB of the checkpoint")
+    """Time limit of a weight sync, of sleep and wake, and of any other call to an engine, in seconds."""
+
     use_lmdeploy: bool = flag(False, everyday=False)
     """Whether LMDeploy generates. Excludes `--use_vllm`."""
 

@@ -52,17 +52,18 @@ COLOCATED_SHARE = 0.45
 class EngineSetup:
     """The engine of this rank (None if another rank samples for it) and what follows from its placement.
 
-    share: its part of each round. placement: of the node. engine_logs: folder of the engines' own output. own_limit_s:
-    time without progress that the engine's own time limits allow: of an engine in another process, a restart included,
-    or of completions that environments make; 0 without such a limit. node: the part of the run's Ray cluster that this
-    process started. sources: the servers that environments sample from and report to, on rank 0. begin: called after
-    the parity check, before the first rollout.
+    share: its part of each round. placement: of the node. engine_logs: folder of the engines' own output. limit_s: see
+    `EngineSpec`. own_limit_s: time without progress that the engine's own time limits allow: of an engine in another
+    process, a restart included, or of completions that environments make; 0 without such a limit. node: the part of the
+    run's Ray cluster that this process started. sources: the servers that environments sample from and report to, on
+    rank 0. begin: called after the parity check, before the first rollout.
     """
 
     engine: InferenceEngine | None
     share: EngineShare | None
     placement: Placement
     engine_logs: Path | None = None
+    limit_s: float = 300.0
     own_limit_s: float = 0.0
     node: Cluster | None = None
     sources: Sources | None = None
@@ -172,7 +173,7 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
     in every run.
     """
     args, placement, template = parts.args, parts.placement, parts.template
-    own_limit_s = _own_limit(args, placement.mode) if placement.mode in ("dedicated", "server") else 0.0
+    own_limit_s = 0.0
     if parts.rollout_func is not None or parts.play is not None:  # in addition to the time of the engine
         own_limit_s += args.rollout_timeout
     if args.rollout_source == "atropos":
@@ -194,6 +195,9 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
                 setup.share = EngineShare(parts.collectives.rank, parts.collectives.world_size)
             else:
                 spec = _engine_spec(parts)
+                setup.limit_s = spec.limit_s
+                if placement.mode in ("dedicated", "server"):
+                    setup.own_limit_s += _own_limit(args, spec, placement.mode)
                 if args.rollout_source == "atropos" and parts.collectives.is_main:
                     _start_sources(setup, args, spec)
                 _make(setup, args, parts.collectives, spec)
@@ -345,7 +349,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
             name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
             uses=users[index],
-            timeouts=_timeouts(args),
+            timeouts=_timeouts(args, spec),
             restarts=args.engine_restarts,
             weight_transport=_weight_transport(args),
             options=places[index],
@@ -355,29 +359,30 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
     return EnginePool(started)
 
 
-def _timeouts(args: Any) -> Timeouts:
+def _timeouts(args: Any, spec: EngineSpec) -> Timeouts:
     from swift.rollout.engines.events import Timeouts
 
-    return Timeouts(server_s=args.vllm_server_timeout, stall_s=args.stall_timeout)
+    return Timeouts.of(spec.limit_s, server_s=args.vllm_server_timeout, stall_s=args.stall_timeout)
 
 
 def _weight_transport(args: Any) -> str | None:
     return None if args.weight_transport == "auto" else str(args.weight_transport)
 
 
-def _own_limit(args: Any, mode: str) -> float:
+def _own_limit(args: Any, spec: EngineSpec, mode: str) -> float:
     """`EngineSetup.own_limit_s` of an engine in another process: until it is restarted and has its weights."""
-    own = _timeouts(args)
+    own = _timeouts(args, spec)
     again = own.start_s + own.sync_s + own.sleep_s + own.pause_s
     return again + (own.stall_s + 2 * own.close_s if mode == "dedicated" else args.rollout_timeout + own.server_s)
 
 
 def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngine:
     """The servers of `--vllm_server_host`, behind one."""
+    from swift.rollout.engines.events import DRAIN_S
     from swift.rollout.engines.pool import EnginePool
     from swift.rollout.engines.server_client import ServerClient
 
-    timeouts, run_id = _timeouts(args), secrets.token_hex(8)
+    timeouts, run_id = replace(_timeouts(args, spec), drain_s=DRAIN_S), secrets.token_hex(8)
     return EnginePool(
         [
             ServerClient(

@@ -55,7 +55,7 @@ FREE = frozenset(
         "metric_names", "health_action", "health_rules",
         "dry_run", "debug", "json",
         "external_plugins", "reward_workers", "dataset_num_proc", "dataloader_num_workers", "ddp_timeout",
-        "engine_restarts", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
+        "engine_restarts", "engine_timeout", "rollout_timeout", "stall_timeout", "parity_check", "use_hf",
         "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "cpu_devices",
         "vllm_gpu_memory_utilization", "vllm_device", "vllm_server_host", "vllm_server_port",
         "vllm_server_base_url", "vllm_server_timeout", "logging_first_step", "log_rollout_offpolicy_metrics",

@@ -40,9 +40,9 @@ class Hesitant(TransformersEngine):
         time.sleep(sum(random.uniform(0, SECONDS) for _ in ended or ()))
         return ended
 
-    def begin_update(self, manifest, version):
+    def update(self, stream):
         time.sleep(random.uniform(0, SECONDS))
-        return super().begin_update(manifest, version)
+        return super().update(stream)
 
 
 def hesitant(spec):

@@ -142,7 +142,10 @@ def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     import ray
 
     worker, source, wanted = start(), CountingSource(two_layers(1)), requests(3)
-    worker.begin_update(source.manifest(), 1).send(next(source.buckets()))
+    client = worker.engines[0]
+    number = client.call("begin_update", 60, manifest=source.manifest(), version=1)
+    bucket = next(source.buckets())
+    client.send_bucket(number, "object_store", client.payload("object_store", bucket, 1), 60)()
     worker.rebuild()
     ray.get(worker.engines[0].instance.actor.abort_update.remote(1))
     assert tokens(worker.sample(wanted)) == expected_tokens(wanted)

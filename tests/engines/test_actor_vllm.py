@@ -36,14 +36,14 @@ def start(engine_folders, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     before, made = family(), []  # of other tests in this process
 
-    def make(**fields):
+    def make(way=None, **fields):
         spec = EngineSpec(
             backend="vllm", model=str(engine_folders["llama"]), max_model_len=256, max_num_seqs=8, enforce_eager=True,
             **fields,
         )  # fmt: skip
         client = ActorClient(
             spec, name="engine 0 (cpu:0)", log_file=tmp_path / "log", timeouts=Timeouts(start_s=300),
-            uses=cluster.use(), restarts=1,
+            uses=cluster.use(), restarts=1, weight_transport=way,
         )  # fmt: skip
         made.append(EnginePool([client]))
         return made[-1]
@@ -75,13 +75,13 @@ def test_vllm_killed_in_decode_comes_back_with_its_weights_and_every_request_onc
 
 
 @pytest.mark.long
-def test_two_tensor_parallel_ranks_inside_an_actor_sample_with_the_weights_they_are_sent(engine_folders, start):
-    worker, model = (
-        start(tensor_parallel_size=2, devices=("cpu:0", "cpu:1")),
-        with_noise(load(engine_folders["llama"]), seed=1),
-    )
+@pytest.mark.parametrize("way", ["object_store", "broadcast"])
+def test_two_tensor_parallel_ranks_inside_an_actor_sample_with_the_weights_they_are_sent(engine_folders, start, way):
+    worker, model = start(way, tensor_parallel_size=2, devices=("cpu:0", "cpu:1")), load(engine_folders["llama"])
     assert worker.capabilities.tensor_parallel_size == 2
-    worker.load_weights(PolicyWeights(model), 1)
+    assert worker.receivers == 2
     wanted = greedy("a")[:4]
-    done = {one.request_id: one for one in worker.sample(wanted)}
-    assert max(gap(model, request, done[request.request_id]) for request in wanted) < 1e-5
+    for version in (1, 2):
+        worker.load_weights(PolicyWeights(with_noise(model, seed=version), move_model_batches=2), version)
+        done = {one.request_id: one for one in worker.sample(wanted)}
+        assert max(gap(model, request, done[request.request_id]) for request in wanted) < 1e-5

@@ -17,6 +17,7 @@ from sources import asking, leave, nothing_left, on_a_loop, source_of
 from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
 from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.weights.base import WeightStream
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -317,10 +318,10 @@ def test_a_missing_tensor_is_refused_before_anything_is_sent(start, nano_folders
     engine = start()
     manifest = policy(nano_folders["qwen2"]).manifest()
     with pytest.raises(SyncFailed, match="is missing"):
-        engine.begin_update([one for one in manifest if "layers.1.mlp.up_proj" not in one.name], 1)
+        engine.update(WeightStream([one for one in manifest if "layers.1.mlp.up_proj" not in one.name], [], 1))
     wrong = [replace(one, shape=(3, 3)) if one.name.endswith("embed_tokens.weight") else one for one in manifest]
     with pytest.raises(SyncFailed, match=r"has shape \[3, 3\]"):
-        engine.begin_update(wrong, 1)
+        engine.update(WeightStream(wrong, [], 1))
     assert start.recorder.of("update_params") == []
     assert len(run(engine, requests())) == 3
     assert engine.version == 0
@@ -381,7 +382,7 @@ def test_the_cycle_of_sleep_update_and_wake(start, nano_folders, level):
     with pytest.raises(EngineAsleep):
         run(engine, requests(1))
     with pytest.raises(EngineAsleep, match="wake its weights first"):
-        engine.begin_update(policy(nano_folders["qwen2"]).manifest(), 1)
+        engine.load_weights(policy(nano_folders["qwen2"]), 1)
     with pytest.raises(EngineAsleep):
         engine.wake(["kv_cache"])
     assert engine.wake(["weights"]) is False

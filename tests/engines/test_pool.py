@@ -14,7 +14,7 @@ from sources import asking, nothing_left, outcomes
 from swift.errors import ConfigError, EngineDead, EngineError, NumericError, PromptTooLong, RequestRefused, SyncFailed
 from swift.rollout.engines.base import Capabilities, SleepReport
 from swift.rollout.engines.pool import common_capabilities
-from swift.rollout.weights.base import Ack, AdapterWeights, Bucket
+from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, WeightStream
 from swift.types import Request, SamplingParams
 
 
@@ -385,12 +385,7 @@ def test_an_update_reaches_every_engine(pool_of):
     engines = [Member(), Member(), Member()]
     pool = pool_of(*engines)
     source = CountingSource(two_layers(5))
-    update = pool.begin_update(source.manifest(), 3)
-    update.send(Bucket([]))
-    for bucket in source.buckets():
-        update.send(bucket)
-        assert "checksums" in bucket.made  # computed once for all
-    ack = update.commit()
+    ack = pool.update(WeightStream(source.manifest(), [Bucket([]), *source.buckets()], 3, first_hand=True))
     assert (ack.version, ack.tensors) == (3, 2)
     assert [engine.version for engine in engines] == [3, 3, 3]
     assert {engine.weights for engine in engines} == {weights_of(two_layers(5))}
@@ -422,7 +417,7 @@ def test_an_update_that_one_engine_refuses_is_not_begun_anywhere(pool_of):
     ]  # fmt: skip
     pool = pool_of(*engines)
     with pytest.raises(SyncFailed, match="lost on the way"):
-        pool.begin_update(CountingSource(two_layers(5)).manifest(), 1)
+        pool.load_weights(CountingSource(two_layers(5)), 1)
     assert ("update aborted", 1) in engines[0].events
     assert engines_of(pool) == engines[:2]
     run(pool, group("a"))

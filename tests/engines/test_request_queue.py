@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 from local_engines import local_pool
 from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
@@ -11,6 +12,7 @@ from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 from swift.errors import EngineDead, EngineError, PromptTooLong, RequestRefused, SyncFailed, Unsupported
 from swift.rollout.engines.completion_stream import Failure, QueueFull
 from swift.rollout.engines.request_queue import RequestQueue
+from swift.rollout.weights.base import Bucket
 from swift.types import Request, SamplingParams
 
 LIMIT_S = 20.0
@@ -50,6 +52,11 @@ def made():
     yield make
     for queue in queues:
         queue.close()
+
+
+class Slow(ScriptedEngine):
+    def take(self, bucket):
+        time.sleep(0.2)
 
 
 def ask(name, prompt=(1, 2, 3), **sampling):
@@ -359,15 +366,37 @@ def test_closing_tells_whoever_waits(made):
         Box(queue, some(1))
 
 
+def test_closing_ends_an_open_update(made):
+    queue = made()
+    update = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1)
+    update.feed.asked.result(LIMIT_S)
+    began = time.monotonic()
+    queue.close()
+    with pytest.raises(SyncFailed, match="given up"):
+        update.job.result(LIMIT_S)
+    assert time.monotonic() - began < 5
+
+
 # --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def begun(queue, manifest, version=1):
+    update = queue.updates.begin(manifest, version)
+    update.feed.asked.result(LIMIT_S)
+    return update.number
 
 
 def send(queue, value, version=1):
     source = CountingSource(two_layers(value))
-    number = queue.updates.begin(source.manifest(), version).result(LIMIT_S)
+    number = begun(queue, source.manifest(), version)
     for bucket in source.buckets():
-        queue.updates.send(number, lambda missing, bucket=bucket: bucket).result(LIMIT_S)
+        queue.updates.send(number, bucket).result(LIMIT_S)
     return number
+
+
+def ended(queue):
+    """Whether no update is open."""
+    return queue.do(lambda engine: True).result(LIMIT_S)
 
 
 def test_an_update_replaces_all_weights_and_nothing_is_sampled_meanwhile(made):
@@ -390,25 +419,53 @@ def test_an_update_in_flight_divides_completions_by_version(made):
     time.sleep(0.15)
     queue.pause_in_flight()
     number = send(queue, 2.0)
-    queue.resume()  # too early: the update holds the engine
+    resumed = queue.resume()  # too early: the update holds the engine
     time.sleep(0.1)
+    assert not resumed.done()
     queue.updates.commit(number).result(LIMIT_S)
     assert [version for version, _, _ in box.wait(1)["g/0"].versions] == [0, 1]
 
 
-def test_a_bucket_that_cannot_be_read_ends_the_update(made):
+def test_a_bucket_out_of_order_ends_the_update(made):
     queue = made()
-    number = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1).result(LIMIT_S)
-
-    def unreadable(missing):
-        assert [info.name for info in missing] == ["layer.0", "layer.1"]
-        raise SyncFailed("weights: cut off, as told")
-
-    with pytest.raises(SyncFailed, match="cut off"):
-        queue.updates.send(number, unreadable).result(LIMIT_S)
+    number = begun(queue, CountingSource(two_layers(1.0)).manifest())
+    assert [info.name for info in queue.updates.missing(number)] == ["layer.0", "layer.1"]
+    with pytest.raises(SyncFailed, match=r"tensor 0 is layer\.1"):
+        queue.updates.send(number, Bucket([("layer.1", torch.ones(4))])).result(LIMIT_S)
     with pytest.raises(SyncFailed, match="is not open"):
         queue.updates.commit(number).result(LIMIT_S)
     assert ("update aborted", 1) in queue.engine.events
+    Box(queue, some(1)).wait(1)
+
+
+def test_a_bucket_that_comes_before_the_last_one_was_taken_is_refused(made):
+    queue = made(Slow())
+    source = CountingSource(two_layers(1.0))
+    number = begun(queue, source.manifest())
+    first, second = source.buckets()
+    taken = queue.updates.send(number, first)
+    with pytest.raises(SyncFailed, match="one at a time"):
+        queue.updates.send(number, second)
+    taken.result(LIMIT_S)
+    queue.updates.send(number, second).result(LIMIT_S)
+    assert queue.updates.commit(number).result(LIMIT_S).tensors == 2
+
+
+def test_an_update_that_is_refused_is_not_begun(made):
+    queue = made(ScriptedEngine(update_failures=[("begin", lost())]))
+    update = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1)
+    with pytest.raises(SyncFailed, match="lost on the way"):
+        update.feed.asked.result(LIMIT_S)
+    with pytest.raises(SyncFailed, match="is not open"):
+        queue.updates.missing(update.number)
+    Box(queue, some(1)).wait(1)
+
+
+def test_an_update_that_gets_no_bucket_is_given_up(made):
+    queue = made(silence_s=0.2)
+    update = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1)
+    with pytest.raises(SyncFailed, match=r"no bucket came for 0\.2 s"):
+        update.job.result(LIMIT_S)
     Box(queue, some(1)).wait(1)
 
 
@@ -421,20 +478,20 @@ def test_a_commit_that_fails_ends_the_update_and_what_was_paused_goes_on(made):
     queue.resume()
     with pytest.raises(SyncFailed):
         queue.updates.commit(number).result(LIMIT_S)
-    assert queue.updates.idle_s is None
+    assert ended(queue)
     box.wait(1)
 
 
 def test_an_update_that_was_left_open_is_aborted_by_the_next_or_by_its_number(made):
     queue = made()
     manifest = CountingSource(two_layers(1.0)).manifest()
-    first = queue.updates.begin(manifest, 1).result(LIMIT_S)
-    assert queue.updates.idle_s < LIMIT_S
-    second = queue.updates.begin(manifest, 2).result(LIMIT_S)
+    first = begun(queue, manifest, 1)
+    second = begun(queue, manifest, 2)
     queue.updates.abort(first).result(LIMIT_S)
-    assert queue.updates.idle_s is not None
+    assert queue.updates.missing(second)
     queue.updates.abort(second).result(LIMIT_S)
-    assert queue.updates.idle_s is None
+    queue.updates.abort(second).result(LIMIT_S)
+    assert ended(queue)
     assert [event for event in queue.engine.events if event[0] == "update aborted"] == [
         ("update aborted", 1), ("update aborted", 2)
     ]  # fmt: skip

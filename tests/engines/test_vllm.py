@@ -36,6 +36,7 @@ from swift.rollout.engines.process import same_randomness
 from swift.rollout.engines.spec import build_engine
 from swift.rollout.engines.vllm import worker
 from swift.rollout.parity import ParityCheck
+from swift.rollout.weights.base import WeightStream
 from swift.rollout.weights.policy import PolicyWeights
 from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt
@@ -229,19 +230,16 @@ def test_a_fused_matrix_may_arrive_in_parts(engine, model):
     with_noise(model, seed=4)
     tensors = model.state_dict().items()
     engine.load_weights(Given(tensors, *([pair] for pair in tensors)), 3)
-    engine.begin_update(PolicyWeights(model).manifest(), 11).abort()  # nothing was sent of it
+    with pytest.raises(SyncFailed, match="not today"):
+        engine.update(WeightStream(PolicyWeights(model).manifest(), gives_up_after([]), 11))
     assert drift(engine, model) <= LIMIT
 
 
 def test_half_an_update_cannot_be_sampled_from_and_abort_invalidates_the_engine_until_rebuilt(engine, model):
     with_noise(model, seed=9)
     source = PolicyWeights(model, move_model_batches=4)
-    update = engine.begin_update(source.manifest(), 9)
-    update.send(next(source.buckets()))
-    with pytest.raises(SyncFailed, match="version 9 is being loaded"):
-        sample(engine, requests())
-    update.abort()
-    update.abort()
+    with pytest.raises(SyncFailed, match="not today"):
+        engine.update(WeightStream(source.manifest(), gives_up_after([next(source.buckets())]), 9))
     assert not engine.health().alive
     for attempt in (lambda: sample(engine, requests()), lambda: engine.load_weights(source, 9), engine.reset_caches):
         with pytest.raises(SyncFailed, match=r"given up half-way.*rebuild the engine"):
@@ -250,6 +248,11 @@ def test_half_an_update_cannot_be_sampled_from_and_abort_invalidates_the_engine_
     assert (engine.version, engine.health().alive) == (0, True)
     engine.load_weights(source, 9)
     assert drift(engine, model) <= LIMIT
+
+
+def gives_up_after(buckets):
+    yield from buckets
+    raise SyncFailed("weights: not today")
 
 
 def fails(worker, tensors):

@@ -53,9 +53,6 @@ class LocalClient(EngineClient):
         except EngineDead as error:
             raise Lost(str(error)) from None
 
-    def start_call(self, name, timeout_s, **fields):
-        return lambda: self.call(name, timeout_s, **fields)
-
     def abort_update(self, update):
         with contextlib.suppress(EngineDead):
             self.host.abort_update(update)
@@ -65,8 +62,11 @@ class LocalClient(EngineClient):
         self.call("bucket", timeout_s, update=update, way=way, payload=payload)
         return lambda: None
 
-    def choose(self, bucket):
+    def choose(self, device):
         return "object_store"
+
+    def receivers(self):
+        return self.engine.receivers
 
     def payload(self, way, bucket, version):
         return [(info, array.copy()) for info, array in byte_arrays_of(bucket)]

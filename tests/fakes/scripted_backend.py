@@ -65,16 +65,8 @@ class ScriptedWorker(ScriptedEngine):
             self._outstanding[name].length = 1 << 30
         return super()._step()
 
-    def begin_update(self, manifest, version):
-        update = super().begin_update(manifest, version)
-        deliver = update._deliver
-
-        def slowly(bucket):
-            time.sleep(self.kwargs.get("bucket_s", 0.0))
-            deliver(bucket)
-
-        update._deliver = slowly
-        return update
+    def take(self, bucket):
+        time.sleep(self.kwargs.get("bucket_s", 0.0))
 
     def facts(self):
         return {

@@ -17,7 +17,7 @@ import torch
 from swift.errors import EngineDead, SyncFailed
 from swift.rollout.engines.base import Capabilities, EngineCounters
 from swift.rollout.engines.stepped import SteppedEngine
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo
 from swift.rollout.weights.digest import StreamDigest
 from swift.types import Completion
 
@@ -164,12 +164,36 @@ class ScriptedEngine(SteppedEngine):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest, version):
-        with self._alone("begin_update"):
+    def update(self, stream):
+        stage, error = (self.update_failures.popleft() if self.update_failures else None) or ("", None)
+        with self._alone("update"):
             assert self._paused or not self._outstanding, "new weights while requests are outstanding"
-            update = _Update(self, manifest, version, self.update_failures.popleft() if self.update_failures else None)
-            update.fail_at("begin")
-            return update
+            if stage == "begin":
+                raise error
+            content, digest = hashlib.blake2b(digest_size=8), StreamDigest()
+            try:
+                for bucket in stream:
+                    if stage == "send":
+                        raise error
+                    self.take(bucket)
+                    for name, tensor in bucket.tensors:
+                        content.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+                        digest.add(name, tensor)
+                if stage == "commit":
+                    raise error
+                ack = Ack(stream.version, stream.count, stream.nbytes, digest.hexdigest())
+                stream.check(ack, "scripted")
+            except BaseException:
+                self.events.append(("update aborted", stream.version))
+                if stream.count:
+                    self.weights = b"a part of them"
+                raise
+            self.weights, self.version = content.hexdigest().encode(), stream.version
+            self.events.append(("update", self.version))
+            return ack
+
+    def take(self, bucket):
+        """Called for each bucket of an update."""
 
     def rebuild(self):
         self.events.append(("rebuild",))
@@ -222,38 +246,6 @@ class _Row:
         versions = [(version, start, end) for (version, start), end in zip(self.spans, ends, strict=False)]
         logprobs = [-1.0 - token / VOCABULARY for token in self.tokens]
         return Completion(self.request.request_id, list(self.tokens), logprobs, reason, versions=versions)
-
-
-class _Update(WeightUpdate):
-    """Takes the tensors into the engine's hash, or fails at the stage that the script names."""
-
-    def __init__(self, engine, manifest, version, failure):
-        super().__init__("scripted", manifest, version)
-        self.target, self.failure = engine, failure
-        self.content = hashlib.blake2b(digest_size=8)
-        self.received = StreamDigest()
-
-    def fail_at(self, stage):
-        if self.failure is not None and self.failure[0] == stage:
-            raise self.failure[1]
-
-    def _deliver(self, bucket):
-        self.fail_at("send")
-        for name, tensor in bucket.tensors:
-            self.content.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
-            self.received.add(name, tensor)
-
-    def _finish(self):
-        self.fail_at("commit")
-        self.target.weights = self.content.hexdigest().encode()
-        self.target.version = self.version
-        self.target.events.append(("update", self.version))
-        return Ack(self.version, self.sent, self.sent_bytes, self.received.hexdigest())
-
-    def _give_up(self):
-        self.target.events.append(("update aborted", self.version))
-        if self.sent:
-            self.target.weights = b"a part of them"
 
 
 class CountingSource:

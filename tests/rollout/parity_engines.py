@@ -14,9 +14,10 @@ from transformers import DynamicCache
 from swift.models.attention.choice import choose_attention
 from swift.models.forward import TokenSequence, completion_logits, pack
 from swift.rl.logprobs import selected_logprobs
-from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, WeightUpdate
+from swift.rollout.engines.base import Ack, Capabilities, EngineCounters
 from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.parity import ParityCheck
+from swift.rollout.weights.digest import StreamDigest
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
@@ -52,8 +53,17 @@ class SmallEngine(SteppedEngine):
         if fault == "head_not_sent":
             self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
 
-    def begin_update(self, manifest, version):
-        return _Update(self, manifest, version)
+    def update(self, stream):
+        arrived, digest = {}, StreamDigest()
+        for bucket in stream:
+            bucket.add_to(digest)
+            arrived |= {name: tensor.clone() for name, tensor in bucket.tensors}
+        if self.fault == "head_not_sent":
+            arrived.pop("lm_head.weight")
+        if self.fault != "stale_weights":
+            self.model.load_state_dict(arrived, strict=False)
+        self._forget(stream.version)
+        return Ack(stream.version, stream.count, stream.nbytes, digest.hexdigest())
 
     def load_adapter(self, adapter, version):
         scale = adapter.config["lora_alpha"] / adapter.config["r"]
@@ -154,28 +164,6 @@ class SmallEngine(SteppedEngine):
         self._queue.clear()
 
     def close(self):
-        pass
-
-
-class _Update(WeightUpdate):
-    def __init__(self, owner, manifest, version):
-        super().__init__("small", manifest, version)
-        self.owner = owner
-        self.arrived = {}
-
-    def _deliver(self, bucket):
-        self.arrived |= {name: tensor.clone() for name, tensor in bucket.tensors}
-
-    def _finish(self):
-        owner = self.owner
-        if owner.fault == "head_not_sent":
-            self.arrived.pop("lm_head.weight")
-        if owner.fault != "stale_weights":
-            owner.model.load_state_dict(self.arrived, strict=False)
-        owner._forget(self.version)
-        return Ack(self.version, self.sent, self.sent_bytes, self.digest.hexdigest())
-
-    def _give_up(self):
         pass
 
 

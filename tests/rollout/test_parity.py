@@ -208,10 +208,10 @@ def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_f
     engine = SmallEngine(model)
     before = bits(model)
 
-    def broken(manifest, version):
+    def broken(stream):
         raise SyncFailed("weights: version 1 for small: planted")
 
-    engine.begin_update = broken
+    engine.update = broken
     engine.rebuild = lambda: None
     check = make_check(engine, model)
     with pytest.raises(SyncFailed, match="planted"):

@@ -14,6 +14,7 @@ from swift.rollout.collector import RolloutCollector
 from swift.rollout.round import EngineShare
 from swift.rollout.runner import RoundRunner
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler
+from swift.rollout.weights.base import WeightStream
 from swift.types import SamplingParams, TrainerProgress
 
 LIMIT_S = 20
@@ -105,7 +106,7 @@ def test_the_engine_is_free_when_the_last_round_has_been_waited_for(sampled):
     for number in range(3):
         in_time(thread.wait, ask())
         assert sum(event == ("ended",) for event in engine.events) == number + 1
-        engine.begin_update([], number)
+        engine.update(WeightStream([], [], number))
     assert engine.overlaps == []
 
 
@@ -142,7 +143,7 @@ def test_a_round_that_fails_leaves_the_engine_empty_and_ends_the_later_ones(samp
     in_time(thread.wait, failed)
     assert isinstance(failed.failure, ZeroDivisionError)
     assert not engine._outstanding
-    engine.begin_update([], 1)
+    engine.update(WeightStream([], [], 1))
     thread.collector.decode = str
     assert isinstance(ask().failure, ZeroDivisionError)
 
@@ -166,7 +167,7 @@ def test_two_threads_are_never_in_the_engine_while_it_is_held(sampled):
     for version in range(1, 4):
         time.sleep(0.01)
         in_time(thread.hold)
-        engine.begin_update([], version).commit()
+        engine.update(WeightStream([], [], version))
         time.sleep(0.01)
         engine.resume()
         thread.release()

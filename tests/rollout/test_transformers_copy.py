@@ -18,7 +18,7 @@ from transformers_parts import PROMPT, ask, copy_engine, sampled
 from swift import errors
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.weights.base import AdapterWeights
+from swift.rollout.weights.base import AdapterWeights, WeightStream
 from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
@@ -140,7 +140,8 @@ def test_a_refused_manifest_names_what_is_wrong_and_changes_nothing(nano_folders
     ):
         with pytest.raises(errors.SyncFailed, match=line):
             engine.load_weights(Given(list((tensors | change).items())), 1)
-    engine.begin_update(PolicyWeights(model).manifest(), 1).abort()  # before its first tensor
+    with pytest.raises(errors.SyncFailed, match=r"0 of \d+ tensors were sent"):
+        engine.update(WeightStream(PolicyWeights(model).manifest(), [], 1))
     assert engine.version == 0
     assert gap(model, ask(), sampled(engine)) < 1e-5
 

@@ -263,6 +263,7 @@ def colocate(trainer, engine, flags, *, batches=None, adapters=False):
         ranks=trainer.collectives,
         device=torch.device("cpu"),
         copies_on_host=True,
+        limit_s=60.0,
     )
     cycle.attach(trainer.model, lambda: trainer.optimizer)
 

@@ -64,11 +64,11 @@ class SleepyEngine(ScriptedEngine):
         self.asleep -= set(tags)
         return not self.asleep and not self.never_whole
 
-    def begin_update(self, manifest, version):
+    def update(self, stream):
         assert "weights" not in self.asleep, "weights are written while they sleep"
         self._call("update")
         self.dropped = False
-        return super().begin_update(manifest, version)
+        return super().update(stream)
 
     def memory(self):
         return {"weights": 3 << 20, "kv": 0 if self.asleep else 5 << 20}
@@ -93,7 +93,7 @@ class Trainer:
         self.cycle = ColocateCycle(
             self.engine,
             self.weight_sync,
-            **flags | {"gc_collect_after_offload": False} | settings,
+            **flags | {"gc_collect_after_offload": False, "limit_s": 60.0} | settings,
             log=self.lines.append,
             metrics=self.metrics,
             ranks=self.ranks,
@@ -274,9 +274,8 @@ def test_a_trainer_that_does_not_fit_back_gets_a_second_try(monkeypatch):
 
 def test_an_engine_that_hangs_ends_the_process(monkeypatch):
     ended = []
-    monkeypatch.setattr(colocate, "SLEEP_WAKE_S", 0.05)
     monkeypatch.setattr(colocate, "end_process", ended.append)
-    trainer = Trainer(sleep_level=1)
+    trainer = Trainer(sleep_level=1, limit_s=0.05)
     wake = trainer.engine.wake
 
     def slow(tags):

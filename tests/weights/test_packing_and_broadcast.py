@@ -6,17 +6,25 @@ import os
 import pickle
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from processes import wait_for
 
 from swift.errors import SyncFailed
 from swift.rollout.engines.actor_client import ActorClient
 from swift.rollout.weights import broadcast, object_store
 from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender, Invitation
+from swift.rollout.weights.broadcast import (
+    Announcement,
+    BroadcastGroup,
+    BroadcastReceiver,
+    BroadcastSender,
+    Invitation,
+)
 from swift.rollout.weights.digest import checksum, checksums, digest_of
 
 # --- packing and the object store -----------------------------------------------------------------------------------
@@ -132,86 +140,89 @@ def in_thread(work):
 
 
 class Receivers:
-    """Engines in threads of this process."""
+    """Engines in threads of this process. ranks: how many processes each has."""
 
-    def __init__(self, **options):
-        self.sender = BroadcastSender(**options)
-        self.ends = {}
-        self.joins = 0
+    def __init__(self, ranks, **options):
+        self.sender = BroadcastSender(ranks, **options)
+        self.ends = {name: [BroadcastReceiver(torch.device("cpu")) for _ in range(n)] for name, n in ranks.items()}
+        self.invited = []
 
-    def invite(self, name, invitation):
-        self.joins += 1
+    def deliver(self, bucket, names=()):
+        """What each process of these engines got, with a thread for each engine and JSON-safe steps as over a wire."""
 
-        def join():
-            self.ends[name] = BroadcastReceiver(Invitation(**invitation), torch.device("cpu"))
+        def deliver(name):
+            header = json.loads(json.dumps(self.sender.announce(name, bucket)))
+            self.invited += [name] if "invitation" in header else []
+            announced = Announcement([], header=header)
+            assert announced.infos == bucket.infos
+            waits = [
+                in_thread(lambda end=end, rank=rank: end.receive(announced.for_rank(rank)).tensors)
+                for rank, end in enumerate(self.ends[name])
+            ]
+            self.sender.send()
+            return [wait() for wait in waits]
 
-        return in_thread(join)
-
-    def deliver(self, bucket, incarnations):
-        """What each receiver got, in JSON-safe steps as over a wire."""
-        self.sender.connect(incarnations, self.invite)
-        received = {}
-
-        def announcer(name):
-            def announce(header):
-                return in_thread(
-                    lambda: received.update({name: self.ends[name].receive(json.loads(json.dumps(header)))})
-                )
-
-            return announce
-
-        waits = [self.sender.transmit(bucket, announcer(name)) for name in incarnations]
-        for wait in waits:
-            wait()
-        return [received[name] for name in incarnations]
+        waits = [in_thread(lambda name=name: deliver(name)) for name in names or self.ends]
+        return [tensors for wait in waits for tensors in wait()]
 
 
-def test_a_broadcast_reaches_every_receiver_bit_for_bit_and_a_failed_group_is_renewed():
-    group, given = Receivers(timeout_s=20), tensors()
+def test_a_broadcast_reaches_every_process_bit_for_bit_until_one_fails():
+    group, given = Receivers({"a": 1, "b": 2, "c": 1}, timeout_s=20), tensors()
     for _ in range(2):
-        for received in group.deliver(Bucket(given), {"a": 1, "b": 1, "c": 1}):
-            assert digest_of(received) == digest_of(given)
-    assert group.joins == 3
-    group.deliver(Bucket(given), {"a": 1, "b": 2, "c": 1})
-    assert group.joins == 6
-    for end in group.ends.values():
+        received = group.deliver(Bucket(given))
+        assert [digest_of(tensors) for tensors in received] == [digest_of(given)] * 4
+    assert sorted(group.invited) == ["a", "b", "c"]
+    for end in group.ends["b"]:
         end.close()
     with pytest.raises(SyncFailed, match="gloo broadcast"):
-        group.deliver(Bucket(given), {"a": 1, "b": 2, "c": 1})
-    assert digest_of(group.deliver(Bucket(given), {"a": 1, "b": 2})[1]) == digest_of(given)
-    group.sender.close()
+        group.deliver(Bucket(given))
+    assert not group.sender.is_open
+    with pytest.raises(SyncFailed, match="gloo broadcast"):
+        group.deliver(Bucket(given))
 
 
 def test_a_sender_that_gives_up_frees_the_engines_that_wait_for_it():
-    group, given = Receivers(timeout_s=300), tensors()
-    group.deliver(Bucket(given), {"a": 1})
-    waiting = in_thread(lambda: group.ends["a"].receive({"entries": [], "size": 4}))
+    group, given = Receivers({"a": 1}, timeout_s=300), tensors()
+    group.deliver(Bucket(given))
+    waiting = in_thread(lambda: group.ends["a"][0].receive(Announcement([], header={"entries": [], "size": 4})))
     group.sender.close()
     with pytest.raises(SyncFailed, match="gloo broadcast"):
         waiting()
 
 
+def test_one_engine_that_fails_frees_the_threads_of_the_others():
+    group = Receivers({"a": 1, "b": 1}, timeout_s=300)
+    sending = in_thread(lambda: group.deliver(Bucket(tensors()), ["a"]))
+    wait_for(lambda: group.invited)
+    group.sender.fail("b failed")
+    with pytest.raises(SyncFailed, match="gloo broadcast: b failed"):
+        sending()
+
+
 def test_a_receiver_that_never_comes_is_waited_for_in_bounds():
-    sender = BroadcastSender(timeout_s=1.0)
     began = time.monotonic()
     with pytest.raises(SyncFailed, match="gloo"):
-        sender.connect({"a": 1}, lambda name, invitation: lambda: None)
+        sender = BroadcastSender({"a": 1}, timeout_s=1.0)
+        sender.announce("a", Bucket(tensors()))
+        sender.send()
+    with pytest.raises(SyncFailed, match="another engine was not told in time"):
+        sender = BroadcastSender({"a": 1, "b": 1}, timeout_s=1.0)
+        sender.announce("a", Bucket(tensors()))
+        sender.send()
     assert time.monotonic() - began < 30
     place = Invitation("127.0.0.1", port=1, rank=1, size=2, backend="gloo", timeout_s=0.5)
+    receiver = BroadcastReceiver(torch.device("cpu"))
     with pytest.raises(SyncFailed, match=r"store at 127\.0\.0\.1"):
-        BroadcastReceiver(place, torch.device("cpu"))
+        receiver.receive(Announcement([], header={"entries": [], "size": 0, "invitation": asdict(place)}))
+    with pytest.raises(SyncFailed, match="without a group"):
+        receiver.receive(Announcement([], header={"entries": [], "size": 0}))
 
 
 def test_the_place_to_meet_listens_at_its_own_address_only():
-    sender, seen = BroadcastSender(timeout_s=1.0), []
-
-    def invite(name, invitation):
-        seen.extend(one.laddr for one in psutil.Process().net_connections() if one.laddr.port == invitation["port"])
-        raise SyncFailed("it does not come")
-
-    with pytest.raises(SyncFailed, match="does not come"):
-        sender.connect({"a": 1}, invite)
-    assert {address.ip for address in seen} == {"127.0.0.1"}
+    sender = BroadcastSender({"a": 1}, timeout_s=1.0)
+    port = sender.announce("a", Bucket(tensors()))["invitation"]["port"]
+    seen = {one.laddr.ip for one in psutil.Process().net_connections() if one.laddr.port == port}
+    assert seen == {"127.0.0.1"}
 
 
 class FakeNccl:
@@ -297,13 +308,6 @@ def test_both_ends_of_a_group_find_each_other(nccl):
 # --- the choice ---------------------------------------------------------------------------------------------------
 
 
-class Placed:
-    """Stands for a tensor on a device that this machine does not have."""
-
-    def __init__(self, device):
-        self.device = torch.device(device)
-
-
 @pytest.mark.parametrize(
     ("tensor", "devices", "way"),
     [
@@ -316,4 +320,4 @@ class Placed:
 )
 def test_the_way_follows_from_the_devices(tensor, devices, way):
     client = SimpleNamespace(devices=devices)
-    assert ActorClient.choose(client, SimpleNamespace(tensors=[("one", Placed(tensor))])) == way
+    assert ActorClient.choose(client, torch.device(tensor)) == way

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from swift.devices import allowed_cores
 from swift.errors import EngineDead, SwiftError, first_line, shortened
 from swift.rollout.engines import cluster, guard, wire
@@ -56,12 +58,13 @@ def _remote_class() -> Any:
 
 @dataclass(eq=False)
 class _Instance:
-    """One actor as the client sees it. here: on this node. lost: how it ended, or ""."""
+    """One actor as the client sees it. receivers: see `InferenceEngine`. here: on this node. lost: how, or ""."""
 
     actor: Any
     log_start: int
     started: Any
     pid: int = 0
+    receivers: int = 1
     here: bool = False
     lost: str = ""
     oom_kills: int = field(default_factory=lambda: oom_kills())  # noqa: PLW0108 - defined below
@@ -132,7 +135,9 @@ class ActorClient(EngineClient):
     def _await_start(self, instance: _Instance) -> Capabilities:
         capabilities: Capabilities
         try:
-            capabilities, instance.pid, node = self._result(instance, instance.started, "start", self.timeouts.start_s)
+            capabilities, instance.receivers, instance.pid, node = self._result(
+                instance, instance.started, "start", self.timeouts.start_s
+            )
         except Late:
             raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(instance)}") from None
         instance.here = node == cluster.this_node()
@@ -223,9 +228,10 @@ class ActorClient(EngineClient):
             self.instance.actor.abort.remote(list(request_ids))
 
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        return self.start_call(name, timeout_s, **fields)()
+        return self._start_call(name, timeout_s, **fields)()
 
-    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
+    def _start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
+        """Begin a call; the result waits for it and raises as `call`."""
         instance = self.instance
         if instance.lost:
             raise Lost(instance.lost)
@@ -266,17 +272,18 @@ class ActorClient(EngineClient):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def choose(self, bucket: Bucket) -> str:
-        """The shortest way from where the trainer's tensors lie."""
-        first = bucket.tensors[0][1].device if bucket.tensors else None
-        on_gpus = first is not None and first.type == "cuda" and all(one.startswith("cuda") for one in self.devices)
+    def choose(self, device: torch.device) -> str:
+        on_gpus = device.type == "cuda" and all(one.startswith("cuda") for one in self.devices)
         return "broadcast" if on_gpus else "object_store"
+
+    def receivers(self) -> int:
+        return self.instance.receivers
 
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         return object_store.put(bucket)
 
     def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
-        return self.start_call("bucket", timeout_s, update=update, way=way, payload=payload)
+        return self._start_call("bucket", timeout_s, update=update, way=way, payload=payload)
 
     def abort_update(self, update: int) -> None:
         if not self.instance.lost:

@@ -8,7 +8,7 @@ after an abort or a restart. A prompt that leaves no room raises `PromptTooLong`
 Order of calls:
 
     await generate(request)          one sample; a caller that is cancelled aborts it
-    begin_update -> send* -> commit  new weights, acknowledged; nothing may be in flight, unless it is paused
+    update(stream)                   new weights, acknowledged; nothing may be in flight, unless it is paused
     sleep(level) ... wake(tags)      memory released while someone else uses the device
     close                            processes, ports and memory are gone afterwards
 
@@ -34,7 +34,7 @@ from typing import Any, Literal
 from swift.errors import EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
 from swift.rollout.engines.running import SoFar
 from swift.rollout.loop import RolloutLoop
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo, WeightSource, WeightUpdate
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, WeightSource, WeightStream
 from swift.types import Completion, Request, SamplingParams
 
 LogprobSupport = Literal["full", "truncated", "raw"]
@@ -244,31 +244,27 @@ class InferenceEngine(ABC):
     # --- weights ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        """Start to replace all weights; `commit` of the update also resets caches, drops adapters and sets `version`.
+    def update(self, stream: WeightStream) -> Ack:
+        """Replace all weights; also resets caches, drops adapters and sets `version`.
 
-        Paused requests go on with the new weights after the tokens they have.
+        Paused requests go on with the new weights after the tokens they have. The calling thread gathers the buckets.
 
         Raises:
-            SyncFailed: names or shapes do not fit the engine's model; its weights stay as they were.
+            SyncFailed: names or shapes do not fit the engine's model, and its weights are as they were; or they did
+                not arrive whole, and the engine must be rebuilt.
             EngineAsleep: its weights are not awake.
             EngineError: requests are outstanding and not paused.
             Unsupported: it shares the trainer's weights, so that there is nothing to copy.
         """
 
     def load_weights(self, source: WeightSource, version: int) -> Ack:
-        """Replace all weights.
+        """Replace all weights by those of a source. Raises as `update`."""
+        return self.update(WeightStream.of(source, version))
 
-        Raises SyncFailed: they did not arrive whole; the engine must be rebuilt.
-        """
-        update = self.begin_update(source.manifest(), version)
-        try:
-            for bucket in source.buckets():
-                update.send(bucket)
-            return update.commit()
-        except BaseException:
-            update.abort()
-            raise
+    @property
+    def receivers(self) -> int:
+        """How many processes of it take part in a broadcast."""
+        return 1
 
     def share(self, live: Live) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
@@ -282,7 +278,7 @@ class InferenceEngine(ABC):
         """Sample with the shared memory as it is now, as `version`: caches are reset, nothing is copied.
 
         live is {} when the trainer's weights are not plain parameters (any more). Returns None when the weights have to
-        be sent: nothing is shared, or the trainer has other memory by now. Raises as `begin_update`.
+        be sent: nothing is shared, or the trainer has other memory by now. Raises as `update`.
         """
         return None
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
+
 from swift.errors import EngineAsleep, EngineDead, NumericError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines.base import (
     Ack,
@@ -27,16 +29,14 @@ from swift.rollout.engines.base import (
     SleepLevel,
     SleepReport,
     Tag,
-    TensorInfo,
-    WeightUpdate,
 )
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.running import impossible
-from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.broadcast import BroadcastSender
-from swift.rollout.weights.sending import ClientUpdate, Kept
+from swift.rollout.weights.base import Bucket, WeightStream
+from swift.rollout.weights.broadcast import Announcement, BroadcastSender
+from swift.rollout.weights.sending import Kept, send_update
 from swift.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class EngineClient(ABC):
         asleep: what of it sleeps; "" when nothing does.
         outdated: it was replaced, and nobody has kept the weights of the one before: the next update makes it usable.
         alone: no other engine samples for this run, so that a copy of the weights is worth its cost wherever they lie.
+        broadcaster: the trainer's end of broadcasts to it, which other engines share.
+        rank_offset: receivers of the engines before it in the pool.
         replacing: it is lost, and about to be there again.
         ended: `end` was called.
     """
@@ -117,6 +119,7 @@ class EngineClient(ABC):
         self.invalid = self.asleep = ""
         self.replacing = self.ended = self.outdated = False
         self.alone = True
+        self.rank_offset = 0
         self._has_new_weights = False  # not those that it was started with
         self.broadcaster: BroadcastSender | None = None
         self.sent_by = ""  # way of the last weights
@@ -169,10 +172,6 @@ class EngineClient(ABC):
         """Any other call. Raises Lost, or the SwiftError that it ended with."""
 
     @abstractmethod
-    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        """Begin a call; the result waits for it and raises as `call`."""
-
-    @abstractmethod
     def abort_update(self, update: int) -> None:
         """Give an update up; never raises."""
 
@@ -181,8 +180,12 @@ class EngineClient(ABC):
         """Start to send a bucket; the result waits for its arrival and raises as `call`."""
 
     @abstractmethod
-    def choose(self, bucket: Bucket) -> str:
-        """The best way for tensors where these lie."""
+    def choose(self, device: torch.device) -> str:
+        """The best way for tensors that lie there."""
+
+    @abstractmethod
+    def receivers(self) -> int:
+        """How many processes there take part in a broadcast, as of now."""
 
     @abstractmethod
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
@@ -436,18 +439,23 @@ class EngineClient(ABC):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
-        deadline = time.monotonic() + self.timeouts.sync_s
-        number = self.safe_call("begin_update", self.timeouts.sync_s, manifest=manifest, version=version)
-        return ClientUpdate(self, number, manifest, version, deadline)
+    def update(self, stream: WeightStream) -> Ack:
+        """See `InferenceEngine.update`."""
+        return send_update(self, stream)
+
+    def way_of(self, bucket: Bucket) -> str:
+        """How the buckets of an update travel that begins with this one."""
+        if isinstance(bucket, Announcement):
+            return "broadcast"
+        return self.weight_transport or self.choose(bucket.tensors[0][1].device)
 
     def weights_change(self, why: str) -> None:
-        """For `ClientUpdate`: the weights there are invalid from now on, and those kept are out of date."""
+        """For `send_update`: the weights there are invalid from now on, and those kept are out of date."""
         self.invalid = why
         self._kept = self._adapter = None
 
     def weights_arrived(self, version: int, kept: Kept | None, asleep: str) -> None:
-        """For `ClientUpdate`; kept: what a restart needs of them, if anybody has kept it."""
+        """For `send_update`; kept: what a restart needs of them, if anybody has kept it."""
         self._kept, self._adapter = kept, None
         self.invalid, self.asleep = "", asleep
         self._has_new_weights, self.outdated = True, False
@@ -520,8 +528,6 @@ class EngineClient(ABC):
         """Idempotent."""
         self._closed = True
         self._end_once()
-        if self.broadcaster is not None:
-            self.broadcaster.close()
         self._kept = self._adapter = None
         self.deliver(None, Lost("it is closed"))
 

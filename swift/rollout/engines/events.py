@@ -7,28 +7,40 @@ from dataclasses import dataclass
 from swift.rollout.engines.completion_stream import Failure
 from swift.types import Completion
 
+DRAIN_S = 600.0
+"""How long a server waits for requests of others before it takes new weights."""
+START_S = 1500.0
+"""Of the start of an engine, beside the time in which it may read its weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Bounds on every wait, in seconds; the defaults are those of the settings.
 
     start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. stall_s: no progress while
-    sampling. sync_s: one weight update. sleep_s: sleep or wake. pause_s: pause. reply_s: any other call. connect_s: a
-    connection. heartbeat_s, misses: so many heartbeats without an answer mean death. close_s: an orderly end.
+    sampling. drain_s: until requests of others have ended at a server. sync_s: one weight update. sleep_s: sleep or
+    wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
+    without an answer mean death. close_s: an orderly end.
     """
 
     start_s: float = 1800.0
     server_s: float = 120.0
     poll_s: float = 2.0
     stall_s: float = 300.0
+    drain_s: float = 0.0
     sync_s: float = 300.0
-    sleep_s: float = 60.0
+    sleep_s: float = 300.0
     pause_s: float = 60.0
     reply_s: float = 15.0
     connect_s: float = 5.0
     heartbeat_s: float = 5.0
     misses: int = 3
     close_s: float = 10.0
+
+    @classmethod
+    def of(cls, limit_s: float, *, stall_s: float, server_s: float = 120.0) -> Timeouts:
+        """With this limit on whatever moves the weights (`--engine_timeout`)."""
+        return cls(start_s=START_S + limit_s, sync_s=limit_s, sleep_s=limit_s, stall_s=stall_s, server_s=server_s)
 
 
 class Lost(Exception):

@@ -31,18 +31,20 @@ from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
+from swift.rollout.engines.events import START_S
 from swift.rollout.engines.expected_weights import ExpectedWeights, merged_adapters, model_config
 from swift.rollout.engines.lmdeploy_api import require
 from swift.rollout.engines.process import on_thread, same_environment
 from swift.rollout.engines.running import Running, SoFar, ends_with_stop
 from swift.rollout.engines.spec import EngineSpec, visible_devices
-from swift.rollout.engines.states import StatefulEngine, StatefulUpdate
+from swift.rollout.engines.states import StatefulEngine
 from swift.rollout.engines.stepped import MAX_TRIES
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, torch_dtype
+from swift.rollout.weights.base import WeightStream, torch_dtype
+from swift.rollout.weights.digest import StreamDigest
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
-START_S, SYNC_S, SLEEP_S, CLOSE_S = 600.0, 300.0, 60.0, 30.0
-"""Bounds of waits, in seconds."""
+CLOSE_S = 30.0
+"""Bound on the end of the engine, in seconds."""
 LOOK_S = 0.5
 """How often a request looks whether the engine is still there."""
 PROBE_TOKENS = 16
@@ -115,7 +117,7 @@ class LMDeployEngine(StatefulEngine):
         try:
             # Ray gives its workers what is visible when it starts
             with same_environment({"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices)}):
-                self._pipeline = _bounded(start, START_S, "start of the engine")
+                self._pipeline = _bounded(start, START_S + spec.limit_s, "start of the engine")
         except SwiftError:
             raise
         except (Exception, SystemExit) as error:  # its checks of the environment exit
@@ -279,8 +281,31 @@ class LMDeployEngine(StatefulEngine):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> _Update:
-        return _Update(self, manifest, version)
+    def _load(self, stream: WeightStream) -> str:
+        """One call of `update_params` for each bucket."""
+        self._check_fits(stream, self.expected.check(stream.manifest))
+        dtype, digest = torch_dtype(self.spec.dtype), StreamDigest()
+        for bucket in self._received(stream):
+            bucket.add_to(digest)
+            # the handles are valid as long as these tensors live: until the call has returned
+            copies = [
+                {name: placed(tensor, device, dtype) for name, tensor in bucket.tensors} for device in self.spec.devices
+            ]
+            handles = [self._api.serialize_state_dict(copy) for copy in copies]
+            request = self._api.UpdateParamsRequest(
+                serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=not stream.missing
+            )
+            _bounded(
+                functools.partial(self._engine.engine.update_params, request),
+                self.spec.limit_s,
+                "update_params",
+                SyncFailed,
+            )
+        if self._asleep:  # nothing can be sampled before the KV cache is awake
+            self._unconfirmed = digest.hexdigest()
+        else:
+            self._confirm(stream.version, digest.hexdigest())
+        return digest.hexdigest()
 
     def _outstanding(self) -> int:
         return len(self._running)
@@ -295,7 +320,7 @@ class LMDeployEngine(StatefulEngine):
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
         running = _Running(Request("probe", list(range(8)), sampling))
         try:
-            reason = self._wait_for(self._sample(running), SYNC_S, "probe")
+            reason = self._wait_for(self._sample(running), self.spec.limit_s, "probe")
         except EngineDead:
             raise
         except Exception as error:
@@ -314,7 +339,7 @@ class LMDeployEngine(StatefulEngine):
 
     def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         before = self._free_bytes()
-        self._wait_for(self._engine.sleep(level), SLEEP_S, f"sleep({level})")
+        self._wait_for(self._engine.sleep(level), self.spec.limit_s, f"sleep({level})")
         return self._free_bytes() - before, []
 
     def _free_bytes(self) -> int:
@@ -324,7 +349,7 @@ class LMDeployEngine(StatefulEngine):
         async def wake_up() -> None:  # on the loop's own thread, because LMDeploy sets asyncio events in it
             self._engine.wakeup([tag])
 
-        self._wait_for(wake_up(), SLEEP_S, f"wake({tag})")
+        self._wait_for(wake_up(), self.spec.limit_s, f"wake({tag})")
         if tag in self._engine.sleeping_tags:
             raise EngineError(f"engine: lmdeploy: {tag} did not wake")
 
@@ -353,31 +378,6 @@ class LMDeployEngine(StatefulEngine):
         except EngineDead:
             self._dead = self._dead or f"{what} did not end within {seconds:.0f} s"
             raise
-
-
-class _Update(StatefulUpdate):
-    """An update in calls of `update_params`, one for each bucket."""
-
-    def _deliver(self, bucket: Bucket) -> None:
-        engine, spec, last = self._engine, self._engine.spec, self.sent == len(self.manifest)
-        dtype = torch_dtype(spec.dtype)
-        with self._failing():
-            # the handles are valid as long as these tensors live: until the call has returned
-            copies = [{name: placed(one, device, dtype) for name, one in bucket.tensors} for device in spec.devices]
-            handles = [engine._api.serialize_state_dict(one) for one in copies]
-            request = engine._api.UpdateParamsRequest(
-                serialized_named_tensors=handles if len(handles) > 1 else handles[0], finished=last
-            )
-            _bounded(lambda: engine._engine.engine.update_params(request), SYNC_S, "update_params", SyncFailed)
-
-    def _finish(self) -> Ack:
-        engine, digest = self._engine, self.digest.hexdigest()
-        if engine._asleep:  # nothing can be sampled before the KV cache is awake
-            engine._unconfirmed = digest
-        else:
-            engine._confirm(self.version, digest)
-        engine._weights_arrived(self.version)
-        return Ack(self.version, self.sent, self.sent_bytes, digest)
 
 
 def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:

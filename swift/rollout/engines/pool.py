@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
@@ -33,16 +34,16 @@ from swift.rollout.engines.base import (
     SleepLevel,
     SleepReport,
     Tag,
-    TensorInfo,
-    WeightUpdate,
 )
 from swift.rollout.engines.choice import EngineChoice
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.events import Late, Lost
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import Said, Spans, digest_of
-from swift.rollout.weights.base import Bucket
-from swift.rollout.weights.sending import join_broadcast
+from swift.rollout.weights.base import WeightStream
+from swift.rollout.weights.broadcast import Announcement
+from swift.rollout.weights.feed import Feed
+from swift.rollout.weights.sending import new_sender
 from swift.types import Completion, Request
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class EnginePool(InferenceEngine):
         self._waiting: list[asyncio.Future[None]] = []  # for `release`, or an engine that is usable
         self._looking: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
+        self._in_group: dict[EngineClient, object] = {}  # instances of the engines in the group of broadcasts
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -101,6 +103,10 @@ class EnginePool(InferenceEngine):
         if not alive and (last := self._gone[-1].dead) is not None:
             raise last
         return alive
+
+    @property
+    def receivers(self) -> int:
+        return sum(client.receivers() for client in self._clients)
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
@@ -234,12 +240,70 @@ class EnginePool(InferenceEngine):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+    def update(self, stream: WeightStream) -> Ack:
+        """One thread for each engine sends it what this one reads."""
         self._check_at_rest("new weights")
-        updates = self._call_all(
-            lambda client: client.begin_update(manifest, version), undo=lambda update: update.abort()
-        )
-        return PoolUpdate(self, updates, manifest, version)
+        feeds = {client: Feed() for client in self.engines}
+        updates: dict[EngineClient, Future[Ack]] = {}
+        for client, feed in feeds.items():
+            updates[client] = on_thread(partial(client.update, stream.through(feed)), f"weights of {client.name}")
+            feed.given_to(updates[client])
+        all_sent = False
+        try:
+            self._await_begun(feeds)
+            self._prepare_broadcast(list(feeds), stream)
+            for bucket in stream:
+                taken = [feed.give(bucket) for feed in feeds.values()]
+                raise_first([outcome_of(future.result) for future in taken])
+            all_sent = True
+        finally:
+            for feed in feeds.values():
+                feed.end() if all_sent else feed.fail(SyncFailed("the update was given up"))
+            outcomes = {client: outcome_of(updates[client].result) for client in feeds}
+        try:
+            acks = raise_first(list(outcomes.values()))
+            for client, ack in zip(feeds, acks, strict=True):
+                stream.check(ack, client.name)
+                if ack != acks[0]:  # in a server, which does not see what the trainer broadcasts
+                    raise SyncFailed(f"weights: {client.name} has digest {ack.digest}, others have {acks[0].digest}")
+        except SwiftError:  # some may have switched
+            self.invalidate(f"the update to version {stream.version} has not reached every engine")
+            raise
+        self.version = stream.version
+        return acks[0]
+
+    def _await_begun(self, feeds: dict[EngineClient, Feed]) -> None:
+        """Wait until every engine takes weights; one that turns out to be dead is left out."""
+        outcomes = {client: outcome_of(feed.asked.result) for client, feed in feeds.items()}
+        alive = self.engines
+        for client, outcome in outcomes.items():
+            if client not in alive:
+                del feeds[client]
+            elif isinstance(outcome, Exception):
+                raise outcome
+
+    def _prepare_broadcast(self, clients: list[EngineClient], stream: WeightStream) -> None:
+        """Give those that are reached by a broadcast one sender: a new one if they are not the same as before.
+
+        In a server the trainer is the sender, and each of these engines has ranks of its own.
+        """
+        first = stream.first
+        if isinstance(first, Announcement):
+            offsets = itertools.accumulate((client.receivers() for client in clients), initial=0)
+            for client, offset in zip(clients, offsets, strict=False):
+                client.rank_offset = offset
+            return
+        members = [client for client in clients if first.infos and client.way_of(first) == "broadcast"]
+        if not members:
+            return
+        sender = members[0].broadcaster
+        instances = {client: client.instance for client in members}
+        if sender is None or not sender.is_open or instances != self._in_group:
+            if sender is not None:
+                sender.close()
+            sender, self._in_group = new_sender(members, first.tensors[0][1].device), instances
+        for client in members:
+            client.broadcaster = sender
 
     def invalidate(self, why: str) -> None:
         """The engines' weights may differ from now on."""
@@ -313,6 +377,8 @@ class EnginePool(InferenceEngine):
     def close(self) -> None:
         """End all engines at the same time; whoever waits for a completion gets `EngineDead`."""
         self._closed = True
+        for sender in {client.broadcaster for client in self._clients if client.broadcaster is not None}:
+            sender.close()
         in_parallel([client.close for client in self._clients])
         futures.wait(self._ending, max((client.timeouts.close_s for client in self._gone), default=0.0))
 
@@ -336,60 +402,22 @@ class EnginePool(InferenceEngine):
                 "pause"
             )
 
-    def _call_all(
-        self, work: Callable[[EngineClient], T], *, undo: Callable[[T], object] = lambda done: None
-    ) -> list[T]:
+    def _call_all(self, work: Callable[[EngineClient], T]) -> list[T]:
         """`work` on every engine at the same time; one that turns out to be dead is left out.
 
         The first failure is raised once all are done.
         """
         clients = self.engines
         outcomes = in_parallel([partial(work, client) for client in clients])
-        results = [one for one in outcomes if not isinstance(one, Exception)]
-        try:
-            alive = self.engines
-            for client, outcome in zip(clients, outcomes, strict=True):
-                if isinstance(outcome, Exception) and client in alive:
-                    raise outcome
-        except BaseException:
-            for result in results:
-                undo(result)
-            raise
-        return results
+        alive = self.engines
+        return raise_first(
+            [one for client, one in zip(clients, outcomes, strict=True) if _counts(one, client in alive)]
+        )
 
 
-class PoolUpdate(WeightUpdate):
-    """One update on its way to all engines of a pool."""
-
-    def __init__(
-        self, pool: EnginePool, updates: Sequence[WeightUpdate], manifest: Sequence[TensorInfo], version: int
-    ) -> None:
-        super().__init__(pool.capabilities.name, manifest, version)
-        self._pool, self._updates = pool, updates
-
-    def _deliver(self, bucket: Bucket) -> None:
-        if self.sent == len(bucket.tensors):
-            join_broadcast(self._updates, bucket)
-        waits = raise_first([outcome_of(partial(update.start, bucket)) for update in self._updates])
-        raise_first([outcome_of(wait) for wait in waits if wait is not None])
-
-    def _finish(self) -> Ack:
-        acks = raise_first(in_parallel([update.commit for update in self._updates]))
-        return acks[0]  # each has confirmed what it got
-
-    def commit(self) -> Ack:
-        """All engines switch; see `WeightUpdate.commit`."""
-        try:
-            ack = super().commit()
-        except SwiftError:  # some may have switched
-            self._pool.invalidate(f"the update to version {self.version} has not reached every engine")
-            raise
-        self._pool.version = self.version
-        return ack
-
-    def _give_up(self) -> None:
-        for update in self._updates:
-            update.abort()
+def _counts(outcome: object, alive: bool) -> bool:
+    """Whether it is not the failure of an engine that is dead by now."""
+    return alive or not isinstance(outcome, Exception)
 
 
 def outcome_of(work: Callable[[], T]) -> T | Exception:

@@ -1,103 +1,99 @@
-"""Weight updates of a request queue: one at a time, in jobs on the engine's thread."""
+"""Weight updates of a request queue: each is one job of the engine's thread, which takes buckets until the commit."""
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from swift.errors import SyncFailed
+from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightStream
+from swift.rollout.weights.feed import Feed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OpenUpdate:
+    """An update between its begin and its commit. number: by which calls refer to it. job: ends with its ack."""
+
+    number: int
+    feed: Feed
+    stream: WeightStream
+    job: Future[Ack]
 
 
 class QueueUpdates:
-    """Begin, send, commit, abort; nothing is sampled while an update is open."""
+    """Begin, send, commit, abort; nothing is sampled while an update is open.
 
-    def __init__(self, do: Callable[[Callable[[InferenceEngine], Any]], Future[Any]]) -> None:
+    Args:
+        do: `RequestQueue.do`.
+        silence_s: an update that gets no bucket for so long is given up.
+    """
+
+    def __init__(
+        self, do: Callable[[Callable[[InferenceEngine], Any]], Future[Any]], silence_s: float = float("inf")
+    ) -> None:
         self._do = do
-        self._update: WeightUpdate | None = None
-        self._number = 0  # of the latest update
-        self._touched_at = 0.0
+        self.silence_s = silence_s
+        self._latest: OpenUpdate | None = None
 
     @property
-    def open(self) -> bool:
-        return self._update is not None
+    def progress(self) -> Any:
+        """Another value whenever an open update has moved."""
+        return self._latest and (self._latest.number, self._latest.feed.touched_at)
 
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds since the open update had its last bucket; None if none is open."""
-        return None if self._update is None else time.monotonic() - self._touched_at
+    def begin(self, manifest: Sequence[TensorInfo], version: int) -> OpenUpdate:
+        """Start an update, after giving up one that was left open. `feed.asked` is done when the engine takes buckets.
 
-    def begin(self, manifest: Sequence[TensorInfo], version: int) -> Future[int]:
-        """Start an update, aborting one that was left open; its number, for the calls below.
-
-        Raises as `InferenceEngine.begin_update`.
+        `feed.asked` and `job` raise as `InferenceEngine.update`.
         """
+        self.abort()
+        number, feed = self._latest.number + 1 if self._latest is not None else 1, Feed(self.silence_s)
+        stream = WeightStream(manifest, feed, version)
+        job = self._do(lambda engine: engine.update(stream))
+        feed.given_to(job)
+        job.add_done_callback(_log_failure)
+        self._latest = OpenUpdate(number, feed, stream, job)
+        return self._latest
 
-        def begin(engine: InferenceEngine) -> int:
-            self._end(abort=True)
-            self._touched_at = time.monotonic()
-            self._number, self._update = self._number + 1, engine.begin_update(manifest, version)
-            return self._number
-
-        return self._do(begin)
-
-    def send(self, number: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> Future[None]:
-        """Deliver the next bucket; `read` runs on the engine's thread and gets the tensors that are still missing.
-
-        A failure aborts the update.
-        """
-
-        def send(update: WeightUpdate) -> None:
-            update.send(read(self.missing(number)))
-            self._touched_at = time.monotonic()
-
-        return self._step(number, send)
+    def send(self, number: int, bucket: Bucket) -> Future[None]:
+        """Deliver the next bucket; done when the engine has taken it."""
+        return self._open(number).feed.give(bucket)
 
     def commit(self, number: int) -> Future[Ack]:
-        """The engine switches to the new weights; a failure aborts the update. See `WeightUpdate.commit`."""
-
-        def commit(update: WeightUpdate) -> Ack:
-            ack = update.commit()
-            self._end(abort=False)
-            return ack
-
-        return self._step(number, commit)
-
-    def _step(self, number: int, work: Callable[[WeightUpdate], Any]) -> Future[Any]:
-        def step(engine: InferenceEngine) -> Any:
-            update = self._current(number)
-            try:
-                return work(update)
-            except BaseException:
-                self._end(abort=True)
-                raise
-
-        return self._do(step)
+        """The engine switches to the new weights. Raises as `InferenceEngine.update`."""
+        update = self._open(number)
+        update.feed.end()
+        return update.job
 
     def abort(self, number: int | None = None) -> Future[None]:
-        """Give an update up, whichever is open with None; idempotent."""
-
-        def abort(engine: InferenceEngine) -> None:
-            if self._update is not None and number in (None, self._number):
-                self._end(abort=True)
-
-        return self._do(abort)
+        """Give an update up, whichever is open with None; done when it has ended. Idempotent."""
+        ended: Future[None] = Future()
+        update = self._latest
+        if update is None or number not in (None, update.number) or update.job.cancel():
+            ended.set_result(None)
+            return ended
+        update.feed.fail(SyncFailed(f"weights: update {update.number}: was given up"))
+        update.job.add_done_callback(lambda _: ended.set_result(None))
+        return ended
 
     def missing(self, number: int) -> tuple[TensorInfo, ...]:
         """Tensors of an update that have not arrived. Asking is a sign of life. Raises SyncFailed: it is not open."""
-        update = self._current(number)
-        self._touched_at = time.monotonic()
-        return update.manifest[update.sent :]
+        update = self._open(number)
+        update.feed.touch()
+        return update.stream.missing
 
-    def _current(self, number: int) -> WeightUpdate:
-        if self._update is None or self._number != number:
+    def _open(self, number: int) -> OpenUpdate:
+        if self._latest is None or self._latest.number != number or self._latest.job.done():
             raise SyncFailed(f"weights: update {number}: is not open; it ended or expired: begin another")
-        return self._update
+        return self._latest
 
-    def _end(self, *, abort: bool) -> None:
-        ended, self._update = self._update, None
-        if ended is not None and abort:
-            ended.abort()
+
+def _log_failure(job: Future[Ack]) -> None:
+    """For the log of a server: whose client is gone has nobody who reads the error."""
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.warning("%s", first_line(error))

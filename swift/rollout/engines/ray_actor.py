@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from swift.errors import EngineError, SwiftError, SyncFailed, first_line
+from swift.errors import EngineError, SwiftError, first_line
 from swift.rollout.child import is_of_launch
 from swift.rollout.engines import cluster, guard
 from swift.rollout.engines.base import Capabilities, Health, InferenceEngine
@@ -31,6 +31,7 @@ from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights import object_store
 from swift.rollout.weights.base import Ack, Bucket
+from swift.rollout.weights.broadcast import Announcement
 from swift.startup import collector_resting
 from swift.types import Request
 
@@ -55,7 +56,6 @@ class EngineHost:
 
     _queue: RequestQueue | None = None
     _stream: CompletionStream | None = None
-    _broadcast: Any = None
 
     def open(self, engine: InferenceEngine, notify: Callable[[], None] = lambda: None) -> None:
         """Host an engine. notify: called whenever `take` would return something."""
@@ -117,43 +117,25 @@ class EngineHost:
         return "its thread is in " + stack_of(self._queue.thread if self._queue is not None else None)
 
     @_in_group("control")
-    def connect(self, invitation: dict[str, Any]) -> None:
-        import torch
-
-        from swift.rollout.weights.broadcast import BroadcastReceiver, Invitation
-
-        if self._broadcast is not None:
-            self._broadcast.close()
-            self._broadcast = None
-        first = self._live.engine.capabilities.devices[0]
-        device = torch.device("cpu" if first.startswith("cpu") else first)
-        self._broadcast = BroadcastReceiver(Invitation(**invitation), device)
-
-    @_in_group("control")
     def abort_update(self, update: int) -> None:
         self._live.updates.abort(update)
 
     @_in_group("control")
     def close(self) -> None:
-        if self._broadcast is not None:
-            self._broadcast.close()
         if self._queue is not None:
             self._queue.close()
 
     # --- work: one after the other, at rest -------------------------------------------------------------------
 
     def begin_update(self, manifest: Any, version: int) -> int:
-        return self._live.updates.begin(manifest, version).result()
+        update = self._live.updates.begin(manifest, version)
+        update.feed.asked.result()
+        return update.number
 
     def bucket(self, update: int, way: str, payload: Any) -> None:
-        self._live.updates.send(update, lambda _: Bucket(self._received(way, payload))).result()
-
-    def _received(self, way: str, payload: Any) -> Any:
-        if way == "object_store":
-            return object_store.tensors_of(payload)
-        if way == "broadcast" and self._broadcast is not None:
-            return self._broadcast.receive(payload)
-        raise SyncFailed(f"weights: transport {way}: is not connected")
+        """way: "object_store" for tensors there, or "broadcast" for what announces one."""
+        bucket = Announcement([], header=payload) if way == "broadcast" else Bucket(object_store.tensors_of(payload))
+        self._live.updates.send(update, bucket).result()
 
     def commit(self, update: int) -> dict[str, Any]:
         ack: Ack = self._live.updates.commit(update).result()
@@ -203,8 +185,8 @@ class EngineActor(EngineHost):
             os.sched_setaffinity(0, self.spec.cores)
         self._guard = guard.start(f"{MARKER}={marker}")
 
-    def start(self) -> tuple[Capabilities, int, str]:
-        """Build the engine; returns what it can do, the process and its node."""
+    def start(self) -> tuple[Capabilities, int, int, str]:
+        """Build the engine; returns what it can do, its receivers of a broadcast, the process and its node."""
         from swift.plugin import load_external_plugins
 
         try:
@@ -217,7 +199,7 @@ class EngineActor(EngineHost):
             traceback.print_exc()
             raise
         self.open(engine)
-        return engine.capabilities, os.getpid(), cluster.this_node()
+        return engine.capabilities, engine.receivers, os.getpid(), cluster.this_node()
 
     @_in_group("control")
     def close(self) -> None:

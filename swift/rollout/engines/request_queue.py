@@ -1,13 +1,13 @@
 """The request queue of one inference engine: any number of clients, and one thread that calls the engine.
 
     CompletionStream.submit --> waiting --> one coroutine for each request --> CompletionStream.take
-    do(work), weight updates --> jobs --> the same thread, at rest
+    do(work), weight updates --> jobs --> the same thread, at rest, one after the other
 
 No transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique within a `CompletionStream`
 only. Each request comes back exactly once, as a `Completion` or in one `Failure`, unless its stream is closed first.
 
 A job (new weights, sleep, ...) runs at rest: nothing new is submitted while one waits, and it starts when the last
-completion is out, or at once while the engine is paused in flight. An open weight update holds the queue until it ends.
+completion is out, or at once while the engine is paused in flight. A weight update is one job, until it is committed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class RequestQueue:
         engine: owned by the queue from now on.
         limit: samples that may wait or run; None for no limit.
         request_limit_s: longest time of a request; see `Request.limit_s`.
+        silence_s: a weight update that gets no bucket for so long is given up.
 
     Attributes:
         dead: why the engine cannot go on, or None.
@@ -55,11 +56,18 @@ class RequestQueue:
         updates: its weight updates.
     """
 
-    def __init__(self, engine: InferenceEngine, *, limit: int | None = None, request_limit_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        *,
+        limit: int | None = None,
+        request_limit_s: float = math.inf,
+        silence_s: float = math.inf,
+    ) -> None:
         self.engine, self.limit, self.request_limit_s = engine, limit, request_limit_s
         self.dead: EngineDead | None = None
         self.paused = False
-        self.updates = QueueUpdates(self.do)
+        self.updates = QueueUpdates(self.do, silence_s)
         engine.after_step = self._grow
         self._loop = RolloutLoop(threaded=True, name="request queue")
         self._lock = threading.Lock()  # of what follows
@@ -69,7 +77,6 @@ class RequestQueue:
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
         self._kept = False  # and what ran is paused in flight
-        self._resumes_later = False  # when the open update ends
         self._closed = False
         self._working: Any = None  # the job that runs
         self._worker: asyncio.Task[None] | None = None
@@ -234,7 +241,7 @@ class RequestQueue:
         self.engine.hold()
 
     def resume(self) -> Future[None]:
-        """Go on after a pause, as soon as no weight update is open; idempotent."""
+        """Go on after a pause, once no weight update is open; idempotent."""
         if self._kept:
             return self.do(self._resume)
         self.paused = False
@@ -244,9 +251,6 @@ class RequestQueue:
         return future
 
     def _resume(self, engine: InferenceEngine) -> None:
-        self._resumes_later = self.updates.open
-        if self._resumes_later:
-            return
         engine.resume()
         self._kept = self.paused = False
         self.engine.release()
@@ -277,7 +281,7 @@ class RequestQueue:
                 if at_rest and self._worker is None:
                     self._worker = asyncio.get_running_loop().create_task(self._work_off())
                 return
-            if self.paused or self.updates.open or self._worker is not None:
+            if self.paused or self._worker is not None:
                 return
             waiting, self._waiting = list(self._waiting.values()), {}
         for request in waiting:
@@ -291,20 +295,13 @@ class RequestQueue:
         if work is not None and future is not None and future.set_running_or_notify_cancel():
             self._working = future
             try:
-                future.set_result(await self._carry_out(work))
+                done = work(self.engine)
+                future.set_result(await done if inspect.isawaitable(done) else done)
             except BaseException as error:  # belongs to whoever waits for the job
                 future.set_exception(error)
             self._working = None
         self._worker = None
         self._turn()
-
-    async def _carry_out(self, work: Callable[[InferenceEngine], Any]) -> Any:
-        try:
-            done = work(self.engine)
-            return await done if inspect.isawaitable(done) else done
-        finally:
-            if self._resumes_later:  # if that has ended the update
-                self._resume(self.engine)
 
     def _die(self, error: Exception) -> None:
         """The engine cannot go on, and nothing is accepted any more."""
@@ -345,7 +342,7 @@ class RequestQueue:
         Raises EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
         """
         running = self.load[0]
-        now, signs = time.monotonic(), (self._working, running, astuple(self.engine.counters))
+        now, signs = time.monotonic(), (self._working, self.updates.progress, running, astuple(self.engine.counters))
         idle = self._working is None and (not running or self._kept)
         if idle or signs != self._seen:
             self._seen, self._seen_at = signs, now
@@ -366,6 +363,7 @@ class RequestQueue:
             if self._closed:
                 return
             self._closed = True
+        self.updates.abort()
         self._fail_all(EngineDead("engine: its queue is closed; use another one"))
         self.engine.close()
         self._loop.close(CLOSE_S)

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+import torch
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import replies, wire
@@ -48,7 +49,7 @@ BATCH_TOKENS = 4_000_000
 LONGEST = 1 << 22
 """Longest context that a server is believed to have."""
 
-PATHS = {"commit": "weights/commit", "connect": "weights/connect"}
+PATHS = {"commit": "weights/commit"}
 """Of calls whose routes have other names."""
 SHAPES: dict[str, Any] = {"commit": wire.Acknowledged, "versions": wire.VersionsReply}
 """Of replies that hold something."""
@@ -68,7 +69,7 @@ class ServerClient(ServerCalls):
     """
 
     restartable = False
-    devices = ("cpu",)
+    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class ServerClient(ServerCalls):
         if self.weights_folder is not None and self.files is None:
             self.files = disk.open_run(self.weights_folder, f"run-{self.run_id}")
         self._line_bytes = wire.line_bytes(int(min(limit, LONGEST)))
-        self._base = info.counters
+        self._base, self.devices = info.counters, info.capabilities.devices
         if self._beating is None:
             self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
             self._beating.start()
@@ -269,9 +270,6 @@ class ServerClient(ServerCalls):
                 return said.versions
         return said
 
-    def start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        return self._aside(lambda: self.call(name, timeout_s, **fields), timeout_s)
-
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         if self.force_restart and self._adapter is not None and version == self._adapter[0] + 1:
             self.check_alive()
@@ -302,9 +300,12 @@ class ServerClient(ServerCalls):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def choose(self, bucket: Bucket) -> str:
+    def choose(self, device: torch.device) -> str:
         """Files on a shared disk, else HTTP; a broadcast must be asked for, since it needs a way back to here."""
         return self.stored
+
+    def receivers(self) -> int:
+        return self._info(self.timeouts.reply_s).receivers
 
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         if way == "http":

@@ -41,6 +41,7 @@ class EngineSpec:
     max_num_seqs: sequences decoded together; None is vLLM's own number, and `USUAL_NUM_SEQS` elsewhere.
     in_ranks: tensor parallelism over the calling torch.distributed ranks (colocate) instead of processes of its own.
     engine_kwargs: the backend's own arguments, passed on unchecked. plugins: files that register further backends.
+    limit_s: longest time of a call to it, in seconds (`--engine_timeout`).
     """
 
     backend: str
@@ -65,6 +66,13 @@ class EngineSpec:
     limit_mm_per_prompt: dict[str, Any] | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
+    limit_s: float = 300.0
+
+
+def call_limit_s(model: str) -> float:
+    """Default of `--engine_timeout` for the checkpoint of this folder: all its bytes may have to move, at 50 MB/s."""
+    files = [file for pattern in ("*.safetensors", "*.bin") for file in Path(model).glob(pattern)]
+    return 300.0 + sum(file.stat().st_size for file in files) / 50e6
 
 
 def visible_devices(devices: Sequence[str]) -> str:
@@ -100,6 +108,7 @@ def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> Eng
         limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
         engine_kwargs=dict(args.vllm_engine_kwargs),
         plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
+        limit_s=args.engine_timeout or call_limit_s(fields["model"]),
         **fields,
     )
 

@@ -1,7 +1,7 @@
 """The states of an engine that has weights and memory of its own, and what is allowed in each.
 
     awake -- sleep(1|2) --> asleep -- wake(weights) --> weights awake -- wake(kv_cache) --> awake
-    valid -- first bucket --> being loaded -- commit --> valid       (a failure or abort: invalid, until `rebuild`)
+    valid -- update --> valid                                        (a failure half-way: invalid, until `rebuild`)
     alive -- a fatal failure --> dead, until `rebuild`               (close: for ever)
 
 A backend says how it falls asleep and wakes up; the order, and the errors of everything out of order, are here.
@@ -9,10 +9,12 @@ A backend says how it falls asleep and wakes up; the order, and the errors of ev
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from swift.errors import (
     EngineAsleep,
@@ -25,7 +27,8 @@ from swift.errors import (
 )
 from swift.rollout.engines.base import ALL_TAGS, Health, InferenceEngine, SleepLevel, SleepReport, Tag
 from swift.rollout.engines.expected_weights import few
-from swift.rollout.weights.base import TensorInfo, WeightUpdate
+from swift.rollout.weights.base import Ack, Bucket, WeightStream
+from swift.rollout.weights.broadcast import Announcement, BroadcastReceiver
 from swift.types import Request
 
 
@@ -47,7 +50,6 @@ class StatefulEngine(InferenceEngine):
     def _reset_states(self) -> None:
         """As it is once it was made."""
         self.version = self._base_version = 0
-        self._update: StatefulUpdate | None = None  # the latest
         self._paused = False
         self._asleep: set[Tag] = set()
         self._dropped = False  # level 2 took the weights; an update brings them back
@@ -71,13 +73,44 @@ class StatefulEngine(InferenceEngine):
         """How many requests are outstanding; ends first what `abort` has named."""
 
     @abstractmethod
-    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> StatefulUpdate:
-        """An update of its weights, which are untouched until the first bucket comes."""
+    def _load(self, stream: WeightStream) -> str:
+        """Replace the weights by these; returns the digest of what has arrived in the model.
 
-    def begin_update(self, manifest: Sequence[TensorInfo], version: int) -> WeightUpdate:
+        Raises SyncFailed before the first bucket: the manifest does not fit the model.
+        """
+
+    def update(self, stream: WeightStream) -> Ack:
         self._check_takes_weights()
-        self._update = self._make_update(manifest, version)
-        return self._update
+        try:
+            digest = self._load(stream)
+            ack = Ack(stream.version, stream.count, stream.nbytes, digest)
+            stream.check(ack, self.name)
+            self._weights_arrived(stream.version)
+        except BaseException as error:
+            known = isinstance(error, SyncFailed | EngineDead)
+            cause = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
+            if stream.count:
+                self._invalidate(f"the update to version {stream.version} was given up half-way ({cause})")
+            if known or not isinstance(error, Exception):
+                raise
+            where = f"weights: version {stream.version} for {self.name}"
+            raise SyncFailed(f"{where}: {cause}; rebuild the engine") from error
+        return ack
+
+    def _check_fits(self, stream: WeightStream, problems: Sequence[str]) -> None:
+        if problems:
+            raise SyncFailed(f"weights: version {stream.version} for {self.name}: {few(problems)}")
+
+    def _received(self, stream: WeightStream) -> Iterator[Bucket]:
+        """The buckets; this process takes those out of a broadcast that are announced."""
+        for bucket in stream:
+            yield self._receiver.receive(bucket) if isinstance(bucket, Announcement) else bucket
+
+    @functools.cached_property
+    def _receiver(self) -> BroadcastReceiver:
+        """This process's end of broadcasts."""
+        first = self.capabilities.devices[0]
+        return BroadcastReceiver(torch.device("cpu" if first.startswith("cpu") else first))
 
     def _check_takes_weights(self) -> None:
         self._check_takes("new weights")
@@ -168,17 +201,12 @@ class StatefulEngine(InferenceEngine):
             raise EngineAsleep(f"engine: {self.name}: asleep ({asleep}): it cannot sample; wake it")
         if self._dropped:
             raise EngineAsleep(f"engine: {self.name}: its weights were dropped by sleep(2); sync them before sampling")
-        if self._update is not None and self._update.loading:
-            raise SyncFailed(f"engine: {self.name}: version {self._update.version} is being loaded; commit it first")
 
     def _check_takes(self, what: str) -> None:
         self._check_valid()
         if "weights" in self._asleep:
             raise EngineAsleep(f"engine: {self.name}: asleep: it takes no {what}; wake its weights first")
         self._check_idle(what)
-        if self._update is not None and self._update.loading:
-            version = self._update.version
-            raise SyncFailed(f"engine: {self.name}: {what} while version {version} is being loaded; abort it first")
 
     def _check_idle(self, what: str, *, kept: bool = True) -> None:
         """Raises EngineError when requests are outstanding; `kept`: paused ones may be."""
@@ -188,43 +216,3 @@ class StatefulEngine(InferenceEngine):
                 f"engine: {self.name}: {what} while {count} requests are outstanding; drain or abort them"
                 + (", or pause" if keeps else "")
             )
-
-
-class StatefulUpdate(WeightUpdate):
-    """An update of an engine with these states: begun and given up, it leaves weights that belong to no version.
-
-    Raises SyncFailed: its manifest does not fit the engine's model; nothing has changed.
-    """
-
-    def __init__(self, engine: Any, manifest: Sequence[TensorInfo], version: int) -> None:
-        super().__init__(engine.name, manifest, version)
-        self._engine, self._cause = engine, ""
-        if problems := self._problems():
-            raise SyncFailed(f"{self.name}: {few(problems)}")
-
-    def _problems(self) -> list[str]:
-        """Why an update with this manifest would not be complete and fitting, one line each."""
-        problems: list[str] = self._engine.expected.check(self.manifest)
-        return problems
-
-    @property
-    def loading(self) -> bool:
-        """Whether the model holds a part of it."""
-        return bool(self.sent) and not self.over
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """What goes wrong in the engine's library inside is a `SyncFailed`."""
-        try:
-            yield
-        except (SyncFailed, EngineDead) as error:
-            self._cause = f" ({first_line(error)})"
-            raise
-        except Exception as error:
-            line = f"{type(error).__name__}: {first_line(error)}"
-            self._cause = f" ({line})"
-            raise SyncFailed(f"{self.name}: {line}; rebuild the engine") from error
-
-    def _give_up(self) -> None:
-        if self.sent and self._engine._update is self:
-            self._engine._invalidate(f"the update to version {self.version} was given up half-way{self._cause}")

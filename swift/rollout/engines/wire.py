@@ -22,10 +22,11 @@ from msgspec import Meta, Struct
 
 import swift.errors
 from swift.errors import EngineError, SwiftError, first_line, shortened
-from swift.rollout.engines.base import Ack, Capabilities, EngineCounters, TensorInfo
+from swift.rollout.engines.base import Ack, Capabilities, EngineCounters
+from swift.rollout.weights.base import TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Changes when either side would misunderstand the other."""
 RUN_HEADER = "X-Swift-Run"
 """Id of the run that sends the request."""
@@ -92,7 +93,7 @@ class Load(Struct):
 
 
 class Info(Struct):
-    """GET /info, as far as a client needs it."""
+    """GET /info, as far as a client needs it. receivers: processes there that take part in a broadcast."""
 
     protocol: int
     boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -106,6 +107,7 @@ class Info(Struct):
     weights_folder: str | None
     weights_probe: str | None
     counters: EngineCounters
+    receivers: Annotated[int, Meta(ge=1)] = 1
 
 
 class State(Struct):

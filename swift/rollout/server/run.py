@@ -182,7 +182,7 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
 
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
-    timeouts = Timeouts(stall_s=args.stall_timeout)
+    timeouts = Timeouts.of(plan.settings.specs[0].limit_s, stall_s=args.stall_timeout)
     workers = []
     for index, spec in enumerate(plan.settings.specs):
         workers.append(

@@ -22,6 +22,7 @@ from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed
 from swift.rollout.engines import wire
 from swift.rollout.engines.base import Ack, Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure
+from swift.rollout.engines.events import DRAIN_S, START_S
 from swift.rollout.engines.pool import in_parallel
 from swift.rollout.engines.request_queue import RequestQueue
 from swift.rollout.engines.spec import EngineSpec
@@ -30,7 +31,6 @@ from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
 from swift.rollout.server.metrics import Meter
 from swift.rollout.server.sampled_versions import SampledVersions
 from swift.rollout.weights.base import AdapterWeights
-from swift.rollout.weights.broadcast import BroadcastReceiver
 from swift.rollout.weights.sync import REHEARSAL
 from swift.types import Completion, Request
 
@@ -55,8 +55,8 @@ class Settings:
 
     model: name of the model for clients. names: further names. specs: one per engine. defaults: default sampling
     settings of requests. system: system message of chats without one, or None. weights_folder: folder in which clients
-    may name paths. sync_s: timeout of a job. drain_s: maximum wait of a job for running requests. stall_s: time without
-    progress after which the engines count as hung.
+    may name paths. drain_s: maximum wait of a job for running requests. stall_s: time without progress after which the
+    engines count as hung.
     """
 
     model: str
@@ -66,10 +66,14 @@ class Settings:
     system: str | None = None
     api_key: str | None = None
     weights_folder: Path | None = None
-    sync_s: float = 600.0
-    drain_s: float = 600.0
+    drain_s: float = DRAIN_S
     stall_s: float = 300.0
     request_s: float = math.inf
+
+    @property
+    def job_s(self) -> float:
+        """Longest time of a job, which may be to make the engines anew."""
+        return START_S + self.specs[0].limit_s
 
 
 class RestartWanted(EngineDead):
@@ -100,13 +104,14 @@ class Service:
         self.settings = settings
         self.boot_id = secrets.token_hex(8)
         self.started_at = time.time()
-        self.queue = RequestQueue(engine, limit=LIMITS.queue, request_limit_s=settings.request_s)
+        self.queue = RequestQueue(
+            engine, limit=LIMITS.queue, request_limit_s=settings.request_s, silence_s=LIMITS.update_idle_s
+        )
         self.lease = Lease()
         self.sampled_versions = SampledVersions()
         self.meter = Meter()
         self.held = False
         self.large = asyncio.Lock()
-        self.broadcast: BroadcastReceiver | None = None
         self.adapter = self.digest = ""
         self.restart: RestartWanted | None = None
         self._weights_came = False  # since the engines were built, under whichever version
@@ -118,7 +123,7 @@ class Service:
         self.probe = self._place_probe()
         prompt = template.tokenizer("A fingerprint of these weights:", add_special_tokens=True)["input_ids"]
         self._take_fingerprint = lambda engine: take_fingerprint(engine, list(prompt))
-        self.fingerprint: Fingerprint = self.queue.do(self._take_fingerprint).result(settings.sync_s)
+        self.fingerprint: Fingerprint = self.queue.do(self._take_fingerprint).result(settings.job_s)
 
     # --- its state --------------------------------------------------------------------------------------------
 
@@ -150,6 +155,7 @@ class Service:
             "paused": self.queue.paused,
             "held": self.held,
             "counters": asdict(self.engine.counters),
+            "receivers": self.engine.receivers,
         }
 
     @property
@@ -199,6 +205,7 @@ class Service:
             "version": self.engine.version,
             "boot_id": self.boot_id,
             "counters": asdict(self.engine.counters),
+            "receivers": self.engine.receivers,
             "void": bool(self.engine.invalid),
             "detail": detail,
         }
@@ -275,8 +282,8 @@ class Service:
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
-    async def job(self, future: Future[T]) -> T:
-        """Wait for a job of the queue, with a timeout.
+    async def job(self, future: Future[T], cancel: Callable[[], bool] | None = None) -> T:
+        """Wait for a job of the queue, with a timeout. cancel: keeps it from being started; that of the future if None.
 
         Raises Refused (409): requests of other clients did not end in time; the job was not started.
         """
@@ -284,7 +291,7 @@ class Service:
         try:
             waited = asyncio.wrap_future(future)
             done, _ = await asyncio.wait([waited], timeout=settings.drain_s)
-            if not done and future.cancel():
+            if not done and (cancel or future.cancel)():
                 running = ", ".join(f"{count} of {owner}" for owner, count in sorted(self.running_of.items()))
                 raise Refused(
                     409,
@@ -293,9 +300,9 @@ class Service:
                     f"{self.queue.load[1]} wait; abort them, or pause with keep",
                 )
             if not done:
-                done, _ = await asyncio.wait([waited], timeout=settings.sync_s)
+                done, _ = await asyncio.wait([waited], timeout=settings.job_s)
             if not done:
-                raise EngineError(f"engine: it did not finish within {settings.sync_s:g} s")
+                raise EngineError(f"engine: it did not finish within {settings.job_s:g} s")
             return waited.result()
         finally:
             self._health_check = None
@@ -339,13 +346,11 @@ class Service:
         self.held = False
         if run_id is not None:
             self.queue.abort(lambda stream: stream.owner == run_id)
-        if self.queue.updates.idle_s is not None:
-            await self.job(self.queue.updates.abort())
+        await self.job(self.queue.updates.abort())
         await self.job(self.queue.resume())
 
     async def _restore(self, engine: InferenceEngine) -> None:
         """A job: restore the base weights, without adapter and caches, and check the fingerprint."""
-        self.disconnect()
         engine.wake()
         if self._weights_came or engine.version != 0 or not engine.health().alive or self._asleep():
             engine.rebuild()
@@ -359,7 +364,7 @@ class Service:
             raise SyncFailed(f"engine: base weights: {problem}; restart the server")
 
     async def watch(self) -> EngineDead:
-        """Abort updates of silent clients, end their leases, and replace dead engines; runs until an error.
+        """End leases of silent clients, and replace dead engines; runs until an error.
 
         Returns the error if no engine is left, or the reason of a requested restart of the process.
         """
@@ -373,15 +378,12 @@ class Service:
                 if self.queue.dead is not None:
                     return self.queue.dead
                 if len(self.settings.specs) == 1:  # a pool of several engines checks each of them
-                    self.queue.check_progress(self.settings.stall_s, self.settings.sync_s)
+                    self.queue.check_progress(self.settings.stall_s, self.settings.job_s)
                 _ = self.engine.engines
             except EngineDead as error:
                 return error
             try:
-                if (self.queue.updates.idle_s or 0.0) > LIMITS.update_idle_s:
-                    logger.warning("a weight update fell silent and is aborted")
-                    await self.job(self.queue.updates.abort())
-                elif (self.queue.paused or self.held) and (silent := self.lease.silent(time.monotonic())) is not None:
+                if (self.queue.paused or self.held) and (silent := self.lease.silent(time.monotonic())) is not None:
                     logger.warning(
                         "run %s (%s) is silent and had paused the engines or held requests back; they go on",
                         silent.run_id,
@@ -418,14 +420,8 @@ class Service:
 
         await self.do(drop)
 
-    def disconnect(self) -> None:
-        receiver, self.broadcast = self.broadcast, None
-        if receiver is not None:
-            receiver.close()
-
     def close(self) -> None:
         self.queue.close()
-        self.disconnect()
         if self.probe is not None and self.settings.weights_folder is not None:
             (self.settings.weights_folder / self.probe).unlink(missing_ok=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -16,9 +17,9 @@ import torch
 from fastapi import APIRouter, Query
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from swift.errors import ConfigError, SyncFailed
+from swift.errors import ConfigError
 from swift.rollout.engines import wire
 from swift.rollout.server.access import (
     LIMITS,
@@ -35,10 +36,18 @@ from swift.rollout.server.infer import RunId, needs_lease
 from swift.rollout.server.service import Service
 from swift.rollout.weights import disk
 from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
-from swift.rollout.weights.broadcast import BroadcastReceiver, Invitation
+from swift.rollout.weights.broadcast import Announcement, Entry, Invitation
 
 HEADER_ROOM = 16 << 20
 """Bytes that a safetensors header may take beside the tensors."""
+
+
+class Broadcast(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """See `BroadcastSender.announce`."""
+
+    entries: list[Entry]
+    size: Annotated[int, Meta(ge=0)]
+    invitation: Invitation | msgspec.UnsetType = msgspec.UNSET
 
 
 class NamedBucket(Struct, forbid_unknown_fields=True):
@@ -47,19 +56,13 @@ class NamedBucket(Struct, forbid_unknown_fields=True):
     update: int
     path: str | None = None
     digest: str | None = None
-    broadcast: dict[str, Any] | None = None
+    broadcast: Broadcast | None = None
 
 
 class UpdateRef(Struct):
     """Which update is meant."""
 
     update: int
-
-
-class Connect(Struct):
-    """POST /weights/connect: where the trainer's broadcast group meets."""
-
-    invitation: Invitation
 
 
 def router(service: Service) -> APIRouter:
@@ -76,13 +79,9 @@ def _updates(routes: APIRouter, service: Service) -> None:
     @routes.post("/weights/begin")
     async def begin(body: Annotated[wire.BeginUpdate, json_body(wire.BeginUpdate)]) -> Response:
         manifest = [_tensor_info(*entry) for entry in body.manifest]
-        return json_response({"update": await service.job(updates.begin(manifest, body.version))})
-
-    @routes.post("/weights/connect")
-    async def connect(body: Annotated[Connect, json_body(Connect)]) -> Response:
-        service.disconnect()
-        service.broadcast = await asyncio.to_thread(BroadcastReceiver, body.invitation, torch.device("cpu"))
-        return json_response({"status": "connected"})
+        update = updates.begin(manifest, body.version)
+        await service.job(update.feed.asked, update.job.cancel)
+        return json_response({"update": update.number})
 
     @routes.post("/weights/bucket")
     async def bucket(
@@ -90,16 +89,14 @@ def _updates(routes: APIRouter, service: Service) -> None:
     ) -> Response:
         if kind_of(http) == "json":
             async with json_of(http, functools.partial(decoded, NamedBucket)) as named:
-                await _deliver_named(service, named)
+                await _deliver(service, named.update, functools.partial(_named, service, named))
         elif update is None:
             raise field_error("update: missing: a safetensors body needs it in its query")
         else:
             left = sum(info.nbytes for info in updates.missing(update))
             data = await read_body(http, left + HEADER_ROOM, lambda size: updates.missing(update))
             service.authorize(run)  # another run may have taken the server meanwhile
-            await service.job(
-                updates.send(update, lambda missing: disk.in_order(disk.from_bytes(data, "bucket"), "bucket", missing))
-            )
+            await _deliver(service, update, functools.partial(_uploaded, data))
         return json_response({"delivered": True})
 
     @routes.post("/weights/commit")
@@ -114,19 +111,29 @@ def _updates(routes: APIRouter, service: Service) -> None:
         return json_response(await service.state())
 
 
-async def _deliver_named(service: Service, named: NamedBucket) -> None:
+async def _deliver(service: Service, update: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> None:
+    """Hand over what `read` makes of the tensors that are missing; what is no bucket ends the update."""
+    updates = service.queue.updates
+    missing = updates.missing(update)
+    try:
+        bucket = await asyncio.to_thread(read, missing)
+        await service.job(updates.send(update, bucket))
+    except BaseException:
+        updates.abort(update)
+        raise
+
+
+def _uploaded(data: bytearray, missing: tuple[TensorInfo, ...]) -> Bucket:
+    return disk.in_order(disk.from_bytes(data, "bucket"), "bucket", missing)
+
+
+def _named(service: Service, named: NamedBucket, missing: tuple[TensorInfo, ...]) -> Bucket:
     """A bucket that the body only names."""
-    updates, path, header = service.queue.updates, named.path, named.broadcast
-    if path is not None and header is None:
-        file = disk.inside(service.settings.weights_folder, path)
-        await service.job(updates.send(named.update, lambda missing: disk.read_bucket(file, missing, named.digest)))
-    elif header is not None and path is None:
-        receiver = service.broadcast
-        if receiver is None:
-            raise SyncFailed("weights: no broadcast group; POST /weights/connect first")
-        await service.job(updates.send(named.update, lambda missing: Bucket(receiver.receive(header))))
-    else:
-        raise field_error("bucket: one of path and broadcast is needed")
+    if named.path is not None and named.broadcast is None:
+        return disk.read_bucket(disk.inside(service.settings.weights_folder, named.path), missing, named.digest)
+    if named.broadcast is not None and named.path is None:
+        return Announcement([], header=msgspec.to_builtins(named.broadcast))
+    raise field_error("bucket: one of path and broadcast is needed")
 
 
 def _adapters(routes: APIRouter, service: Service) -> None:

@@ -1,9 +1,9 @@
 """A weight sync and the proof that it arrived.
 
-An update is `begin_update(manifest, version)`, buckets, `commit` -> `Ack`. The manifest names every tensor before the
-first byte travels, so that a tensor that is never sent is found by counting, not by luck. Both sides digest names and
-bytes in the order sent; number of tensors, bytes and digest must agree, otherwise `SyncFailed`. Nothing is
-fire-and-forget: without an `Ack` the version has not changed.
+An update is a `WeightStream`, for which an engine returns an `Ack`. The manifest names every tensor before the first
+byte travels, so that a tensor that is never sent is found by counting. Both sides digest names and bytes in the order
+sent; number of tensors, bytes and digest must agree, otherwise `SyncFailed`. Without an `Ack` the version has not
+changed.
 
 A bucket ends between two layers, never inside one: engines fuse neighbouring matrices (q, k, v; gate, up) and a fused
 matrix that arrives in two parts is silently wrong.
@@ -11,9 +11,11 @@ matrix that arrives in two parts is silently wrong.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -57,17 +59,24 @@ class Bucket:
 
     tensors: list[tuple[str, Tensor]]
     made: dict[str, Any] = field(default_factory=dict)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def infos(self) -> list[TensorInfo]:
+        """Its tensors in order."""
+        return [TensorInfo.of(name, tensor) for name, tensor in self.tensors]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
-        """What `make` returns, made for the first receiver that asks."""
-        if key not in self.made:
-            self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        """What `make` returns, made for the first receiver that asks; receivers may be on several threads."""
+        with self.lock:
+            if key not in self.made:
+                self.made[key] = make()
+            found: T = self.made[key]
+            return found
 
     def checksums(self) -> dict[str, int]:
         """Those of its tensors by name; computed once, however many receivers there are."""
@@ -135,7 +144,7 @@ class AdapterWeights:
 class Ack:
     """An engine's confirmation: from now on it samples with these weights.
 
-    digest: of what was sent; "" when nothing was, because the engine samples with the trainer's own memory.
+    digest: of what it has received; "" when nothing was sent, because it samples with the trainer's own memory.
     """
 
     version: int
@@ -144,91 +153,81 @@ class Ack:
     digest: str
 
 
-class WeightUpdate(ABC):
-    """One update in progress, made by `InferenceEngine.begin_update`.
+class WeightStream:
+    """One update on its way to an engine: its buckets, to be iterated once, in the order of its manifest.
+
+    Iterating raises SyncFailed: a bucket is not what the manifest has at this place, or the last ones are missing.
 
     Args:
-        engine: name of the receiver, for messages.
-        manifest: every tensor that will come.
+        manifest: every tensor that comes.
+        buckets: those of the manifest.
         version: of the policy.
+        first_hand: whether they come from the trainer's own memory, so that an ack is checked against them.
+
+    Attributes:
+        count, nbytes: what has come so far: tensors, and their bytes.
     """
 
-    def __init__(self, engine: str, manifest: Sequence[TensorInfo], version: int) -> None:
-        self.engine = engine
-        self.manifest = tuple(manifest)
-        self.version = version
-        self.sent = 0
-        self.sent_bytes = 0
-        self.digest = StreamDigest()
-        self.over = False  # committed, or given up
+    def __init__(
+        self, manifest: Sequence[TensorInfo], buckets: Iterable[Bucket], version: int, *, first_hand: bool = False
+    ) -> None:
+        self.manifest, self.version = tuple(manifest), version
+        self._buckets = iter(buckets)
+        self._digest = StreamDigest() if first_hand else None
+        self.count = self.nbytes = 0
+
+    @classmethod
+    def of(cls, source: WeightSource, version: int) -> WeightStream:
+        """The weights of a source."""
+        return cls(source.manifest(), source.buckets(), version, first_hand=True)
+
+    @functools.cached_property
+    def first(self) -> Bucket:
+        """The first bucket, before it is iterated; an empty one if there is none."""
+        found = next((bucket for bucket in self._buckets if bucket.infos), None)
+        self._buckets = itertools.chain([] if found is None else [found], self._buckets)
+        return found or Bucket([])
+
+    def through(self, buckets: Iterable[Bucket]) -> WeightStream:
+        """The same update for one of several receivers, which gets its buckets in another way."""
+        return WeightStream(self.manifest, buckets, self.version)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        for bucket in self._buckets:
+            for info in bucket.infos:
+                expected = self.manifest[self.count] if self.count < len(self.manifest) else "no more tensors"
+                if info != expected:
+                    raise SyncFailed(
+                        f"weights: version {self.version}: tensor {self.count} is {info}; the manifest has {expected}"
+                    )
+                self.count += 1
+                self.nbytes += info.nbytes
+            if bucket.infos:
+                if self._digest is not None:
+                    bucket.add_to(self._digest)
+                yield bucket
+        if missing := [info.name for info in self.missing[:3]]:
+            raise SyncFailed(
+                f"weights: version {self.version}: {self.count} of {len(self.manifest)} tensors were sent; missing "
+                f"{', '.join(missing)}"
+            )
 
     @property
-    def name(self) -> str:
-        return f"weights: version {self.version} for {self.engine}"
+    def missing(self) -> tuple[TensorInfo, ...]:
+        """Tensors that have not come yet."""
+        return self.manifest[self.count :]
 
-    def send(self, bucket: Bucket) -> None:
-        """Deliver a bucket. Raises SyncFailed: not what the manifest has at this place, or the receiver failed."""
-        wait = self.start(bucket)
-        if wait is not None:
-            wait()
-
-    def start(self, bucket: Bucket) -> Wait | None:
-        """Begin to deliver a bucket; None once it has arrived. See `send`."""
-        self._check_open()
-        if not bucket.tensors:
-            return None
-        for name, tensor in bucket.tensors:
-            expected = self.manifest[self.sent] if self.sent < len(self.manifest) else "no more tensors"
-            seen = TensorInfo.of(name, tensor)
-            if seen != expected:
-                raise SyncFailed(f"{self.name}: tensor {self.sent} is {seen}; the manifest has {expected}")
-            self.sent += 1
-        self.sent_bytes += bucket.nbytes
-        bucket.add_to(self.digest)
-        return self._deliver(bucket)
-
-    def commit(self) -> Ack:
-        """All buckets are sent; the receiver switches to them.
-
-        Raises SyncFailed: incomplete, or the receiver has something else than was sent.
-        """
-        self._check_open()
-        if self.sent != len(self.manifest):
-            missing = [info.name for info in self.manifest[self.sent : self.sent + 3]]
+    def check(self, ack: Ack, engine: str) -> None:
+        """Raises SyncFailed: the engine confirms something else than was sent."""
+        if self._digest is None:
+            return
+        sent = Ack(self.version, self.count, self.nbytes, self._digest.hexdigest())
+        if ack != sent:
             raise SyncFailed(
-                f"{self.name}: {self.sent} of {len(self.manifest)} tensors were sent; missing {', '.join(missing)}"
+                f"weights: version {self.version} for {engine}: it confirms version {ack.version}, {ack.tensors} "
+                f"tensors, {ack.nbytes} bytes, digest {ack.digest}; sent were {sent.tensors} tensors, {sent.nbytes} "
+                f"bytes, digest {sent.digest}"
             )
-        ack = self._finish()
-        mine = (self.version, self.sent, self.sent_bytes, self.digest.hexdigest())
-        if (ack.version, ack.tensors, ack.nbytes, ack.digest) != mine:
-            raise SyncFailed(
-                f"{self.name}: it confirms version {ack.version}, {ack.tensors} tensors, {ack.nbytes} bytes, digest "
-                f"{ack.digest}; sent were {mine[1]} tensors, {mine[2]} bytes, digest {mine[3]}"
-            )
-        self.over = True
-        return ack
-
-    def abort(self) -> None:
-        """Give up; the receiver's weights are invalid from now on. Idempotent, never raises."""
-        if not self.over:
-            self.over = True
-            self._give_up()
-
-    def _check_open(self) -> None:
-        if self.over:
-            raise SyncFailed(f"{self.name}: the update is over; begin another")
-
-    @abstractmethod
-    def _deliver(self, bucket: Bucket) -> Wait | None:
-        """Bring a checked bucket to the receiver, or begin to and return what waits for its arrival."""
-
-    @abstractmethod
-    def _finish(self) -> Ack:
-        """End the update at the receiver and return its ack."""
-
-    @abstractmethod
-    def _give_up(self) -> None:
-        """The receiver gets no more of it."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,8 +1,9 @@
 """Buckets by a broadcast from the trainer to its engines, over gloo or NCCL.
 
-The group is made of the trainer (rank 0) and the engines, apart from torch.distributed's default group on both sides: a
-store on a free port and a bare process group object. It is made at the first update and again whenever the
-engines are no longer the same processes. Every wait is bounded. A failure ends the group.
+The group is made of the trainer (rank 0) and the engines, each process of a tensor-parallel engine on its own, apart
+from torch.distributed's default group on both sides: a store on a free port and a bare process group object. It is made
+at the first update and again whenever the engines are no longer the same processes. Every wait is bounded. A failure
+ends the group.
 
 A bucket travels as one run of bytes and a JSON-safe table of contents: no type is converted on the way. Tensors that
 are the same memory (a tied head beside its embedding) lie in the run once.
@@ -10,12 +11,14 @@ are the same memory (a tied head beside its embedding) lie in the run once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.process import on_thread
-from swift.rollout.weights.base import Bucket, TensorInfo, Wait, memory_of, torch_dtype
+from swift.rollout.weights.base import Bucket, TensorInfo, memory_of, torch_dtype
 
 GroupBackend = Literal["gloo", "nccl"]
 SOURCE = 0
@@ -131,10 +134,6 @@ class BroadcastGroup:
                     raise SyncFailed(f"{flat.numel()} bytes: {self.timeout_s:g} s passed")
                 time.sleep(POLL_S)
 
-    @property
-    def is_open(self) -> bool:
-        return self._group is not None
-
     def close(self) -> None:
         """Leave; never waits for the others."""
         group, self._group = self._group, None
@@ -162,9 +161,10 @@ def _nccl_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> An
 
 
 class BroadcastSender:
-    """The trainer's end.
+    """The trainer's end: one thread for each engine calls `announce` and `send` for each bucket.
 
     Args:
+        members: number of receivers of each engine by its name; each is a rank of the group.
         backend: see `BroadcastGroup`.
         device: of the trainer's tensors.
         timeout_s: bound on each wait.
@@ -172,53 +172,65 @@ class BroadcastSender:
     """
 
     def __init__(
-        self, *, timeout_s: float, backend: GroupBackend = "gloo", device: str = "cpu", host: str = "127.0.0.1"
+        self,
+        members: Mapping[str, int],
+        *,
+        timeout_s: float,
+        backend: GroupBackend = "gloo",
+        device: str = "cpu",
+        host: str = "127.0.0.1",
     ) -> None:
-        self.backend, self.device, self.timeout_s, self.host = backend, torch.device(device), timeout_s, host
-        self.members: dict[str, object] = {}
-        self._store: dist.TCPStore | None = None
+        self.backend, self.device, self.timeout_s = backend, torch.device(device), timeout_s
+        ends = list(itertools.accumulate(members.values(), initial=SOURCE + 1))
+        self._first_rank = dict(zip(members, ends, strict=False))
+        self._store = _store(host, ends[-1], timeout_s)
+        self._mine = Invitation(host, self._store.port, SOURCE, ends[-1], backend, timeout_s)
         self._group: BroadcastGroup | None = None
+        self._flat: Tensor | None = None
+        self._all_announced = threading.Barrier(len(members), timeout=timeout_s)
+        self._failure = ""
 
-    def connect(self, members: Mapping[str, object], invite: Callable[[str, dict[str, Any]], Wait]) -> None:
-        """Make sure that these engines, and no others, are in the group. Raises SyncFailed: it could not be made.
+    @property
+    def is_open(self) -> bool:
+        return not self._failure
 
-        members: by name; the value is another one when the engine is another process than before. invite: tells an
-        engine how to join (JSON-safe) and returns at once.
-        """
-        if self._group is not None and self._group.is_open and self.members == members:
-            return
-        self.close()
-        size = len(members) + 1
-        self._store = _store(self.host, size, self.timeout_s)
-        mine = Invitation(self.host, self._store.port, SOURCE, size, self.backend, self.timeout_s)
-        waits = [invite(name, asdict(replace(mine, rank=rank))) for rank, name in enumerate(members, SOURCE + 1)]
-        self._group = BroadcastGroup(self._store, mine, self.device)
-        for wait in waits:
-            wait()
-        self.members = dict(members)
+    def announce(self, member: str, bucket: Bucket) -> dict[str, Any]:
+        """What the engine is told before `send` (JSON-safe); with the first bucket it is invited into the group."""
+        self._flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
+        header: dict[str, Any] = {"entries": [list(entry) for entry in entries], "size": self._flat.numel()}
+        if self._group is None:
+            header["invitation"] = asdict(replace(self._mine, rank=self._first_rank[member]))
+        return header
 
-    def transmit(self, bucket: Bucket, announce: Callable[[dict[str, Any]], Wait]) -> Wait:
-        """Send a bucket to one engine of the group; whoever waits first sends it to all that it was announced to.
+    def send(self) -> None:
+        """Wait until every engine was told; one of the threads sends then. Raises SyncFailed."""
+        try:
+            if self._all_announced.wait() == 0:
+                self._broadcast()
+        except threading.BrokenBarrierError:
+            self.fail("another engine was not told in time")
+        except SyncFailed as error:
+            self.fail(first_line(error))
+        if self._failure:
+            raise SyncFailed(f"weights: {self.backend} broadcast: {self._failure}")
 
-        announce: tells the engine what comes (JSON-safe) and returns at once. Returns what waits until the engine has
-        it.
-        """
-        if (group := self._group) is None:
-            raise SyncFailed(f"weights: {self.backend} broadcast: its group is gone")
-        flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
-        arrived = announce({"entries": [list(entry) for entry in entries], "size": flat.numel()})
+    def _broadcast(self) -> None:
+        if self._group is None:
+            self._group = BroadcastGroup(self._store, self._mine, self.device)
+        assert self._flat is not None
+        self._group.broadcast(self._flat)
+        self._flat = None
 
-        def wait() -> object:
-            bucket.once("broadcast was sent", lambda: group.broadcast(flat))
-            return arrived()
-
-        return wait
+    def fail(self, why: str) -> None:
+        """End the group: an engine that waits in it fails, and so does every thread that sends. Idempotent."""
+        self._failure = self._failure or why
+        self._all_announced.abort()
+        group, self._group, self._flat = self._group, None, None
+        if group is not None:
+            group.close()
 
     def close(self) -> None:
-        """End the group: an engine that waits in it fails."""
-        if self._group is not None:
-            self._group.close()
-        self._group, self._store, self.members = None, None, {}
+        self.fail("it is closed")
 
 
 def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
@@ -236,20 +248,56 @@ def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-class BroadcastReceiver(BroadcastGroup):
-    """An engine's end. Raises SyncFailed: the trainer cannot be reached."""
+@dataclass(slots=True)
+class Announcement(Bucket):
+    """A bucket that its receiver takes out of a broadcast. header: see `BroadcastSender.announce`."""
 
-    def __init__(self, mine: Invitation, device: torch.device) -> None:
-        try:
-            store = dist.TCPStore(mine.host, mine.port, mine.size, False, timeout=timedelta(seconds=mine.timeout_s))
-        except RuntimeError as error:
-            raise SyncFailed(f"weights: store at {mine.host}:{mine.port}: {first_line(error)}") from error
-        super().__init__(store, mine, device)
+    header: dict[str, Any] = field(default_factory=dict)
 
-    def receive(self, header: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    @property
+    def infos(self) -> list[TensorInfo]:
+        return [TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape, _ in self.header["entries"]]
+
+    def for_rank(self, offset: int) -> Announcement:
+        """The same for a receiver that comes so many ranks after the first one that is invited."""
+        if "invitation" not in self.header:
+            return self
+        invitation = self.header["invitation"]
+        header = {**self.header, "invitation": {**invitation, "rank": invitation["rank"] + offset}}
+        return Announcement([], header=header)
+
+
+class BroadcastReceiver:
+    """An engine's end; joins a group whenever it is invited to one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._group: BroadcastGroup | None = None
+
+    def receive(self, announced: Announcement) -> Bucket:
+        """Take part in the broadcast. Raises SyncFailed: the trainer cannot be reached, or does not send."""
+        header = announced.header
+        if "invitation" in header:
+            self.close()
+            self._group = _join(Invitation(**header["invitation"]), self.device)
+        if self._group is None:
+            raise SyncFailed("weights: a broadcast without a group; the first one of an update invites to it")
         flat = torch.empty(int(header["size"]), dtype=torch.uint8, device=self.device)
-        self.broadcast(flat)
-        return unpack(flat, header["entries"])
+        self._group.broadcast(flat)
+        return Bucket(unpack(flat, header["entries"]))
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+
+def _join(mine: Invitation, device: torch.device) -> BroadcastGroup:
+    try:
+        store = dist.TCPStore(mine.host, mine.port, mine.size, False, timeout=timedelta(seconds=mine.timeout_s))
+    except RuntimeError as error:
+        raise SyncFailed(f"weights: store at {mine.host}:{mine.port}: {first_line(error)}") from error
+    return BroadcastGroup(store, mine, device)
 
 
 @torch.no_grad()

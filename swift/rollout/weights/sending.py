@@ -12,18 +12,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from swift.errors import SwiftError, SyncFailed
 from swift.rollout.engines.events import Lost
-from swift.rollout.weights.base import Ack, Bucket, TensorInfo, Wait, WeightUpdate
-from swift.rollout.weights.broadcast import BroadcastSender
+from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightStream
+from swift.rollout.weights.broadcast import Announcement, BroadcastSender
 
 if TYPE_CHECKING:
     from swift.rollout.engines.client import EngineClient
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -55,140 +56,115 @@ class Kept:
         return str(reply["asleep"])
 
 
-class ClientUpdate(WeightUpdate):
-    """See the module's docstring. deadline: of the whole update, by the monotonic clock."""
+def send_update(client: EngineClient, stream: WeightStream) -> Ack:
+    """Begin an update there, send its buckets, and have the engine switch to it.
 
-    def __init__(
-        self, owner: EngineClient, number: int, manifest: Sequence[TensorInfo], version: int, deadline: float
-    ) -> None:
-        super().__init__(owner.name, manifest, version)
-        self.owner, self.instance = owner, owner.instance
-        self._number, self._deadline = number, deadline
-        self._way = ""
-        self._sender: BroadcastSender | None = None
-        self._parts: list[tuple[str, Any]] = []
-        self._buckets = 0
-        self._unconfirmed: Wait | None = None
-        self._asleep = ""
+    While the engine takes a bucket, the next one is gathered. Raises SyncFailed, which names engine, version and phase;
+    EngineDead and what `InferenceEngine.update` refuses, before anything was sent.
+    """
+    bounds = client.timeouts
+    what = {"manifest": stream.manifest, "version": stream.version}
+    number = client.safe_call("begin_update", bounds.drain_s + bounds.sync_s, **what)
+    deadline = time.monotonic() + bounds.sync_s
+    sending = _Sending(client, number, deadline)
+    try:
+        for bucket in stream:
+            client.weights_change(f"the update to version {stream.version} is incomplete")
+            sending.send(bucket, stream.version)
+        sending.confirm()
+        sending.phase = "commit"
+        reply = client.call("commit", _left(deadline), update=number)
+    except BaseException as error:
+        sending.give_up()
+        if not isinstance(error, Lost | SwiftError):
+            raise
+        problem = (str(error) if isinstance(error, Lost) else error.problems[0]).removeprefix(f"{client.name}: ")
+        raise SyncFailed(f"weights: version {stream.version} for {client.name}: {sending.phase}: {problem}") from error
+    ack: Ack = reply["ack"]
+    client.update_ended(complete=True)
+    kept = Kept(stream.version, stream.manifest, ack.digest, sending.parts) if sending.keeps else None
+    client.weights_arrived(stream.version, kept, reply["asleep"])
+    if client.sent_by != sending.way:
+        client.sent_by = sending.way
+        logger.info("weights: %s gets them by %s: %d MiB", client.name, sending.way, ack.nbytes >> 20)
+    return ack
 
-    def way_of(self, bucket: Bucket) -> str:
-        return self.owner.weight_transport or self.owner.choose(bucket)
 
-    def _deliver(self, bucket: Bucket) -> Wait | None:
-        self.owner.weights_change(f"the update to version {self.version} is incomplete")
-        if not self._way:
-            self._way = self.way_of(bucket)
-            if self._way == "broadcast" and self._sender is None:
-                join_broadcast([self], bucket)
-        self._confirm()
-        self._buckets += 1
-        phase = f"bucket {self._buckets}"
-        wait = self._as_sync_failed(phase, lambda: self._begin(bucket))
-        if self._sender is not None:
-            return lambda: self._as_sync_failed(phase, wait)
-        self._unconfirmed = wait  # while the engine takes it, the next one is gathered
-        return None
+class _Sending:
+    """The buckets of one update. phase: for messages. parts: what is kept."""
 
-    def _begin(self, bucket: Bucket) -> Wait:
-        def send(payload: Any) -> Wait:
-            return self.owner.send_bucket(self._number, self._way, payload, _left(self._deadline))
-
-        wait, way = None, self._way
-        if self._sender is not None:
-            wait, way = self._sender.transmit(bucket, send), self.owner.stored
-        if wait is None or self._keeps:
-            payload = self.owner.payload(way, bucket, self.version)
-            if self._keeps:
-                self._parts.append((way, payload))
-            wait = wait or send(payload)
-        return wait
+    def __init__(self, client: EngineClient, number: int, deadline: float) -> None:
+        self.client, self.number, self.deadline = client, number, deadline
+        self.phase, self.way = "bucket 1", ""
+        self.parts: list[tuple[str, Any]] = []
+        self._count = 0
+        self._forwards = False  # what the trainer broadcasts, in its server
+        self._unconfirmed: Callable[[], object] | None = None
 
     @property
-    def _keeps(self) -> bool:
+    def keeps(self) -> bool:
         """Whether what is sent is kept for a restart."""
-        return self.owner.keeps_weights and (self._sender is None or self.owner.alone)
+        if self.way == "broadcast" and (self._forwards or not self.client.alone):
+            return False
+        return self.client.keeps_weights
 
-    def _confirm(self) -> None:
+    def send(self, bucket: Bucket, version: int) -> None:
+        """Returns once the memory of the bucket may be reused."""
+        client = self.client
+        self.confirm()
+        self._count += 1
+        self.phase = f"bucket {self._count}"
+        self.way = self.way or client.way_of(bucket)
+        if self.way == "broadcast":
+            self._broadcast(bucket)
+            if self.keeps:
+                self.parts.append((client.stored, client.payload(client.stored, bucket, version)))
+            return
+        payload = client.payload(self.way, bucket, version)
+        if self.keeps:
+            self.parts.append((self.way, payload))
+        self._unconfirmed = client.send_bucket(self.number, self.way, payload, _left(self.deadline))
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        """Take part in a broadcast of this process, or, in a server, have the engine take part in the trainer's."""
+        client, sender = self.client, self.client.broadcaster
+        self._forwards = isinstance(bucket, Announcement)
+        if isinstance(bucket, Announcement):
+            header = bucket.for_rank(client.rank_offset).header
+        else:
+            assert sender is not None
+            header = sender.announce(client.name, bucket)
+        arrived = client.send_bucket(self.number, "broadcast", header, _left(self.deadline))
+        if sender is not None and not self._forwards:
+            sender.send()
+        arrived()
+
+    def confirm(self) -> None:
+        """Wait until the engine has taken the last bucket."""
         wait, self._unconfirmed = self._unconfirmed, None
         if wait is not None:
-            self._as_sync_failed(f"bucket {self._buckets}", wait)
+            wait()
 
-    def _finish(self) -> Ack:
-        self._confirm()
-        reply = self._as_sync_failed(
-            "commit", lambda: self.owner.call("commit", _left(self._deadline), update=self._number)
-        )
-        self._asleep = reply["asleep"]
-        ack: Ack = reply["ack"]
-        return ack
-
-    def commit(self) -> Ack:
-        """The engine switches to the weights, and they are kept; see `WeightUpdate.commit`."""
-        ack = super().commit()
-        if self.owner.sent_by != self._way:
-            self.owner.sent_by = self._way
-            logger.info("weights: %s gets them by %s: %d MiB", self.engine, self._way, ack.nbytes >> 20)
-        self.owner.update_ended(complete=True)
-        kept = Kept(self.version, self.manifest, ack.digest, self._parts) if self._keeps else None
-        self.owner.weights_arrived(self.version, kept, self._asleep)
-        return ack
-
-    def _give_up(self) -> None:
-        self._parts.clear()
-        with contextlib.suppress(SyncFailed):  # what is on its way must not arrive after the end
-            self._confirm()
-        if self._sender is not None:  # engines that wait in it fail at once
-            self._sender.close()
-        self.owner.abort_update(self._number)
-        self.owner.update_ended(complete=False)
-
-    def _as_sync_failed(self, phase: str, work: Callable[[], T]) -> T:
-        """Whatever goes wrong is a `SyncFailed` that names engine, version and phase."""
-        try:
-            return work()
-        except Lost as lost:
-            problem = str(lost)
-        except SwiftError as error:
-            problem = error.problems[0].removeprefix(f"{self.engine}: ")
-        raise SyncFailed(f"{self.name}: {phase}: {problem}")
-
-    def take_part_in(self, sender: BroadcastSender) -> None:
-        """Use this sender, which others may share; a former one is left."""
-        if self.owner.broadcaster is not sender and self.owner.broadcaster is not None:
-            self.owner.broadcaster.close()
-        self.owner.broadcaster = self._sender = sender
-
-    def invite(self, invitation: dict[str, Any]) -> Wait:
-        wait = self._as_sync_failed(
-            "connect", lambda: self.owner.start_call("connect", _left(self._deadline), invitation=invitation)
-        )
-        return lambda: self._as_sync_failed("connect", wait)
+    def give_up(self) -> None:
+        """The engine gets no more of it; never raises."""
+        with contextlib.suppress(Lost, SwiftError):  # what is on its way must not arrive after the end
+            self.confirm()
+        if self.way == "broadcast" and self.client.broadcaster is not None:  # engines that wait in it fail at once
+            self.client.broadcaster.fail(f"{self.client.name} failed")
+        self.client.abort_update(self.number)
+        self.client.update_ended(complete=False)
 
 
-def join_broadcast(updates: Sequence[WeightUpdate], bucket: Bucket) -> None:
-    """Before the first bucket: the engines that are reached by a broadcast are in one group. Raises SyncFailed."""
-    members = [one for one in updates if isinstance(one, ClientUpdate) and one.way_of(bucket) == "broadcast"]
-    if not members:
-        return
-    sender = next((one.owner.broadcaster for one in members if one.owner.broadcaster), None)
-    sender = sender or _new_sender(members, bucket)
-    for one in members:
-        one.take_part_in(sender)
-    by_name = {one.engine: one for one in members}
-    instances = {name: one.instance for name, one in by_name.items()}
-    sender.connect(instances, lambda name, invitation: by_name[name].invite(invitation))
-
-
-def _new_sender(members: Sequence[ClientUpdate], bucket: Bucket) -> BroadcastSender:
-    """NCCL between GPUs, gloo otherwise; at loopback if every engine is on this host."""
-    device = str(bucket.tensors[0][1].device) if bucket.tensors else "cpu"
-    owners = [one.owner for one in members]
-    host = next((one for one in (each.address() for each in owners) if one != "127.0.0.1"), "127.0.0.1")
-    on_gpus = all(one.startswith("cuda") for one in (device, *(each.devices[0] for each in owners)))
-    timeout_s = owners[0].timeouts.sync_s
+def new_sender(clients: Sequence[EngineClient], device: torch.device) -> BroadcastSender:
+    """A group of these engines: NCCL between GPUs, gloo otherwise; at loopback if every engine is on this host."""
+    hosts = [client.address() for client in clients]
+    host = next((host for host in hosts if host != "127.0.0.1"), "127.0.0.1")
+    on_gpus = all(one.startswith("cuda") for one in (str(device), *(client.devices[0] for client in clients)))
+    members = {client.name: client.receivers() for client in clients}
+    timeout_s = clients[0].timeouts.sync_s
     if on_gpus:
-        return BroadcastSender(timeout_s=timeout_s, backend="nccl", device=device, host=host)
-    return BroadcastSender(timeout_s=timeout_s, host=host)
+        return BroadcastSender(members, timeout_s=timeout_s, backend="nccl", device=str(device), host=host)
+    return BroadcastSender(members, timeout_s=timeout_s, host=host)
 
 
 def _left(deadline: float) -> float:

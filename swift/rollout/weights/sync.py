@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weights.base import AdapterWeights, Live, WeightSource
+from swift.rollout.weights.base import AdapterWeights, Bucket, Live, WeightSource, WeightStream
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
@@ -81,6 +81,7 @@ class WeightSync:
         self._step_of = {0: 0}
         self._lost = True
         self._saved = False
+        self._gather_error: Exception | None = None
 
     def due(self, step: int) -> bool:
         return step - self.last_step >= self.interval
@@ -194,19 +195,27 @@ class WeightSync:
 
     def _send_buckets(self, version: int, engine: InferenceEngine | None) -> Outcome[Ack]:
         source = self.source()
-        update, failure = None, None
+        buckets = self._gathered(source)
+        outcome: Outcome[Ack] = (None, None)
         if engine is not None:
-            update, failure = _outcome(version, lambda: engine.begin_update(source.manifest(), version))
-        for bucket in source.buckets():  # to the end in any case: the other ranks gather along
-            if update is not None and failure is None:
-                _, failure = _outcome(version, lambda b=bucket: update.send(b))  # type: ignore[misc, union-attr]
-            self.progress()
-        ack = None
-        if update is not None and failure is None:
-            ack, failure = _outcome(version, update.commit)
-        if update is not None and failure is not None:
-            update.abort()
-        return ack, failure
+            stream = WeightStream(source.manifest(), buckets, version, first_hand=True)
+            outcome = _outcome(version, lambda: _confirmed(engine, stream))
+        for _ in buckets:  # to the end in any case: the other ranks gather along
+            pass
+        if self._gather_error is not None:  # no engine has failed, so none is made anew
+            raise self._gather_error
+        return outcome
+
+    def _gathered(self, source: WeightSource) -> Iterator[Bucket]:
+        """The buckets; what goes wrong here, in the trainer, is kept apart from failures of engines."""
+        self._gather_error = None
+        try:
+            for bucket in source.buckets():
+                yield bucket
+                self.progress()
+        except Exception as error:
+            self._gather_error = error
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """A JSON-safe state; see the module's docstring for what taking it means for the next `update`."""
@@ -218,6 +227,12 @@ class WeightSync:
         self.version, self.last_step = state["version"], state["last_step"]
         self._step_of = dict(state["step_of"])
         self._lost = True
+
+
+def _confirmed(engine: InferenceEngine, stream: WeightStream) -> Ack:
+    ack = engine.update(stream)
+    stream.check(ack, engine.capabilities.name)  # also of engines that users bring
+    return ack
 
 
 def _outcome(version: int, work: Callable[[], T]) -> Outcome[T]:

@@ -139,6 +139,7 @@ def build_cycle(run: Attempt, engine: InferenceEngine) -> ColocateCycle:
         offload_model=args.offload_model,
         offload_optimizer=args.offload_optimizer,
         gc_collect_after_offload=args.gc_collect_after_offload,
+        limit_s=run.setup.limit_s,
         log=run.log.line,
         metrics=run.metrics,
         ranks=run.parts.collectives,

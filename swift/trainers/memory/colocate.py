@@ -53,9 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLEEP_WAKE_S = 60.0
-"""Timeout of sleep and wake, in seconds. It ends the process, because a hanging thread cannot be interrupted."""
-
 
 @dataclass(slots=True)
 class _Turn:
@@ -72,9 +69,10 @@ class _Turn:
 class ColocateCycle:
     """The `GenerationPhase` of an engine in the trainer's process; see the module's docstring.
 
-    log: writes memory lines and notes. metrics: for `memory/...` and `health/memory_not_freed`. warn: shows a warning.
-    copies_on_host: move tensors even if host and device are the same memory, for tests. notes: offload flags without
-    effect, one line each.
+    limit_s: longest time of sleep or wake, in seconds (`--engine_timeout`); then the process ends, because a thread
+    that hangs cannot be interrupted. log: writes memory lines and notes. metrics: for `memory/...` and
+    `health/memory_not_freed`. warn: shows a warning. copies_on_host: move tensors even if host and device are the same
+    memory, for tests. notes: offload flags without effect, one line each.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class ColocateCycle:
         offload_model: bool,
         offload_optimizer: bool,
         gc_collect_after_offload: bool,
+        limit_s: float,
         log: Callable[[str], None],
         metrics: MetricStore,
         ranks: Collectives,
@@ -101,6 +100,7 @@ class ColocateCycle:
             )
         self.engine, self.weight_sync = engine, weight_sync
         self.sleep_level: SleepLevel = sleep_level
+        self.limit_s = limit_s
         self.device, self.ranks, self.metrics = device, ranks, metrics
         moves = device.type != "cpu" or copies_on_host
         flags = {"model": offload_model, "optimizer": offload_optimizer}
@@ -227,7 +227,7 @@ class ColocateCycle:
             return
         name = self.engine.capabilities.name
         try:
-            with _bounded(f"engine: {name}: wake({tag})"):
+            with _bounded(f"engine: {name}: wake({tag})", self.limit_s):
                 complete = self.engine.wake(["weights"] if tag == "weights" else ["kv_cache"])
         except SwiftError:
             raise
@@ -254,7 +254,7 @@ class ColocateCycle:
             return 0
         name = self.engine.capabilities.name
         held = self.engine.memory()
-        with _bounded(f"engine: {name}: sleep({self.sleep_level})"):
+        with _bounded(f"engine: {name}: sleep({self.sleep_level})", self.limit_s):
             self.engine.empty()
             report = self.engine.sleep(self.sleep_level)
         self._asleep = True
@@ -278,7 +278,7 @@ class ColocateCycle:
             self._log(f"{name}: closed, as it cannot sleep after a failure ({error})")
         before = measure(self.device)
         try:
-            with _bounded(f"{name}: close"):
+            with _bounded(f"{name}: close", self.limit_s):
                 self.engine.close()
         except Exception as error:
             self._log(f"{name}: not closed after a failure ({error})")
@@ -334,10 +334,10 @@ class ColocateCycle:
 
 
 @contextlib.contextmanager
-def _bounded(what: str) -> Iterator[None]:
-    """End the process if the body takes longer than `SLEEP_WAKE_S`."""
-    error = EngineDead(f"{what}: no end after {SLEEP_WAKE_S:.0f} s; the engine hangs")
-    timer = threading.Timer(SLEEP_WAKE_S, partial(end_process, error))
+def _bounded(what: str, limit_s: float) -> Iterator[None]:
+    """End the process if the body takes longer."""
+    error = EngineDead(f"{what}: no end after {limit_s:.0f} s; the engine hangs, or --engine_timeout is too short")
+    timer = threading.Timer(limit_s, partial(end_process, error))
     timer.daemon = True
     timer.start()
     try:

@@ -32,7 +32,6 @@ from swift.rollout.engines.base import (
     EngineCounters,
     SleepLevel,
     Tag,
-    TensorInfo,
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.running import RunningRequests, SoFar
@@ -40,9 +39,9 @@ from swift.rollout.engines.states import StatefulEngine
 from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun
 from swift.rollout.engines.transformers.sampling import Row
-from swift.rollout.engines.transformers.weights import InPlaceUpdate, MergedAdapter
+from swift.rollout.engines.transformers.weights import InPlaceWeights, MergedAdapter
 from swift.rollout.seeds import sample_uniforms
-from swift.rollout.weights.base import dtype_name
+from swift.rollout.weights.base import WeightStream, dtype_name
 from swift.types import Completion, Request, SamplingParams
 
 COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
@@ -280,8 +279,12 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._own("a weight update: it shares the trainer's weights, so that only `version` changes")
         super()._check_takes_weights()
 
-    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> InPlaceUpdate:
-        return InPlaceUpdate(self, manifest, version)
+    def _load(self, stream: WeightStream) -> str:
+        weights = InPlaceWeights(self.model)
+        self._check_fits(stream, weights.problems(stream.manifest))
+        for bucket in self._received(stream):
+            weights.write(bucket)
+        return weights.digest.hexdigest()
 
     def _weights_arrived(self, version: int) -> None:
         super()._weights_arrived(version)

@@ -8,6 +8,7 @@ adapter restores the base weights bit for bit.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,40 +18,44 @@ from swift.errors import ConfigError, SyncFailed, Unsupported
 from swift.models.adapter_merge import merged_tensors
 from swift.models.checkpoint_tensors import CheckpointUnit, checkpoint_units, describe_unit
 from swift.rollout.engines.expected_weights import manifest_problems
-from swift.rollout.engines.states import StatefulUpdate
-from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, torch_dtype
+from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo, torch_dtype
 from swift.rollout.weights.digest import StreamDigest, checksum
 
 
-class InPlaceUpdate(StatefulUpdate):
-    """Writes the tensors of an update into the model's parameters as they arrive.
+class InPlaceWeights:
+    """Writes the tensors of one update into the model's parameters as they arrive.
 
     If loading rearranges the parameters (such as experts fused into one parameter), the inverse of the conversion at
     saving is applied. Tied tensors may have any of their names, and must be equal if both arrive.
+
+    Attributes:
+        digest: of the stored values; of the sent ones where these have another dtype.
     """
 
-    def _problems(self) -> list[str]:
-        """Names, shapes and types of the manifest against those of the model."""
-        model = self._engine.model
-        self._written: dict[int | str, str] = {}  # identity of a written tensor -> its name
-        self._received = StreamDigest()
+    def __init__(self, model: nn.Module) -> None:
+        self.digest = StreamDigest()
         self._places = {name: place for unit in checkpoint_units(model) for name, place in _places(model, unit).items()}
-        known = {info.name: self._places[info.name] for info in self.manifest if info.name in self._places}
+        self._written: dict[int | str, str] = {}  # identity of a written tensor -> its name
+
+    def problems(self, manifest: Sequence[TensorInfo]) -> list[str]:
+        """Names, shapes and types of the manifest against those of the model."""
+        known = {info.name: self._places[info.name] for info in manifest if info.name in self._places}
         given = {place.identity for place in known.values()}
         problems = manifest_problems(
-            self.manifest,
+            manifest,
             {name: place.shape for name, place in self._places.items()},
             optional={name for name, place in self._places.items() if place.identity in given},
         )
         return problems + [
             f"{info.name} of type {info.dtype} cannot be stored"
-            for info in self.manifest
+            for info in manifest
             if info.name in known
             and torch_dtype(info.dtype).is_floating_point != known[info.name].dtype.is_floating_point
         ]
 
     @torch.no_grad()
-    def _deliver(self, bucket: Bucket) -> None:
+    def write(self, bucket: Bucket) -> None:
+        """Store its tensors. Raises SyncFailed: two tensors differ that the model ties."""
         for name, tensor in bucket.tensors:
             place = self._places[name]
             if place.identity in self._written:
@@ -59,19 +64,14 @@ class InPlaceUpdate(StatefulUpdate):
             else:
                 self._written[place.identity] = name
                 stored = place.write(tensor)
-            # the digest is that of the stored values, unless these have another dtype than the sent ones
-            self._received.add(name, stored if stored.dtype == tensor.dtype else tensor)
+            self.digest.add(name, stored if stored.dtype == tensor.dtype else tensor)
 
     def _check_tie(self, place: _Place, name: str, tensor: Tensor) -> None:
         if checksum(tensor.to(place.dtype)) != checksum(place.target):
             raise SyncFailed(
-                f"{self.name}: {name} differs from "
-                f"{self._written[place.identity]}, to which this model ties it; untie it in the model's config.json"
+                f"weights: {name} differs from {self._written[place.identity]}, to which this model ties it; untie it "
+                "in the model's config.json"
             )
-
-    def _finish(self) -> Ack:
-        self._engine._weights_arrived(self.version)
-        return Ack(self.version, self.sent, self.sent_bytes, self._received.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

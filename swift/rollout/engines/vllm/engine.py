@@ -19,7 +19,7 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -44,16 +44,15 @@ from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, lora_rank_at_least, shut_down
-from swift.rollout.engines.vllm.weights import Adapters, ReloadUpdate, adapter_rank
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, TensorInfo
+from swift.rollout.engines.vllm.weights import Adapters, adapter_rank, packed_file
+from swift.rollout.weights.base import Ack, AdapterWeights, Live, WeightStream
+from swift.rollout.weights.broadcast import Announcement
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 """vLLM's finish reasons in our words; any other is an error."""
-RPC_TIMEOUT_S = 300.0
-"""Bound on one call to worker processes, in seconds."""
 CLOSE_S = 10
 """How long `close` waits for the step in progress, in seconds."""
 
@@ -293,10 +292,44 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             raise self._unsupported("LoRA adapters (--vllm_enable_lora true)")
         self._check_takes("other adapters")
 
-    def _make_update(self, manifest: Sequence[TensorInfo], version: int) -> ReloadUpdate:
+    def update(self, stream: WeightStream) -> Ack:
         if self._single_copy is not None:  # writing it could overwrite values that the trainer has put aside
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
-        return ReloadUpdate(self, manifest, version)
+        return super().update(stream)
+
+    def _load(self, stream: WeightStream) -> str:
+        """One layerwise reload in all workers.
+
+        A single worker gets tensors as they are; several take them out of a broadcast, or out of a file in shared
+        memory.
+        """
+        expected = self.expected
+        self._check_fits(stream, expected.check(stream.manifest))
+        head = [expected.tied] if expected.lacks_head(stream.manifest) else []
+        buckets = stream if self.executor == "mp" else self._received(stream)
+        for number, bucket in enumerate(buckets):
+            if number == 0:
+                self._call("swift_begin_update")
+            copies = {name: info.name for name in head for info in bucket.infos if expected.is_embedding(info.name)}
+            if self.executor != "mp":
+                self._call("swift_load", bucket.tensors, copies, bucket.checksums())
+            elif isinstance(bucket, Announcement):
+                self._call("swift_receive", bucket.header, copies)
+            else:
+                with packed_file(bucket) as (path, entries):
+                    self._call("swift_load_file", path, entries, copies)
+        reply, *others = self._call("swift_end_update")
+        if any(other != reply for other in others):
+            raise ValueError(f"the workers disagree: {[reply, *others]}")
+        if reply["missing"]:
+            raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
+        if (count := reply["tensors"]) != stream.count:
+            raise ValueError(f"{count} of {stream.count} tensors were loaded")
+        return str(reply["digest"])
+
+    @property
+    def receivers(self) -> int:
+        return self.spec.tensor_parallel_size if self.executor == "mp" else 1
 
     def share(self, live: Live) -> str:
         """To be called when both have the same weights."""
@@ -421,5 +454,5 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         """Call a method of every worker; their replies."""
         with self._busy, same_randomness():
             self._check_alive()
-            replies: list[Any] = self._llm.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
+            replies: list[Any] = self._llm.collective_rpc(method, timeout=self.spec.limit_s, args=args)
         return replies

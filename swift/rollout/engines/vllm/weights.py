@@ -1,4 +1,4 @@
-"""How new weights get into a vLLM engine: one layerwise reload from the first bucket of an update to its commit.
+"""How new weights get into a vLLM engine: one layerwise reload for each update (`VLLMEngine._load`).
 
 vLLM may repack linear weights when it loads them, and then its parameters cannot be written; its layerwise reload takes
 checkpoint tensors and repacks them again. A fused matrix (q, k, v) that arrives in two parts waits for the second.
@@ -12,56 +12,33 @@ number, whatever lies at the path by then; the two newest are held.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.engines.states import StatefulUpdate
 from swift.rollout.engines.vllm.settings import HELD_ADAPTERS
 from swift.rollout.weights.base import Ack, AdapterWeights, Bucket
-from swift.rollout.weights.broadcast import pack
+from swift.rollout.weights.broadcast import Entry, pack
 
 SHARED_MEMORY = Path("/dev/shm")
 """Where tensors wait for the worker processes of one engine."""
 
 
-class ReloadUpdate(StatefulUpdate):
-    """One layerwise reload in all workers of an engine.
-
-    Workers in other processes get tensors as a file in shared memory.
-    """
-
-    def _deliver(self, bucket: Bucket) -> None:
-        call, expected = self._engine._call, self._engine.expected
-        with self._failing():
-            if self.sent == len(bucket.tensors):
-                call("swift_begin_update")
-            embedding = next((name for name, _ in bucket.tensors if expected.is_embedding(name)), None)
-            copies = {expected.tied: embedding} if embedding and expected.lacks_head(self.manifest) else {}
-            if self._engine.executor != "mp":
-                call("swift_load", bucket.tensors, copies, bucket.checksums())
-                return
-            flat, entries = pack(bucket, "cpu")
-            folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-            with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
-                flat.numpy().tofile(file.name)
-                call("swift_load_file", file.name, entries, copies)
-
-    def _finish(self) -> Ack:
-        with self._failing():
-            reply, *others = self._engine._call("swift_end_update")
-            if any(other != reply for other in others):
-                raise ValueError(f"the workers disagree: {[reply, *others]}")
-            if reply["missing"]:
-                raise ValueError(f"nothing arrived in {', '.join(reply['missing'][:3])}")
-            self._engine._weights_arrived(self.version)
-        return Ack(self.version, reply["tensors"], reply["nbytes"], reply["digest"])
+@contextlib.contextmanager
+def packed_file(bucket: Bucket) -> Iterator[tuple[str, list[Entry]]]:
+    """A file that holds a bucket for the worker processes: its path and its table of contents."""
+    flat, entries = pack(bucket, "cpu")
+    folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
+        flat.numpy().tofile(file.name)
+        yield file.name, entries
 
 
 def save_adapter(adapter: AdapterWeights, folder: Path) -> str:

@@ -1,8 +1,8 @@
 """What runs inside a vLLM worker: vLLM adds this class to its worker, and its methods are called by name.
 
 The worker may live in this process (then tensors are handed over as they are) or be one of several tensor-parallel
-processes (then they come as a file in shared memory). All names start with `swift_`, so that they can
-clash with nothing of vLLM.
+processes (then they come in a broadcast, or as a file in shared memory). All names start with `swift_`, so that they
+can clash with nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, pack_experts_anew
 from swift.rollout.weights.base import Live
-from swift.rollout.weights.broadcast import Entry, unpack
+from swift.rollout.weights.broadcast import Announcement, BroadcastReceiver, Entry, unpack
 from swift.rollout.weights.digest import StreamDigest
 
 MADV_DONTNEED = 4
@@ -36,6 +36,9 @@ class WorkerExtension:
 
     vllm_config: Any
     model_runner: Any
+    device: Any
+    rank: int
+    _swift_receiver: BroadcastReceiver | None = None
 
     def swift_begin_update(self) -> None:
         """All weights will come anew; until `swift_end_update` the model cannot run."""
@@ -79,6 +82,13 @@ class WorkerExtension:
     def swift_load_file(self, path: str, entries: Sequence[Entry], copies: Mapping[str, str]) -> None:
         """The same from a file of one run of bytes with its table of contents; see `broadcast.pack`."""
         self.swift_load(unpack(torch.from_numpy(np.fromfile(path, dtype=np.uint8)), entries), copies)
+
+    def swift_receive(self, header: dict[str, Any], copies: Mapping[str, str]) -> None:
+        """The same out of a broadcast, in which each worker takes part; see `BroadcastSender.announce`."""
+        if self._swift_receiver is None:
+            self._swift_receiver = BroadcastReceiver(self.device)
+        bucket = self._swift_receiver.receive(Announcement([], header=header).for_rank(self.rank))
+        self.swift_load(bucket.tensors, copies)
 
     def swift_end_update(self) -> dict[str, Any]:
         """Finish; what was received, and which of the engine's parameters got nothing."""
