@@ -86,7 +86,7 @@ ASKED = way(
     LOOP,
     "rollout/round.py:Round.run Round._sample",
     "rollout/collector.py:RolloutCollector.request",
-    "rollout/source.py:EngineSource.generate",
+    "rollout/sources/engine.py:EngineSource.generate",
 )
 SCORED = (
     *way(LOOP, "rollout/round.py:Round._add_part"),

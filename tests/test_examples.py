@@ -100,7 +100,7 @@ def execute(command: list[str], *, cwd: Path = ROOT, environ: dict[str, str]) ->
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """Atropos's message API, which is in a folder of its own here."""
-    monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
+    monkeypatch.setattr("swift.rollout.sources.atropos.processes.library", lambda: Path("atropos"))
 
 
 @pytest.fixture(scope="module", params=SCRIPTS, ids=name)

@@ -23,9 +23,9 @@ from swift.rollout.arguments import (
     SamplingArguments,
     in_use,
 )
-from swift.rollout.atropos.arguments import AtroposArguments
-from swift.rollout.nemo_gym.arguments import NemoGymArguments
 from swift.rollout.placement import has_own_engine
+from swift.rollout.sources.atropos.arguments import AtroposArguments
+from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
 from swift.trainers.arguments import OptimizationArguments, RunArguments
 
 OF_PRESETS = ("gdpo", "rloo")

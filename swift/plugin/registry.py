@@ -204,7 +204,7 @@ backends = Registry("backends", "inference backend")
 """Inference backends by name: functions that take an `EngineSpec` and return an `InferenceEngine`."""
 
 rollout_functions = Registry("rollout_functions", "rollout function")
-"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.rollout_function`."""
+"""Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.sources.function`."""
 
 multi_turns = Registry("multi_turns", "multi-turn scheduler")
 """Schedulers (classes or instances of `MultiTurnScheduler`) and functions `f(rows) -> rows` by name."""
@@ -215,7 +215,7 @@ envs = Registry("envs", "environment")
 tools = Registry("tools", "tool")
 """Functions of `--rollout_tools` by the name that the policy calls; annotations and docstring are their schema."""
 
-tool_parsers = Registry("tool_parsers", "format of tool calls", package="swift.rollout.multi_turn.tool_formats")
+tool_parsers = Registry("tool_parsers", "format of tool calls", package="swift.rollout.sources.multi_turn.tool_formats")
 """Formats of `--tool_parser` by name: response templates of transformers, which define the syntax of tool calls."""
 
 presets = Registry("presets", "preset", package="swift.arguments.presets")

@@ -24,7 +24,7 @@ from swift.rollout.round import EngineShare, OtherRankFailed, Round
 from swift.rollout.round_result import RoundResult, is_scored, set_scores
 from swift.rollout.scheduler import Launch, LaunchLog
 from swift.rollout.seeds import sample_seed
-from swift.rollout.source import Source
+from swift.rollout.sources.engine import Source
 from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:

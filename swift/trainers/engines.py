@@ -36,10 +36,10 @@ from swift.rollout.placement import (
 from swift.rollout.round import EngineShare
 
 if TYPE_CHECKING:
-    from swift.rollout.atropos.launch import Sources
     from swift.rollout.engines.base import InferenceEngine
     from swift.rollout.engines.cluster import Cluster
     from swift.rollout.engines.events import Timeouts
+    from swift.rollout.sources.atropos.launch import Sources
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import Parts
 
@@ -246,7 +246,7 @@ def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineS
 
 def _start_sources(setup: EngineSetup, args: Any, spec: EngineSpec) -> None:
     """Start the message API and the policy server that `--atropos_env` needs, unless their addresses are given."""
-    from swift.rollout.atropos.launch import Sources
+    from swift.rollout.sources.atropos.launch import Sources
 
     sources = setup.sources = Sources(args)
     if args.atropos_env and args.atropos_url is None:

@@ -18,7 +18,7 @@ SERVED = GOOD + "--vllm_server_host 10.0.0.2 "
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     """The message API."""
-    monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
+    monkeypatch.setattr("swift.rollout.sources.atropos.processes.library", lambda: Path("atropos"))
 
 
 def read(text):
@@ -80,7 +80,7 @@ def test_what_it_excludes(text, said):
 
 
 def test_without_atroposlib_there_is_no_message_api_of_our_own(monkeypatch):
-    monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: None)
+    monkeypatch.setattr("swift.rollout.sources.atropos.processes.library", lambda: None)
     with pytest.raises(ConfigError, match="needs atroposlib, which is not installed; pip install -r requirements/atro"):
         read(OWN)
     read(OWN + "--atropos_url http://h:1")

@@ -13,7 +13,7 @@ import sys
 
 import httpx
 
-from swift.rollout.atropos.processes import library
+from swift.rollout.sources.atropos.processes import library
 
 FOLDER = library()
 """Where atroposlib is."""

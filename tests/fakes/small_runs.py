@@ -21,7 +21,7 @@ from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipelin
 from swift.rollout.round import EngineShare
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.source import Source
+from swift.rollout.sources.engine import Source
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress

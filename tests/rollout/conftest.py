@@ -45,7 +45,7 @@ def source_for(template, nano_folders):
     from oracle import load
 
     from swift.rollout.engines.transformers import TransformersEngine
-    from swift.rollout.multi_turn.source import TrajectorySource
+    from swift.rollout.sources.multi_turn.source import TrajectorySource
 
     model = load(nano_folders["qwen2"])
     made = []

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from scripted_engine import VOCABULARY, ScriptedEngine
 
-from swift.rollout.rollout_function import FunctionSource
+from swift.rollout.sources.function import FunctionSource
 
 TOKENIZER = SimpleNamespace(decode=lambda ids, **_: " ".join(map(str, ids)))
 

@@ -9,8 +9,8 @@ import pytest
 from message_api import KINDS, StandIn, group
 
 from swift.errors import ConfigError, EngineError
-from swift.rollout.atropos import api as atropos_api
-from swift.rollout.atropos.api import MessageAPI, Registration
+from swift.rollout.sources.atropos import api as atropos_api
+from swift.rollout.sources.atropos.api import MessageAPI, Registration
 
 WANTED = Registration(
     batch_size=4, max_token_len=33, starting_step=3, num_steps=9, checkpoint_dir="/run", save_checkpoint_interval=5

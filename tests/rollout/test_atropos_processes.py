@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from swift.arguments import parse
 from swift.errors import EngineError
-from swift.rollout.atropos import processes as processes_module
-from swift.rollout.atropos.launch import Sources
-from swift.rollout.atropos.processes import Processes
+from swift.rollout.sources.atropos import processes as processes_module
+from swift.rollout.sources.atropos.launch import Sources
+from swift.rollout.sources.atropos.processes import Processes
 
 STUBBORN = ["sh", "-c", "trap '' INT; echo ready; while :; do sleep 1; done"]
 
@@ -56,7 +56,7 @@ def test_with_adapters_alone_the_server_and_environments_are_told_their_base(tmp
     config = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"lora_A": torch.zeros(1, 2)}, tmp_path / "adapter_model.safetensors")
-    monkeypatch.setattr("swift.rollout.atropos.processes.library", lambda: Path("atropos"))
+    monkeypatch.setattr("swift.rollout.sources.atropos.processes.library", lambda: Path("atropos"))
     flags = f"--rlhf_type grpo --adapters {tmp_path} --rollout_source atropos --max_steps 5 --atropos_env 'true $X'"
     sources = Sources(parse("rlhf", shlex.split(flags), {"CUDA_VISIBLE_DEVICES": ""}).args)
     told, variables = [], []

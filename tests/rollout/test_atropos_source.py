@@ -13,12 +13,12 @@ from sources import leave, sampled
 from test_atropos_api import Time, opened, post
 
 from swift.errors import ConfigError, EngineError, NumericError
-from swift.rollout.atropos import source as source_module
-from swift.rollout.atropos.api import Group
-from swift.rollout.atropos.groups import GroupReader
-from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.round_result import fault, set_scores
+from swift.rollout.sources.atropos import source as source_module
+from swift.rollout.sources.atropos.api import Group
+from swift.rollout.sources.atropos.groups import GroupReader
+from swift.rollout.sources.atropos.source import AtroposSource
 from swift.types import GroupScores, Prompt, Request, RolloutGroup, SamplingParams
 
 NAMES = ["a-0/0", "a-0/1"]

@@ -12,9 +12,9 @@ from swift.errors import ConfigError, RewardError
 from swift.plugin import MultiTurnScheduler, envs, multi_turns
 from swift.rewards.contract import group_keywords
 from swift.rollout.batches import BatchConfig, BatchMaker
-from swift.rollout.multi_turn.environments import _opening, find, of_envs, of_function, of_scheduler
-from swift.rollout.multi_turn.trajectory import OUT_OF_TURNS, REWRITTEN, Limits, Trajectory
 from swift.rollout.round_result import fault
+from swift.rollout.sources.multi_turn.environments import _opening, find, of_envs, of_function, of_scheduler
+from swift.rollout.sources.multi_turn.trajectory import OUT_OF_TURNS, REWRITTEN, Limits, Trajectory
 from swift.types import Completion, RolloutGroup
 
 BATCHES = BatchMaker(BatchConfig(num_generations=1, generation_batches=1, num_global_batches=1, num_iterations=1))

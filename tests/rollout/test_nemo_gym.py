@@ -23,12 +23,12 @@ from swift.rollout.child import Child
 from swift.rollout.engines import replies
 from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.exclusions import BATCHES, ExclusionLimit, reasons_of
-from swift.rollout.multi_turn.source import TrajectorySource
-from swift.rollout.multi_turn.trajectory import Limits
-from swift.rollout.nemo_gym import gym as play
-from swift.rollout.nemo_gym import servers as discovery
-from swift.rollout.nemo_gym.servers import find_servers, read_config
 from swift.rollout.round_result import fault
+from swift.rollout.sources.multi_turn.source import TrajectorySource
+from swift.rollout.sources.multi_turn.trajectory import Limits
+from swift.rollout.sources.nemo_gym import gym as play
+from swift.rollout.sources.nemo_gym import servers as discovery
+from swift.rollout.sources.nemo_gym.servers import find_servers, read_config
 from swift.types import Completion, Episode, GroupScores, Prompt, RolloutGroup
 
 ROW = {

@@ -17,7 +17,7 @@ from scripted_engine import VOCABULARY, ScriptedEngine
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, Unsupported
 from swift.plugin import rollout_funcs
-from swift.rollout.rollout_function import Rollout, load_rollout_func
+from swift.rollout.sources.function import Rollout, load_rollout_func
 from swift.types import Prompt, Request, SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=8)

@@ -17,8 +17,8 @@ from swift.models.templates import read_template
 from swift.models.tiny import build_tokenizer
 from swift.plugin import tool_parsers, tools
 from swift.rollout.batches import BatchConfig, BatchMaker, round_metrics
-from swift.rollout.multi_turn.tools import CALLS, open_toolbox, read_calls
-from swift.rollout.multi_turn.trajectory import OUT_OF_TURNS, Limits, Trajectory
+from swift.rollout.sources.multi_turn.tools import CALLS, open_toolbox, read_calls
+from swift.rollout.sources.multi_turn.trajectory import OUT_OF_TURNS, Limits, Trajectory
 from swift.types import Completion, GroupScores, Prompt, Request, RolloutGroup, SamplingParams
 
 MODELS = Path(trl.__path__[0]) / "chat_templates"

@@ -14,11 +14,11 @@ from sources import leave, outcomes, sampled
 from trajectories import Once, requests, sleepy
 
 from swift.errors import EngineError
-from swift.rollout.multi_turn import loop as loop_module
-from swift.rollout.multi_turn.environments import of_envs
-from swift.rollout.multi_turn.loop import Loop
-from swift.rollout.multi_turn.trajectory import Excluded, OutOfRoom
 from swift.rollout.round_result import fault
+from swift.rollout.sources.multi_turn import loop as loop_module
+from swift.rollout.sources.multi_turn.environments import of_envs
+from swift.rollout.sources.multi_turn.loop import Loop
+from swift.rollout.sources.multi_turn.trajectory import Excluded, OutOfRoom
 from swift.types import Completion, Prompt
 
 

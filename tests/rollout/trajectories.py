@@ -3,7 +3,7 @@
 import asyncio
 
 from swift.plugin import Env, MultiTurnScheduler
-from swift.rollout.multi_turn.trajectory import Limits
+from swift.rollout.sources.multi_turn.trajectory import Limits
 from swift.types import Prompt, Request, SamplingParams
 
 TURN = 5

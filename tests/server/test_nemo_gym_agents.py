@@ -9,11 +9,11 @@ from server_parts import LocalServer
 
 from swift.models.arguments import CheckpointArguments
 from swift.models.tokenizer import load_chat
-from swift.rollout.multi_turn.source import TrajectorySource
-from swift.rollout.multi_turn.trajectory import Limits
-from swift.rollout.nemo_gym import gym as play
-from swift.rollout.nemo_gym.servers import find_servers
 from swift.rollout.round_result import fault
+from swift.rollout.sources.multi_turn.source import TrajectorySource
+from swift.rollout.sources.multi_turn.trajectory import Limits
+from swift.rollout.sources.nemo_gym import gym as play
+from swift.rollout.sources.nemo_gym.servers import find_servers
 from swift.types import Prompt, Request, SamplingParams
 
 

@@ -26,7 +26,7 @@ from swift.models.reference import FrozenReference
 from swift.models.template import load_template
 from swift.plugin import Env, envs
 from swift.rl.energy import cfm_loss, energy_advantages, energy_rewards, pooled_whitening, whiten
-from swift.rollout.multi_turn.trajectory import Limits, Trajectory
+from swift.rollout.sources.multi_turn.trajectory import Limits, Trajectory
 from swift.trainers.distributed import Collectives
 from swift.trainers.ebft.references import References, ReferenceTokenizer
 from swift.trainers.ebft.rewards import FeatureRewards

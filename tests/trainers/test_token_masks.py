@@ -19,17 +19,17 @@ from swift.models.template import Template
 from swift.models.tokenizer import load_chat
 from swift.plugin import Env
 from swift.rl.losses import LossConfig
-from swift.rollout.atropos.api import Group
-from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.multi_turn.environments import of_envs
-from swift.rollout.multi_turn.source import TrajectorySource
-from swift.rollout.multi_turn.tools import Toolbox
-from swift.rollout.multi_turn.trajectory import Limits, Trajectory
-from swift.rollout.nemo_gym.assembly import assemble, calls_of
 from swift.rollout.round_result import fault
 from swift.rollout.samples import RolloutBatch
+from swift.rollout.sources.atropos.api import Group
+from swift.rollout.sources.atropos.groups import GroupReader
+from swift.rollout.sources.multi_turn.environments import of_envs
+from swift.rollout.sources.multi_turn.source import TrajectorySource
+from swift.rollout.sources.multi_turn.tools import Toolbox
+from swift.rollout.sources.multi_turn.trajectory import Limits, Trajectory
+from swift.rollout.sources.nemo_gym.assembly import assemble, calls_of
 from swift.trainers.grpo.entropy import EntropySettings
 from swift.trainers.grpo.micro_batch import collate
 from swift.trainers.grpo.settings import CorrectionSettings

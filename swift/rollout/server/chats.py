@@ -12,8 +12,8 @@ from swift.data.messages import Message, read_tool_calls
 from swift.data.records import RowError
 from swift.errors import ConfigError
 from swift.models.template import Template
-from swift.rollout.multi_turn.tools import format_of, read_calls
 from swift.rollout.server.access import field_error
+from swift.rollout.sources.multi_turn.tools import format_of, read_calls
 
 TEXTS = ("text", "input_text", "output_text")
 """Types of the parts of a message that are texts."""

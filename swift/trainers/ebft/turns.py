@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.rollout.multi_turn.chat import HistoryRewritten, continuation
+from swift.rollout.sources.multi_turn.chat import HistoryRewritten, continuation
 
 if TYPE_CHECKING:
     from swift.models.template import Message, Template
-    from swift.rollout.multi_turn.trajectory import Trajectory
+    from swift.rollout.sources.multi_turn.trajectory import Trajectory
 
 COLUMN = "remaining_turns"
 

@@ -22,24 +22,24 @@ from swift.models.source import locate
 from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator
 from swift.rollout.arguments import MAKERS, in_use
-from swift.rollout.atropos.api import MessageAPI, Registration
-from swift.rollout.atropos.groups import GroupReader
-from swift.rollout.atropos.source import AtroposSource
 from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.mailbox import Mailbox
-from swift.rollout.multi_turn.source import MOST_TURNS, TrajectorySource
-from swift.rollout.multi_turn.trajectory import Limits
-from swift.rollout.nemo_gym.gym import NemoGym
 from swift.rollout.parity import ParityCheck
 from swift.rollout.pipeline import RolloutPipeline
 from swift.rollout.replay import ReplayBuffer
-from swift.rollout.rollout_function import FunctionSource
 from swift.rollout.samples import TrainSample
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
-from swift.rollout.source import EngineSource, Source
+from swift.rollout.sources.atropos.api import MessageAPI, Registration
+from swift.rollout.sources.atropos.groups import GroupReader
+from swift.rollout.sources.atropos.source import AtroposSource
+from swift.rollout.sources.engine import EngineSource, Source
+from swift.rollout.sources.function import FunctionSource
+from swift.rollout.sources.multi_turn.source import MOST_TURNS, TrajectorySource
+from swift.rollout.sources.multi_turn.trajectory import Limits
+from swift.rollout.sources.nemo_gym.gym import NemoGym
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swift.models.forward import TokenSequence
-    from swift.rollout.atropos.launch import Sources
+    from swift.rollout.sources.atropos.launch import Sources
     from swift.trainers.grpo.attempt import Attempt
     from swift.trainers.grpo.trainer import GRPOTrainer
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from swift.observability.health_rules import Rule
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
-    from swift.rollout.multi_turn.source import Play
-    from swift.rollout.multi_turn.tools import Toolbox
     from swift.rollout.placement import Placement
-    from swift.rollout.rollout_function import RolloutFunc
+    from swift.rollout.sources.function import RolloutFunc
+    from swift.rollout.sources.multi_turn.source import Play
+    from swift.rollout.sources.multi_turn.tools import Toolbox
     from swift.trainers.distributed import Collectives
     from swift.trainers.ebft.references import References
     from swift.trainers.session import Start
@@ -86,8 +86,8 @@ def prepare(
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arguments import MAKERS, in_use
     from swift.rollout.arithmetic import plan_batches
-    from swift.rollout.multi_turn.tools import open_toolbox
-    from swift.rollout.rollout_function import load_rollout_func
+    from swift.rollout.sources.function import load_rollout_func
+    from swift.rollout.sources.multi_turn.tools import open_toolbox
     from swift.trainers.engines import require_backend
     from swift.trainers.supervision.heartbeat import Heartbeat
 
@@ -191,10 +191,10 @@ def _play_of(args: Any, references: References | None, toolbox: Toolbox | None, 
     if toolbox is not None:
         return toolbox.play
     if args.rollout_source == "nemo_gym":
-        from swift.rollout.nemo_gym.start import nemo_gym_of
+        from swift.rollout.sources.nemo_gym.start import nemo_gym_of
 
         return nemo_gym_of(args, reward_names)
-    from swift.rollout.multi_turn.environments import find
+    from swift.rollout.sources.multi_turn.environments import find
 
     return find(args.multi_turn_scheduler, args.gym_env, args.max_turns)
 

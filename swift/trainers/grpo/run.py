@@ -53,7 +53,7 @@ def run(resolved: Resolved) -> int:
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))
         cleanup.enter_context(parts.heartbeat)
         if args.rollout_source == "nemo_gym":
-            from swift.rollout.nemo_gym.start import serving
+            from swift.rollout.sources.nemo_gym.start import serving
 
             def check() -> None:
                 if trap.caught is not None:

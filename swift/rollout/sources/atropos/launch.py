@@ -15,7 +15,7 @@ from swift.flags import flags_of
 from swift.models.arguments import CheckpointArguments
 from swift.models.source import served_name
 from swift.rollout.arguments import EngineArguments, GenerationArguments
-from swift.rollout.atropos.processes import Processes, answers, free_port, with_library, words
+from swift.rollout.sources.atropos.processes import Processes, answers, free_port, with_library, words
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 API, SERVER = "atropos-api", "rollout-server"

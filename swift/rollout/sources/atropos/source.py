@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from swift.errors import EngineError, NumericError, SwiftError, first_line
-from swift.rollout.atropos.api import Group, MessageAPI
-from swift.rollout.atropos.groups import GroupReader
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import Versions
 from swift.rollout.loop import idle
-from swift.rollout.source import Source
+from swift.rollout.sources.atropos.api import Group, MessageAPI
+from swift.rollout.sources.atropos.groups import GroupReader
+from swift.rollout.sources.engine import Source
 from swift.types import Completion, Request
 
 logger = logging.getLogger("swift.rollout")

@@ -18,8 +18,8 @@ from statistics import fmean
 from typing import Any
 
 from swift.errors import ConfigError
-from swift.rollout.atropos.api import Group
 from swift.rollout.engines.wire import Versions
+from swift.rollout.sources.atropos.api import Group
 from swift.types import Completion, Episode
 
 NOT_TRAINED = -100

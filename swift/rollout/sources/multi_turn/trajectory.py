@@ -18,8 +18,8 @@ from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
 from swift.models.template import Message, Template
-from swift.rollout.multi_turn.chat import HistoryRewritten, continuation
 from swift.rollout.seeds import seed_of
+from swift.rollout.sources.multi_turn.chat import HistoryRewritten, continuation
 from swift.types import Completion, Episode, FinishReason, Request
 
 LengthScope = Literal["per_round", "total"]

@@ -25,9 +25,9 @@ from functools import partial
 from swift.errors import EngineError, SwiftError, first_line
 from swift.models.template import Template
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.multi_turn.loop import Loop
-from swift.rollout.multi_turn.trajectory import Excluded, Limits, OutOfRoom, Trajectory
-from swift.rollout.source import Source
+from swift.rollout.sources.engine import Source
+from swift.rollout.sources.multi_turn.loop import Loop
+from swift.rollout.sources.multi_turn.trajectory import Excluded, Limits, OutOfRoom, Trajectory
 from swift.types import Completion, Episode, Request
 
 logger = logging.getLogger("swift.rollout")
@@ -42,7 +42,7 @@ FIRST_FAILURES = 32
 """Number of failed trajectories at the start of a run that stop it if none has succeeded."""
 
 Play = Callable[[Trajectory], Awaitable[None]]
-"""Runs one trajectory to its end; see `swift.rollout.multi_turn.environments`."""
+"""Runs one trajectory to its end; see `swift.rollout.sources.multi_turn.environments`."""
 
 
 @dataclass(eq=False)

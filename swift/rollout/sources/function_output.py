@@ -16,7 +16,7 @@ from swift.errors import EngineError
 from swift.types import Completion, FinishReason, Request
 
 if TYPE_CHECKING:
-    from swift.rollout.rollout_function import Rollout
+    from swift.rollout.sources.function import Rollout
 
 FLAG = "--rollout_func"
 RESERVED = frozenset(

@@ -12,8 +12,8 @@ from swift.errors import ConfigError, RewardError, first_line, suggest
 from swift.models.template import Message
 from swift.plugin.multi_turn import ChatMessage, Env, MultiTurnScheduler, RolloutChoice, RolloutInferRequest
 from swift.plugin.numbers import as_number, is_finite
-from swift.rollout.multi_turn.source import Play
-from swift.rollout.multi_turn.trajectory import Trajectory
+from swift.rollout.sources.multi_turn.source import Play
+from swift.rollout.sources.multi_turn.trajectory import Trajectory
 
 UNREAD = ("response_token_ids", "response_loss_mask", "rollout_logprobs")
 """Keys that `step` may not return: ids, masks and log-probs are those of the engine."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.data.responses import chat_of_items
 from swift.rollout.engines.wire import Said
-from swift.rollout.multi_turn.trajectory import Excluded, Trajectory
+from swift.rollout.sources.multi_turn.trajectory import Excluded, Trajectory
 from swift.types import Completion
 
 Item = Mapping[str, Any]

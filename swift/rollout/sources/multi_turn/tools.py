@@ -18,9 +18,9 @@ from typing import Any
 
 from swift.errors import ConfigError, RefusedChat, first_line, suggest
 from swift.models.template import Message, Template
-from swift.rollout.multi_turn.chat import HistoryRewritten, continuation
-from swift.rollout.multi_turn.environments import require_registered
-from swift.rollout.multi_turn.trajectory import Trajectory
+from swift.rollout.sources.multi_turn.chat import HistoryRewritten, continuation
+from swift.rollout.sources.multi_turn.environments import require_registered
+from swift.rollout.sources.multi_turn.trajectory import Trajectory
 
 FLAG = "--rollout_tools"
 CALLS, FAILED = "tools/calls", "tools/failed"

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from swift.errors import ConfigError
 from swift.models.source import served_name
 from swift.rollout.child import Child
-from swift.rollout.nemo_gym.gym import NemoGym
-from swift.rollout.nemo_gym.servers import find_servers, head_url
+from swift.rollout.sources.nemo_gym.gym import NemoGym
+from swift.rollout.sources.nemo_gym.servers import find_servers, head_url
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives

@@ -24,9 +24,9 @@ from swift.rollout.child import Child
 from swift.rollout.engines import replies
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.wire import Spans, Versions
-from swift.rollout.multi_turn.trajectory import Excluded, Trajectory
-from swift.rollout.nemo_gym.assembly import assemble, calls_of
-from swift.rollout.nemo_gym.servers import Servers
+from swift.rollout.sources.multi_turn.trajectory import Excluded, Trajectory
+from swift.rollout.sources.nemo_gym.assembly import assemble, calls_of
+from swift.rollout.sources.nemo_gym.servers import Servers
 
 CALLS = {"verify": (64, 256), "run": (256, 512)}
 """Most calls at a time: to one host, and in all."""

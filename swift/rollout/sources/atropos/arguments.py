@@ -74,7 +74,7 @@ def _combinations(args: Any) -> Iterator[str]:
 
 def _commands(args: Any) -> Iterator[str]:
     """Problems of starting the message API and the environments."""
-    from swift.rollout.atropos.processes import library, words
+    from swift.rollout.sources.atropos.processes import library, words
 
     if args.atropos_env and args.atropos_url is None and library() is None:
         yield (

@@ -7,7 +7,7 @@
                 "tries": [1] * len(answers)}                             # a column for reward functions
 
 A call gets all prompts of the rank, each with the same number of completions. Tokens in, tokens out. The returned
-values are checked (`swift.rollout.rollout_output`).
+values are checked (`swift.rollout.sources.function_output`).
 
 The function runs on a background thread, the engine on the rollout loop. A call that exceeds its time limit is
 abandoned: its completions end with "error", which excludes them from training, and it cannot sample any more. Several
@@ -33,9 +33,9 @@ from swift.errors import ConfigError, EngineError, SwiftError, Unsupported, sugg
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.loop import idle
-from swift.rollout.rollout_output import FLAG, OutputReader
 from swift.rollout.seeds import seed_of
-from swift.rollout.source import Source
+from swift.rollout.sources.engine import Source
+from swift.rollout.sources.function_output import FLAG, OutputReader
 from swift.types import Completion, Request, SamplingParams
 
 GIVEN_UP_LIMIT = 3

@@ -3,6 +3,6 @@
     verify   engine -> completion -> POST {resources server}/verify -> reward
     run      POST {agent}/run -> agent <-> policy server (`swift rollout`) -> turns with token ids, reward
 
-Both are ways to play a trajectory (`swift.rollout.multi_turn`). A failed call leaves the sample out of training, with
-the reason; it is never a reward of 0.
+Both are ways to play a trajectory (`swift.rollout.sources.multi_turn`). A failed call leaves the sample out of
+training, with the reason; it is never a reward of 0.
 """
