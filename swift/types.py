@@ -37,7 +37,8 @@ class SamplingParams:
     """The sampling distribution of one request.
 
     `top_k` -1 or 0, `top_p` 1.0 and `min_p` 0.0 are off. `temperature` 0 is greedy (evaluation and
-    `swift infer` only). `seed` is the counter-based seed of the sample (see `swift.rollout.seeds`).
+    `swift infer` only). `seed` is the counter-based seed of the sample (see `swift.rollout.seeds`); where it is not
+    `exact`, an engine may draw from a generator of its own instead, which vLLM does faster on a GPU.
 
     `frequency_penalty` and `presence_penalty` count sampled tokens only, `repetition_penalty` those of the prompt too.
     `min_tokens` keeps end tokens and stop texts from ending a completion before so many. `regex` is what the whole
@@ -55,6 +56,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    exact: bool = True
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_tokens: int = 0

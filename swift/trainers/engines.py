@@ -211,6 +211,19 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
     return setup
 
 
+def exact_samples(given: bool | None, setup: EngineSetup) -> bool:
+    """Whether samples of the training have seeds of their own (`SamplingParams.exact`).
+
+    vLLM launches a kernel for each seeded row of a step on a GPU. Where it takes turns with the trainer, its own
+    generator would be the process's.
+    """
+    if given is not None or setup.engine is None:
+        return given is not False
+    can = setup.engine.capabilities
+    apart = setup.placement.mode in ("dedicated", "server")
+    return not (apart and can.name == "vllm" and can.devices[0].startswith("cuda"))
+
+
 def check_in_flight(engine: InferenceEngine) -> None:
     """Raises ConfigError for in-flight updates of an engine that cannot be paused between two tokens."""
     if not engine.capabilities.in_flight_updates:
@@ -345,7 +358,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
     where = [f"{node} " for node in users[0].nodes for _ in placement.engines] or [""] * len(engines)
     started = [
         ActorClient(
-            _on_device(spec, placement, devices),
+            replace(_on_device(spec, placement, devices), seed=spec.seed + index),
             name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
             uses=users[index],

@@ -111,6 +111,15 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_sampled_fro
     assert sum(math.exp(value) for _, value in cut.top_logprobs[0]) == pytest.approx(1, abs=1e-5)
 
 
+def test_samples_that_need_not_be_exact_have_no_seed_of_their_own_and_right_log_probs(engine, model):
+    wanted = requests(exact=False, temperature=1.0)
+    first, second = ({name: one.token_ids for name, one in sample(engine, wanted).items()} for _ in range(2))
+    assert first != second
+    assert drift(engine, model, wanted) <= LIMIT
+    exact = [sample(engine, requests(temperature=1.0)) for _ in range(2)]
+    assert [one.token_ids for one in exact[0].values()] == [one.token_ids for one in exact[1].values()]
+
+
 def test_a_groups_prompt_is_prefilled_once(engine):
     engine.reset_caches()
     before = engine.counters.prefill_tokens

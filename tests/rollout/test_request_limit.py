@@ -66,6 +66,12 @@ def test_a_late_request_is_sampled_once_more_with_the_same_seed():
     assert ({name: one.token_ids for name, one in done.items()}, late) == (plain, 1)
 
 
+def test_a_late_request_without_a_seed_of_its_own_is_not_sampled_again():
+    inexact = [replace(one, sampling=replace(one.sampling, exact=False)) for one in requests(4)]
+    done, late = sampled(Endless(once=["g/2"], step_s=0.01), inexact)
+    assert ({name for name, one in done.items() if one.finish_reason == "error"}, late) == ({"g/2"}, 1)
+
+
 def test_what_is_asked_for_later_is_bounded_as_well():
     later = Request("later/0", [1, 2, 3], SamplingParams(max_new_tokens=20, seed=9))
     done, late = sampled(Endless(endless=["later/0"], step_s=0.01), requests(1), then=[later])

@@ -1,9 +1,12 @@
 """Engines that are refused before they are made, and what happens to a rank whose engine cannot be made."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from swift.arguments import parse
 from swift.errors import ConfigError
+from swift.rollout.engines.base import Capabilities
 from swift.rollout.engines.spec import EngineSpec
 from swift.trainers import engines
 
@@ -34,3 +37,20 @@ def test_lmdeploy_is_refused_in_a_ray_cluster(monkeypatch, cluster):
         args.ray_address = "auto"
     with pytest.raises(ConfigError, match="--use_lmdeploy: true: in a Ray cluster"):
         engines.find_placement(args, local_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "device", "exact"),
+    [
+        ("dedicated", "vllm", "cuda:1", False),
+        ("server", "vllm", "cuda:0", False),
+        ("colocate", "vllm", "cuda:0", True),
+        ("dedicated", "vllm", "cpu:1", True),
+        ("dedicated", "transformers", "cuda:1", True),
+    ],
+)
+def test_only_vllm_on_gpus_of_its_own_samples_without_seeds_unless_told(mode, name, device, exact):
+    can = Capabilities(name=name, logprob_support="full", shares_weights=False, max_model_len=8, devices=(device,))
+    setup = SimpleNamespace(engine=SimpleNamespace(capabilities=can), placement=SimpleNamespace(mode=mode))
+    assert engines.exact_samples(None, setup) is exact
+    assert [engines.exact_samples(given, setup) for given in (True, False)] == [True, False]

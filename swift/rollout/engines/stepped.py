@@ -74,7 +74,8 @@ class SteppedEngine(InferenceEngine):
     async def generate(self, request: Request) -> Completion:
         self.check_length(request)
         name = request.request_id
-        for tries_left in reversed(range(MAX_TRIES)):
+        tries = MAX_TRIES if request.sampling.exact else 1  # another completion would more often be a short one
+        for tries_left in reversed(range(tries)):
             if name in self._asked:
                 raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
             asked = self._asked[name] = _Pending(request, asyncio.get_running_loop().create_future())

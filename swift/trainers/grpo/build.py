@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from transformers import set_seed
@@ -42,6 +42,7 @@ from swift.rollout.sources.multi_turn.trajectory import Limits
 from swift.rollout.sources.nemo_gym.gym import NemoGym
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
+from swift.trainers.engines import exact_samples
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.parallel.sharding import loading_device
@@ -162,7 +163,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         limit_s = math.inf  # the ranks that hold parts of the engine would have to abort a request at the same token
     collector = RolloutCollector(
         source=_source(run),
-        sampling=args.sampling_params(),
+        sampling=replace(args.sampling_params(), exact=exact_samples(args.deterministic_rollout, setup)),
         seed=args.seed,
         decode=parts.template.decode,
         scorer=parts.rewards,

@@ -127,7 +127,7 @@ def sampling_parameters(
         frequency_penalty=wanted.frequency_penalty,
         presence_penalty=wanted.presence_penalty,
         min_tokens=wanted.min_tokens,
-        seed=wanted.seed if wanted.temperature > 0 else None,
+        seed=wanted.seed if wanted.temperature > 0 and wanted.exact else None,
         stop=list(wanted.stop) or None,
         stop_token_ids=sorted({*end_token_ids, *wanted.stop_token_ids}),
         ignore_eos=True,  # the model's own; ours are among the stop ids
