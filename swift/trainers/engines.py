@@ -332,15 +332,15 @@ def _form_cluster(setup: EngineSetup, spec: EngineSpec, args: Any, collectives: 
     seen = collectives.all_gather(cluster.own_address(os.environ["MASTER_ADDR"]))
     host = seen[collectives.rank][0] if node else seen[-1][1]  # node 0 may resolve its own name to 127.0.1.1
     devices = tuple(name for engine in setup.placement.engines for name in engine)
-    offer = cluster.Offer(f"node {node}", host, devices, cluster.store_bytes(spec))
+    own_node = cluster.NodeSpec(f"node {node}", host, devices, cluster.store_bytes(spec))
     with collectives.together():
         if collectives.is_main:
-            setup.node = cluster.start_head(offer)
+            setup.node = cluster.start_head(own_node)
     invitation = (setup.node.address, setup.node.token) if setup.node is not None else None
     address, token = collectives.broadcast(invitation)
     with collectives.together():
         if node and local_rank == 0:
-            setup.node = cluster.start_node(address, token, offer, args.vllm_server_timeout)
+            setup.node = cluster.start_node(address, token, own_node, args.vllm_server_timeout)
     if collectives.is_main and setup.node is not None:
         setup.node.nodes = [f"node {index}" for index in range(len(seen) // setup.placement.local_ranks)]
 

@@ -66,7 +66,7 @@ HEAD = """
 import os, sys, tempfile
 from pathlib import Path
 from swift.rollout.engines import cluster
-head = cluster.start_head(cluster.Offer("node 0", "127.0.0.2", ("cpu:1",), 0))
+head = cluster.start_head(cluster.NodeSpec("node 0", "127.0.0.2", ("cpu:1",), 0))
 print(head.address, head.token, flush=True)
 sys.stdin.readline()
 from actor_parts import working_pool
@@ -82,7 +82,7 @@ sys.stdin.readline()
 NODE = """
 import sys
 from swift.rollout.engines import cluster
-node = cluster.start_node(sys.argv[1], sys.argv[2], cluster.Offer("node 1", "127.0.0.3", ("cpu:1",), 0), 60.0)
+node = cluster.start_node(sys.argv[1], sys.argv[2], cluster.NodeSpec("node 1", "127.0.0.3", ("cpu:1",), 0), 60.0)
 print(node.folder, flush=True)
 sys.stdin.readline()
 """
@@ -152,13 +152,13 @@ def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():
     script = "env -i sleep 60 >&- 2>&- & echo $!; read x"
     parent = subprocess.Popen(["sh", "-c", script], env={**os.environ, "MARK": "1"}, stdin=-1, stdout=-1, text=True)
     child = int(parent.stdout.readline())
-    known = guard.family(os.getpid(), b"MARK=1", {})
+    known = guard.descendants(os.getpid(), b"MARK=1", {})
     assert set(known) == {parent.pid, child}
     parent.communicate("\n")
-    known = guard.family(os.getpid(), b"MARK=1", known)
+    known = guard.descendants(os.getpid(), b"MARK=1", known)
     assert set(known) == {child}
     os.kill(child, signal.SIGKILL)
-    assert wait_for(lambda: not guard.family(os.getpid(), b"MARK=1", known))
+    assert wait_for(lambda: not guard.descendants(os.getpid(), b"MARK=1", known))
 
 
 def test_a_guard_that_finishes_ends_processes_without_the_marker_too():
@@ -168,7 +168,7 @@ def test_a_guard_that_finishes_ends_processes_without_the_marker_too():
     watch = guard.start("MARK=2")
     assert wait_for(lambda: signal.SIGUSR2 in caught(watch.pid))
     guard.finish(watch, "MARK=2")
-    assert wait_for(lambda: not guard.born(child))
+    assert wait_for(lambda: not guard.start_time(child))
     parent.wait(10)
     parent.stdout.close()
 

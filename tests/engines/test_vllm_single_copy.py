@@ -102,13 +102,13 @@ def ties(policy):
     )
 
 
-def live_of(policy):
+def parameters_of(policy):
     """As a run reads them before each weight sync."""
-    return lambda: PolicyWeights(policy).live()
+    return lambda: PolicyWeights(policy).parameters()
 
 
 def share(stored, policy):
-    return SingleCopy(stored, PolicyWeights(policy).live(), **ties(policy))
+    return SingleCopy(stored, PolicyWeights(policy).parameters(), **ties(policy))
 
 
 def shift(policy):
@@ -190,7 +190,7 @@ def test_training_is_the_same_with_shared_memory(stored, policy):
     """Gradients, clipping and AdamW's state, bit for bit; the same tensors are in the optimizer before and after."""
     alone = copy.deepcopy(policy)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, foreach=True) for one in (alone, policy)]
-    single, live = share(stored, policy), live_of(policy)
+    single, parameters = share(stored, policy), parameters_of(policy)
     ids = torch.arange(5, 45)[None]
     for _ in range(3):
         for model, optimizer in zip((alone, policy), optimizers, strict=True):
@@ -202,7 +202,7 @@ def test_training_is_the_same_with_shared_memory(stored, policy):
         assert torch.equal(one, other), name
     first, second = (optimizer.state_dict()["state"] for optimizer in optimizers)
     assert all(torch.equal(first[i][key], second[i][key]) for i in first for key in first[i])
-    assert single.holds(live())
+    assert single.holds(parameters())
     assert holds(stored, policy)
 
 
@@ -220,13 +220,13 @@ def test_a_checkpoint_is_saved_and_loaded_whole(stored, policy, tmp_path):
 
 @pytest.mark.parametrize("side", ["stored", "policy"])
 def test_a_side_with_other_memory_is_noticed(stored, policy, side):
-    single, live = share(stored, policy), live_of(policy)
-    assert single.holds(live())
+    single, parameters = share(stored, policy), parameters_of(policy)
+    assert single.holds(parameters())
     moved = {"stored": stored, "policy": policy}[side].model
     moved.norm.weight.data = moved.norm.weight.data.clone()
-    assert not single.holds(live())
+    assert not single.holds(parameters())
     moved.norm = copy.deepcopy(moved.norm)
-    assert not single.holds(live())
+    assert not single.holds(parameters())
 
 
 def test_separated_memories_have_equal_bits_and_no_effect_on_each_other(stored, policy):
@@ -262,11 +262,11 @@ def part_of_a_buffer(policy):
     ids=["dtype", "layout", "flat", "contents"],
 )
 def test_memory_that_cannot_be_shared_is_left_alone(stored, policy, change, words):
-    live = live_of(policy)
+    parameters = parameters_of(policy)
     change(policy)
     places = {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
     with pytest.raises(NotShareable, match=words):
-        SingleCopy(stored, live() or dict(policy.named_parameters(remove_duplicate=False)), **ties(policy))
+        SingleCopy(stored, parameters() or dict(policy.named_parameters(remove_duplicate=False)), **ties(policy))
     assert places == {name: tensor.data_ptr() for name, tensor in policy.named_parameters()}
 
 
@@ -285,30 +285,30 @@ def test_a_head_that_only_one_side_ties_is_not_shared(stored, policy):
 # --- which memory is the policy's -----------------------------------------------------------------------------------
 
 
-def test_the_live_weights_are_the_policys_own_parameters(policy):
-    live = live_of(policy)
+def test_the_parameters_of_an_update_are_the_policys_own_parameters(policy):
+    parameters = parameters_of(policy)
     own = dict(policy.named_parameters(remove_duplicate=False))
-    assert live().keys() == own.keys() == {info.name for info in PolicyWeights(policy).manifest()}
-    assert all(live()[name] is own[name] for name in own)
+    assert parameters().keys() == own.keys() == {info.name for info in PolicyWeights(policy).manifest()}
+    assert all(parameters()[name] is own[name] for name in own)
     policy.model.norm = copy.deepcopy(policy.model.norm)
-    assert live()["model.norm.weight"] is policy.model.norm.weight
+    assert parameters()["model.norm.weight"] is policy.model.norm.weight
 
 
-def test_a_policy_with_an_adapter_has_no_live_weights(policy):
+def test_a_policy_with_an_adapter_has_no_plain_parameters(policy):
     from peft import LoraConfig, get_peft_model
 
-    live = live_of(policy)
-    assert live()
+    parameters = parameters_of(policy)
+    assert parameters()
     tuned = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
-    assert PolicyWeights(tuned).live() == {}
+    assert PolicyWeights(tuned).parameters() == {}
     with tuned.disable_adapter():
-        off = live_of(tuned)
+        off = parameters_of(tuned)
         off()
     assert off() == {}, "the adapter is on again"
 
 
-def test_weights_that_are_cast_for_the_engine_are_not_live(policy):
-    assert PolicyWeights(policy, dtype="bfloat16").live() == {}
+def test_weights_that_are_cast_for_the_engine_are_not_its_parameters(policy):
+    assert PolicyWeights(policy, dtype="bfloat16").parameters() == {}
 
 
 # --- a real vLLM ----------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def engine(tmp_path_factory):
 def model(engine):
     """A policy that shares nothing yet, and an engine with its weights."""
     engine.separate()
-    engine._parted = ""
+    engine._sharing_ended = ""
     if not engine.health().alive:
         engine.rebuild()
     made = load(engine.spec.model)
@@ -343,7 +343,9 @@ def model(engine):
 
 
 def weight_sync(engine, model, **settings):
-    return WeightSync(engine, source=lambda: PolicyWeights(model), live=live_of(model), ranks=OneRank(), **settings)
+    return WeightSync(
+        engine, source=lambda: PolicyWeights(model), parameters=parameters_of(model), ranks=OneRank(), **settings
+    )
 
 
 def engine_weights(engine):

@@ -15,7 +15,7 @@ from parity_engines import END, SAMPLING, SmallEngine, make_check, some_prompts
 
 from swift.errors import NumericError
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.weights.sync import REHEARSAL
+from swift.rollout.weights.sync import TRIAL_VERSION
 
 
 def with_lora(model, **options):
@@ -40,7 +40,7 @@ def test_an_engine_with_its_own_copy_of_the_weights_passes_all_stages(nano_folde
     report = make_check(engine, model).run()
     assert report.verdict == "pass", report.line()
     assert [stage.name for stage in report.stages] == ["as loaded", "with noise", "restored"]
-    assert [stage.version for stage in report.stages] == [0, REHEARSAL, 0]
+    assert [stage.version for stage in report.stages] == [0, TRIAL_VERSION, 0]
     assert max(stage.gaps.maximum for stage in report.stages) < 1e-5
     assert report.error() == ""
     report.require()

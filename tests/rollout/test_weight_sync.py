@@ -93,26 +93,26 @@ class Borrower(ScriptedEngine):
         super().__init__(**settings)
         self.obstacle, self.shared = obstacle, None
 
-    def share(self, live):
-        self.events.append(("share", sorted(live)))
-        self.shared = None if self.obstacle else live
+    def share(self, parameters):
+        self.events.append(("share", sorted(parameters)))
+        self.shared = None if self.obstacle else parameters
         return self.obstacle
 
-    def take_shared(self, live, version):
+    def take_shared(self, parameters, version):
         if self.shared is None:
             return None
-        if live is not self.shared:
+        if parameters is not self.shared:
             self.shared, self.obstacle = None, "they have moved"
             return None
         self.events.append(("taken", version))
         self.version = version
-        return Ack(version, len(live), 0, digest="")
+        return Ack(version, len(parameters), 0, digest="")
 
     def separate(self):
         self.shared = None
 
 
-LIVE = two_layers(1.0)
+PARAMETERS = two_layers(1.0)
 
 
 def kinds(engine):
@@ -121,17 +121,17 @@ def kinds(engine):
 
 def test_from_the_first_step_on_engine_and_trainer_are_one_memory():
     engine, walked = Borrower(), []
-    made = weight_sync(engine, made=walked, live=lambda: LIVE)
+    made = weight_sync(engine, made=walked, parameters=lambda: PARAMETERS)
     for step in range(4):
         assert made.update(step).version == step
-    assert engine.events == [("update", 0), ("update", 1), ("share", sorted(LIVE)), ("taken", 2), ("taken", 3)]
+    assert engine.events == [("update", 0), ("update", 1), ("share", sorted(PARAMETERS)), ("taken", 2), ("taken", 3)]
     assert walked == [WALKED, WALKED]
     assert engine.version == made.version == 3
 
 
 def test_an_obstacle_is_said_once_and_weights_are_sent_as_ever(caplog):
     engine = Borrower(obstacle="its weights are packed")
-    made = weight_sync(engine, live=lambda: LIVE)
+    made = weight_sync(engine, parameters=lambda: PARAMETERS)
     with caplog.at_level("INFO"):
         for step in range(3):
             made.update(step)
@@ -141,8 +141,8 @@ def test_an_obstacle_is_said_once_and_weights_are_sent_as_ever(caplog):
 
 
 def test_parameters_that_become_sharded_are_sent_from_then_on():
-    engine, found = Borrower(), [LIVE, LIVE, LIVE, {}]
-    made = weight_sync(engine, live=lambda: found.pop(0))
+    engine, found = Borrower(), [PARAMETERS, PARAMETERS, PARAMETERS, {}]
+    made = weight_sync(engine, parameters=lambda: found.pop(0))
     for step in range(5):
         made.update(step)
     assert kinds(engine) == ["update", "update", "share", "taken", "update", "update"]
@@ -150,23 +150,23 @@ def test_parameters_that_become_sharded_are_sent_from_then_on():
 
 def test_syncs_that_are_rarer_than_steps_share_nothing():
     engine = Borrower()
-    made = weight_sync(engine, live=lambda: LIVE, interval=2)
+    made = weight_sync(engine, parameters=lambda: PARAMETERS, interval=2)
     for step in range(5):
         made.update(step)
     assert kinds(engine) == ["update"] * 3
 
 
 def test_an_adapter_that_is_sent_alone_shares_nothing():
-    made = weight_sync(Borrower(), live=lambda: LIVE, adapter=lambda: AdapterWeights({}, {}))
-    assert made.live is None
+    made = weight_sync(Borrower(), parameters=lambda: PARAMETERS, adapter=lambda: AdapterWeights({}, {}))
+    assert made.parameters is None
 
 
-def test_a_rehearsal_is_sent_and_what_follows_is_shared_again():
+def test_a_trial_version_is_sent_and_what_follows_is_shared_again():
     engine = Borrower()
-    made = weight_sync(engine, live=lambda: LIVE)
+    made = weight_sync(engine, parameters=lambda: PARAMETERS)
     made.sync(0)
     made.separate()
-    made.rehearse()
+    made.send_trial()
     made.refresh()
     made.sync(1)
     made.refresh()
@@ -175,10 +175,10 @@ def test_a_rehearsal_is_sent_and_what_follows_is_shared_again():
 
 def test_an_engine_that_cannot_take_over_is_rebuilt_and_sent_the_weights():
     engine, walked = Borrower(), []
-    made = weight_sync(engine, made=walked, live=lambda: LIVE)
+    made = weight_sync(engine, made=walked, parameters=lambda: PARAMETERS)
     made.sync(0)
 
-    def broken(live, version):
+    def broken(parameters, version):
         del engine.take_shared
         engine.shared = None
         raise SyncFailed("weights: its caches were not reset")

@@ -24,7 +24,7 @@ from swift.rollout.server.events import GrowingText
 from swift.rollout.server.metrics import Meter
 from swift.rollout.server.sampled_versions import SampledVersions
 from swift.rollout.weights.policy import PolicyWeights
-from swift.rollout.weights.sync import REHEARSAL
+from swift.rollout.weights.sync import TRIAL_VERSION
 from swift.types import Completion, Request, SamplingParams
 
 XGRAMMAR = pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")
@@ -174,7 +174,7 @@ def test_engines_that_report_the_sampled_token_only_say_so(made):
             return reply.status_code, reply.json()["error"]["message"]
 
     assert asyncio.run(scene()) == (
-        422, "logprobs: 2: the engine scripted reports that of the sampled token only; use 0"
+        422, "logprobs: 2: the engine scripted reports the sampled token only; use 0"
     )  # fmt: skip
 
 
@@ -267,8 +267,8 @@ def test_metrics_count_what_was_asked_and_answered(http):
 def test_the_log_has_a_line_of_throughput_while_there_is_something_to_tell():
     meter = Meter()
     assert meter.line(100.0, (0, 0)) == ""
-    meter.asked([Request("a", [1] * 10, SamplingParams(max_new_tokens=50))])
-    meter.came([Completion("a", [1] * 50, [-1.0] * 50, "length")], 2.0)
+    meter.add_requests([Request("a", [1] * 10, SamplingParams(max_new_tokens=50))])
+    meter.add_arrivals([Completion("a", [1] * 50, [-1.0] * 50, "length")], 2.0)
     assert meter.line(105.0, (0, 0)) == "", "too early"
     assert "prompts 1 tokens/s, completions 5 tokens/s; samples: 1 done, 2 running, 3 waiting" in meter.line(
         110.0, (2, 3)
@@ -416,7 +416,7 @@ def test_a_required_call_that_is_cut_off_is_a_text(hermes, client, server):
             {"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS},
             "tool_choice: sub: there is",
         ),
-        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice: a call is wanted"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tool_choice: each entry of tools"),
         (
             {"tool_choice": "required", "tools": TOOLS, "structured_outputs": {"regex": "a"}},
             "structured_outputs asks for",
@@ -504,12 +504,12 @@ def test_only_the_run_that_owns_the_server_asks_for_versions_and_holds_back(http
     assert http.post("/hold", json={"held": True}).status_code == 409
 
 
-def rehearse(engine, wanted):
-    engine.load_weights(PolicyWeights(load(engine.engines[0].spec.model)), REHEARSAL if wanted else 1)
+def send_trial(engine, wanted):
+    engine.load_weights(PolicyWeights(load(engine.engines[0].spec.model)), TRIAL_VERSION if wanted else 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("hold", [EnginePool.hold_back, rehearse])
+@pytest.mark.parametrize("hold", [EnginePool.hold_back, send_trial])
 def test_others_wait_while_the_run_holds_them_back_and_samples_itself(server, engine, hold, stream):
     hold(engine, True)
     answers = []

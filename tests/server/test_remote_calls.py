@@ -159,7 +159,7 @@ def test_a_call_that_waits_in_vain_says_for_whose_requests(server, fake):
     one.info = {**one.info, "running_of": {"run mine": 2, "clients without a run": 3}}
     engine = ServerClient(url, spec=spec_of(server.model), run_id="mine", timeouts=Timeouts(reply_s=0.3))
     with pytest.raises(Lost) as caught:
-        engine._get("POST", "/infer/", 0.5, dict, json={})
+        engine._call_route("POST", "/infer/", 0.5, dict, json={})
     over.set()
     assert str(caught.value) == (
         "no answer to /infer/ within 0.5 s; it waits for requests of others: 3 of clients without a run"
@@ -267,8 +267,8 @@ def tells(**fields):
 
 HOSTILE = {
     "a line without end": (lambda handler, _: flood(handler, b"a" * (1 << 20)), "a line longer than"),
-    "a byte now and then": (lambda handler, _: flood(handler, b"a", pause_s=0.1), "stands still"),
-    "empty lines": (lambda handler, _: flood(handler, b"\n", pause_s=0.01), "stands still"),
+    "a byte now and then": (lambda handler, _: flood(handler, b"a", pause_s=0.1), "has stalled"),
+    "empty lines": (lambda handler, _: flood(handler, b"\n", pause_s=0.01), "has stalled"),
     "a head without end": (lambda handler, _: flood(handler, b"X: y\r\n", head=b"A: b\r\n"), "too"),
     "a head in drops": (lambda handler, _: flood(handler, b"X: y\r\n", head=b"A: b\r\n", pause_s=0.2), "no answer"),
     "a bomb": (zipped, "compressed"),

@@ -118,7 +118,7 @@ def test_infer_answers_every_request_once_in_lines_that_end_with_end(http, model
 
 
 def test_infer_refuses_weights_that_the_caller_does_not_count_on(http):
-    assert "version 7 was counted on" in refused(infer_lines(http, [ask("a")], version=7), 412)
+    assert "the request expects version 7" in refused(infer_lines(http, [ask("a")], version=7), 412)
 
 
 def one_sample(prompt=0, prompts=((1,),), limit_s=None, **sampling):

@@ -1,8 +1,8 @@
 """The client of an engine in a Ray actor, and the actor's instances.
 
-An actor is one instance of the engine: when it ends, another is started, at most `restarts` per hour. It is lost when
-Ray reports its end, when `misses` heartbeats bring no answer, or when nothing moves for `stall_s` while it has
-requests. A failure to start is not repeated: it would fail again.
+An actor is one instance of the engine; when it ends, the client starts another, at most `restarts` per hour. It is lost
+if Ray reports its end, `misses` heartbeats are not answered, or it makes no progress for `stall_s` while it has
+requests. A failed start is not repeated.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from swift.rollout.weights.base import Bucket
 from swift.types import Request
 
 RESTART_WINDOW_S = 3600.0
-"""`restarts` are counted over so long."""
+"""Window in which `restarts` are counted, in seconds."""
 LAST_LINES = 6
+"""Number of lines of the log in error messages."""
 HEALTH_S = 5.0
+"""Timeout of a health check, in seconds."""
 ENGINE_METHODS = ("load_adapter", "drop_adapter", "sleep", "wake")
-"""Calls that the actor passes on to its engine."""
+"""Calls that the actor forwards to the method of its engine with the same name."""
 TOLERATED = ("health", "pause", "resume")
-"""Calls whose lateness does not end the actor."""
+"""Calls whose timeout does not end the actor."""
 MEMORY_ADVICE = (
     "free memory on its node: fewer engines (--num_infer_workers), a smaller cache (--vllm_gpu_memory_utilization, "
     "VLLM_CPU_KVCACHE_SPACE) or a smaller --vllm_max_model_len"
@@ -58,30 +60,37 @@ def _remote_class() -> Any:
 
 @dataclass(eq=False)
 class _Instance:
-    """One actor as the client sees it. receivers: see `InferenceEngine`. here: on this node. lost: how, or ""."""
+    """One actor of the client.
+
+    log_start: size of the log before its start. started: reference to the result of its start. receivers: see
+    `InferenceEngine`. on_this_node: whether it runs on this node. lost: how it was lost, or "". oom_kills: of this
+    machine before its start.
+    """
 
     actor: Any
     log_start: int
     started: Any
     pid: int = 0
     receivers: int = 1
-    here: bool = False
+    on_this_node: bool = False
     lost: str = ""
     oom_kills: int = field(default_factory=lambda: oom_kills())  # noqa: PLW0108 - defined below
 
 
 class ActorClient(EngineClient):
-    """Starts an actor at once; see the module's docstring. Weights are kept for a restart if there may be one.
+    """See the module's docstring. The constructor starts the first actor and does not wait for it.
+
+    The client keeps the last weights if `restarts` is not 0.
 
     Args:
-        spec: the engine, as this process sees the devices.
+        spec: the engine, with devices as this process numbers them.
         name: for messages and logs.
-        log_file: of the engine's own output.
+        log_file: of the engine's output.
         uses: the cluster; closed with the engine.
         timeouts: see `Timeouts`.
-        restarts: instances that may be replaced per hour.
+        restarts: maximum number of restarts per hour.
         weight_transport: see `EngineClient`.
-        options: of the actor: where Ray is to place it.
+        options: placement options of the actor, see `cluster.places`; None: on this node.
     """
 
     instance: _Instance
@@ -112,11 +121,11 @@ class ActorClient(EngineClient):
         marker = secrets.token_hex(8)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         start = self.log_file.stat().st_size if self.log_file.exists() else 0
-        spec = replace(self.spec, cores=()) if self.options else self.spec  # cores are those of this node
-        variables = _variables(spec, marker, placed=bool(self.options))
+        spec = replace(self.spec, cores=()) if self.options else self.spec  # cores number those of this node
+        variables = _variables(spec, marker, ray_places=bool(self.options))
         options = {"num_cpus": 0, **self.options, "runtime_env": {"env_vars": variables}}
         remote = _remote_class().options(**options)
-        actor = remote.remote(_as_actor_sees(spec), str(self.log_file), marker)
+        actor = remote.remote(_renumbered(spec), str(self.log_file), marker)
         return _Instance(actor, start, actor.start.remote())
 
     def connect(self) -> Capabilities:
@@ -133,6 +142,7 @@ class ActorClient(EngineClient):
         return replace(capabilities, devices=self.spec.devices, shares_weights=False)
 
     def _await_start(self, instance: _Instance) -> Capabilities:
+        """Wait for the engine of an instance, and start the thread that reads its events."""
         capabilities: Capabilities
         try:
             capabilities, instance.receivers, instance.pid, node = self._result(
@@ -140,7 +150,7 @@ class ActorClient(EngineClient):
             )
         except Late:
             raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(instance)}") from None
-        instance.here = node == cluster.this_node()
+        instance.on_this_node = node == cluster.this_node()
         threading.Thread(target=self._listen, args=(instance,), name=f"events of {self.name}", daemon=True).start()
         return capabilities
 
@@ -160,13 +170,13 @@ class ActorClient(EngineClient):
         instance = self.instance = self._launch()
         try:
             self._await_start(instance)
-        except SwiftError as error:  # it would fail again
+        except SwiftError as error:  # another restart would fail too
             self._kill(instance)
             raise EngineDead(f"{self.name}: its actor {how}, and cannot be replaced ({error.problems[0]})") from error
         return EngineCounters(restarts=1)
 
     def _lose(self, instance: _Instance, how: str) -> None:
-        """This instance is over; whoever waits for it is told."""
+        """End an instance, and deliver `Lost` to its outstanding requests."""
         if instance.lost:
             return
         instance.lost = how
@@ -176,13 +186,13 @@ class ActorClient(EngineClient):
     def _kill(self, instance: _Instance) -> None:
         import ray
 
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the actor may have ended
             ray.kill(instance.actor, no_restart=True)
-        if instance.here:  # Ray asks kindly at first, which a process that hangs does not hear
+        if instance.on_this_node:  # a process that hangs does not react to Ray's first signal
             guard.kill_titled(instance.pid, b"ray::EngineActor")
 
     def _listen(self, instance: _Instance) -> None:
-        """The thread that repeats `take` until the instance is over."""
+        """Thread that repeats `take` until the instance ends."""
         import ray
         from ray.exceptions import GetTimeoutError
 
@@ -208,11 +218,12 @@ class ActorClient(EngineClient):
             elif time.monotonic() - self.progress_at > self.timeouts.stall_s:
                 self._lose(instance, f"made no progress for {self.timeouts.stall_s:g} s; {self._stacks_of(instance)}")
 
-    def _count(self, instance: _Instance, seen: EngineCounters, *, arrived: bool) -> None:
+    def _count(self, instance: _Instance, counters: EngineCounters, *, arrived: bool) -> None:
+        """Store the counters of the present instance; a change is progress."""
         if self.instance is not instance:
             return
-        before, self.instance_counters = self.instance_counters, seen
-        if arrived or seen != before:
+        former, self.instance_counters = self.instance_counters, counters
+        if arrived or counters != former:
             self.progress_at = time.monotonic()
 
     # --- calls ------------------------------------------------------------------------------------------------
@@ -221,7 +232,7 @@ class ActorClient(EngineClient):
         assert isinstance(instance, _Instance)
         if instance.lost:
             raise Lost(instance.lost)
-        instance.actor.submit.remote([replace(one, prompt=None) for one in requests])
+        instance.actor.submit.remote([replace(request, prompt=None) for request in requests])
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if not self.instance.lost:
@@ -231,7 +242,7 @@ class ActorClient(EngineClient):
         return self._start_call(name, timeout_s, **fields)()
 
     def _start_call(self, name: str, timeout_s: float, **fields: Any) -> Callable[[], Any]:
-        """Begin a call; the result waits for it and raises as `call`."""
+        """Begin a call; returns a function that waits for its result and raises as `call`."""
         instance = self.instance
         if instance.lost:
             raise Lost(instance.lost)
@@ -243,6 +254,7 @@ class ActorClient(EngineClient):
         return lambda: self._result(instance, pending, name, max(0.0, deadline - time.monotonic()))
 
     def _result(self, instance: _Instance, pending: Any, name: str, timeout_s: float) -> Any:
+        """The result of a call `name`; a failure that ends the actor raises Lost."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
@@ -260,7 +272,7 @@ class ActorClient(EngineClient):
             cause = error.cause
             if isinstance(cause, SwiftError) and not isinstance(cause, EngineDead):
                 raise wire.error_in_name(self.name, type(cause), cause.problems, vars(cause)) from None
-            if name == "start":  # it would fail again
+            if name == "start":  # a restart would fail too
                 raise EngineDead(f"{self.name}: {type(cause).__name__}: {first_line(cause)}") from None
             of_type = "" if isinstance(cause, SwiftError) else f"{type(cause).__name__}: "
             how = f"failed ({of_type}{first_line(cause)})"
@@ -273,7 +285,7 @@ class ActorClient(EngineClient):
     # --- weights ----------------------------------------------------------------------------------------------
 
     def choose(self, device: torch.device) -> str:
-        on_gpus = device.type == "cuda" and all(one.startswith("cuda") for one in self.devices)
+        on_gpus = device.type == "cuda" and all(name.startswith("cuda") for name in self.devices)
         return "broadcast" if on_gpus else "object_store"
 
     def receivers(self) -> int:
@@ -318,11 +330,11 @@ class ActorClient(EngineClient):
 
         try:
             return str(ray.get(instance.actor.stacks.remote(), timeout=3.0))
-        except Exception:  # it does not answer, which is why somebody asks
+        except Exception:  # callers ask for stacks when the actor hangs
             return "it does not answer"
 
     def last_lines(self, instance: _Instance) -> str:
-        """The end of the log of a instance."""
+        """The last lines of the log of an instance."""
         if not self.log_file.exists():
             return f"its log is {self.log_file} on its node"
         with self.log_file.open("rb") as log:
@@ -336,14 +348,14 @@ class ActorClient(EngineClient):
         if not instance.lost and instance.pid:
             import ray
 
-            with contextlib.suppress(Exception):  # it is killed anyway
+            with contextlib.suppress(Exception):  # `_lose` kills the actor
                 ray.get(instance.actor.close.remote(), timeout=self.timeouts.close_s)
         self._lose(instance, "is closed")
         self.cluster.close()
 
 
-def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]:
-    """The environment of an actor, set before it imports anything. placed: Ray chooses the devices."""
+def _variables(spec: EngineSpec, marker: str, *, ray_places: bool) -> dict[str, str]:
+    """Environment variables of an actor, set before its imports. ray_places: whether Ray chooses the devices."""
     cores = len(spec.cores) or len(allowed_cores())
     inherited = None if spec.cores else os.environ.get("OMP_NUM_THREADS")
     variables = {
@@ -353,31 +365,31 @@ def _variables(spec: EngineSpec, marker: str, *, placed: bool) -> dict[str, str]
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": inherited or str(cores),
     }
-    if not placed:
+    if not ray_places:
         variables["CUDA_VISIBLE_DEVICES"] = visible_devices(spec.devices)
     return variables
 
 
-def _as_actor_sees(spec: EngineSpec) -> EngineSpec:
-    """Only its own devices are visible to the actor, so they are numbered anew."""
+def _renumbered(spec: EngineSpec) -> EngineSpec:
+    """The spec with devices as the actor numbers them: only its own are visible to it."""
     if all(device.startswith("cuda") for device in spec.devices):
         return replace(spec, devices=tuple(f"cuda:{index}" for index in range(len(spec.devices))))
     return spec
 
 
 def oom_kills() -> int:
-    """How many processes the kernel of this machine has killed for want of memory."""
+    """Number of processes that the kernel of this machine has killed because memory ran out."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/vmstat").read_text().partition("\noom_kill ")[2].split()[0])
     return 0
 
 
 def how_ended(error: BaseException, instance: _Instance) -> str:
-    """How an actor ended, in words."""
+    """Description of an actor's end, for messages."""
     text = " ".join(str(error).split())
     if "OutOfMemory" in type(error).__name__ or "memory monitor" in text or "running low on memory" in text:
         return f"was killed by Ray's memory monitor, because its node has nearly no memory left; {MEMORY_ADVICE}"
-    if instance.here and oom_kills() > instance.oom_kills:
+    if instance.on_this_node and oom_kills() > instance.oom_kills:
         return f"was killed by the kernel, because this machine ran out of memory; {MEMORY_ADVICE}"
     if type(error).__name__ == "ActorDiedError" and "SIGKILL" not in text and "connection error code" not in text:
         return f"ended ({shortened(text, 300)})"

@@ -34,7 +34,7 @@ from typing import Any, Literal
 from swift.errors import EngineError, PromptTooLong, RequestRefused, Unsupported, suggest
 from swift.rollout.engines.running import SoFar
 from swift.rollout.loop import RolloutLoop
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, WeightSource, WeightStream
+from swift.rollout.weights.base import Ack, AdapterWeights, PolicyParameters, WeightSource, WeightStream
 from swift.types import Completion, Request, SamplingParams
 
 LogprobSupport = Literal["full", "truncated", "raw"]
@@ -266,7 +266,7 @@ class InferenceEngine(ABC):
         """How many processes of it take part in a broadcast."""
         return 1
 
-    def share(self, live: Live) -> str:
+    def share(self, parameters: PolicyParameters) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 
         For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
@@ -274,11 +274,11 @@ class InferenceEngine(ABC):
         """
         return f"the {self.capabilities.name} engine cannot read memory of the trainer"
 
-    def take_shared(self, live: Live, version: int) -> Ack | None:
+    def take_shared(self, parameters: PolicyParameters, version: int) -> Ack | None:
         """Sample with the shared memory as it is now, as `version`: caches are reset, nothing is copied.
 
-        live is {} when the trainer's weights are not plain parameters (any more). Returns None when the weights have to
-        be sent: nothing is shared, or the trainer has other memory by now. Raises as `update`.
+        parameters is {} if the trainer's weights are not plain parameters (any more). Returns None if the weights have
+        to be sent: nothing is shared, or the trainer's parameters have moved to other memory. Raises as `update`.
         """
         return None
 

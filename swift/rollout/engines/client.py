@@ -33,7 +33,7 @@ from swift.rollout.engines.base import (
 from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
 from swift.rollout.engines.process import on_thread
-from swift.rollout.engines.running import impossible
+from swift.rollout.engines.running import logprob_problem
 from swift.rollout.weights.base import Bucket, WeightStream
 from swift.rollout.weights.broadcast import Announcement, BroadcastSender
 from swift.rollout.weights.sending import Kept, send_update
@@ -62,7 +62,7 @@ def tokens_of(request: Request) -> int:
 
 def _checked(engine: str, completion: Completion) -> Completion | NumericError:
     """What an engine sent, or why it cannot be."""
-    problem = impossible(completion.logprobs)
+    problem = logprob_problem(completion.logprobs)
     if len(completion.logprobs) != len(completion.token_ids):
         problem = f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
     if not problem:

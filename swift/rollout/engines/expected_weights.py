@@ -1,6 +1,6 @@
-"""What a complete update of an engine's model consists of, read from the checkpoint that the engine was built from.
+"""The tensors of a complete weight update of an engine's model, read from the checkpoint of the engine.
 
-Engines load whatever they are given: a tensor that is missing is at best logged. So completeness is checked before.
+Engines do not check updates: a missing tensor is at best logged. So manifests are checked before an update.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from swift.rollout.weights.base import AdapterWeights, TensorInfo, WeightSource
 HEAD = "lm_head.weight"
 """Name of the output layer in checkpoints."""
 NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
-"""Tensors that old checkpoints carry and no model reads."""
+"""Tensors of old checkpoints that no model reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedWeights:
-    """What a complete update of an engine's model consists of.
+    """The tensors of a complete weight update of an engine's model.
 
-    shapes: by name, as in the checkpoint that the engine was built from. tied: the head's name when it shares the
-    embedding's weights and may be left out, or "". embedding: name of the embedding. prefix: of the decoder, which
-    some checkpoints write and some do not.
+    shapes: by name, as in the checkpoint of the engine. tied: name of the head if it is tied to the embedding and may
+    be missing, or "". embedding: name of the embedding. prefix: of the decoder's names, which some checkpoints omit.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -39,12 +38,12 @@ class ExpectedWeights:
 
     @classmethod
     def of_checkpoint(cls, folder: str | Path, *, model_class: Any, tied: bool) -> ExpectedWeights:
-        """Reads names and shapes of a folder's safetensors files, no data.
+        """Read names and shapes of a folder's safetensors files, no data.
 
         Args:
             folder: of the checkpoint.
-            model_class: transformers' class of the model, or None; says what it ignores in checkpoints.
-            tied: the config ties the head to the embedding.
+            model_class: transformers' class of the model, or None; has the names that it ignores in checkpoints.
+            tied: whether the config ties the head to the embedding.
 
         Raises:
             ConfigError: the folder has no safetensors files.
@@ -70,7 +69,7 @@ class ExpectedWeights:
 
     @classmethod
     def of_model(cls, folder: str | Path, config: Any) -> ExpectedWeights:
-        """Those of a folder whose config transformers has read; see `of_checkpoint`."""
+        """`of_checkpoint` for a folder and its transformers config."""
         import transformers
 
         text = config.get_text_config()
@@ -80,40 +79,40 @@ class ExpectedWeights:
 
     @property
     def numbers(self) -> int:
-        """Parameters of the model, a tied head not counted twice."""
+        """Number of parameters of the model; a tied head is not counted."""
         return sum(math.prod(shape) for name, shape in self.shapes.items() if name != self.tied)
 
     def check(self, manifest: Sequence[TensorInfo]) -> list[str]:
-        """Why an update with this manifest would not be complete and fitting, one line each; [] when it would."""
+        """Problems of an update with this manifest, one line each; [] if it is complete and fits."""
         return manifest_problems(manifest, self.shapes, optional={self.tied}, key=self._key)
 
     def check_adapter(self, adapter: AdapterWeights) -> list[str]:
-        """What of an adapter the engine would ignore or misread without a word, one line each; [] when nothing.
+        """Problems of an adapter that the engine would not report, one line each; [] if there are none.
 
-        An adapter on modules that checkpoints store apart (experts) is checked by name only.
+        Matrices on modules that checkpoints store separately (experts) are checked by name only.
         """
         shapes = {self._key(name): shape for name, shape in self.shapes.items()}
         problems = []
         for name, tensor in adapter.tensors.items():
-            found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
-            if found is None:
+            parts = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+            if parts is None:
                 problems.append(f"{name} is not a low-rank matrix of a linear layer, the only thing that vLLM takes")
                 continue
-            module, side = self._key(found[1]), found[2]
-            whole = shapes.get(f"{module}.weight")
-            if whole is None:
+            module, side = self._key(parts[1]), parts[2]
+            shape = shapes.get(f"{module}.weight")
+            if shape is None:
                 if not any(other.startswith(f"{module}.") for other in shapes):
                     problems.append(f"{name} belongs to no layer of the engine's model")
-            elif tensor.dim() == 2 and (tensor.shape[1] if side == "A" else tensor.shape[0]) not in whole:
-                problems.append(f"{name} has shape {list(tensor.shape)}, its layer {list(whole)}")
+            elif tensor.dim() == 2 and (tensor.shape[1] if side == "A" else tensor.shape[0]) not in shape:
+                problems.append(f"{name} has shape {list(tensor.shape)}, its layer {list(shape)}")
         return problems
 
     def lacks_head(self, manifest: Sequence[TensorInfo]) -> bool:
-        """Whether the tied head must be made from the embedding, as it does not come by itself."""
+        """Whether an update has no tied head, so that the head must be copied from the embedding."""
         return bool(self.tied) and all(info.name != self.tied for info in manifest)
 
     def is_embedding(self, name: str) -> bool:
-        """Whether this is the tensor that the head is tied to."""
+        """Whether a tensor is the embedding that the head is tied to."""
         return self._key(name) == self._key(self.embedding)
 
     def _key(self, name: str) -> str:
@@ -127,13 +126,13 @@ def manifest_problems(
     optional: Collection[str],
     key: Callable[[str], str] = str,
 ) -> list[str]:
-    """Why an update would not be complete and fitting, one line each; [] when it would.
+    """Problems of an update with this manifest, one line each; [] if it is complete and fits.
 
     Args:
         manifest: of the update.
         shapes: of the model's tensors by name.
-        optional: names that may be left out.
-        key: makes names comparable.
+        optional: names that may be missing.
+        key: function under which names of manifest and model are compared.
     """
     wanted = {key(name): shape for name, shape in shapes.items()}
     problems, seen = [], set()
@@ -151,18 +150,19 @@ def manifest_problems(
 
 
 def few(problems: Sequence[str]) -> str:
-    """The first three of many, and how many there are more."""
+    """The first three problems and the number of the others."""
     more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
     return "; ".join(problems[:3]) + more
 
 
 def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Name of the embedding; "" if it is ambiguous or missing."""
     names = [name for name in shapes if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$", name)]
     return names[0] if len(names) == 1 else ""
 
 
 def merged_adapters(spec: EngineSpec) -> WeightSource:
-    """The weights of a spec's model with its adapters merged, in the engine's dtype."""
+    """The weights of a spec's model with its adapters merged, in the spec's dtype."""
     from swift.models.arguments import CheckpointArguments
     from swift.models.policy import load_for_inference
     from swift.rollout.weights.policy import PolicyWeights
@@ -187,12 +187,12 @@ def model_config(spec: EngineSpec) -> Any:
 
 
 def kv_token_bytes(config: Any, *, width: int, ranks: int = 1) -> int:
-    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 when not known.
+    """Bytes of one token in the KV cache of a plain decoder, over all layers; 0 if not known.
 
     Args:
         config: of the decoder.
-        width: bytes of a number.
-        ranks: over which heads are cut.
+        width: bytes of a value.
+        ranks: number of tensor-parallel ranks.
     """
     heads = getattr(config, "num_attention_heads", None)
     layers = getattr(config, "num_hidden_layers", None)

@@ -23,7 +23,7 @@ PACKAGE = "xgrammar"
 Guide = tuple[str, str]
 """A constraint on completions: "regex" and an expression, or "json" and a schema."""
 KEPT_EXPRESSIONS = 64
-"""Size of the cache of compiled expressions; a run has one, a server one per client or more."""
+"""Size of the cache of compiled expressions; a run has one expression, a server may have several per client."""
 
 
 def available() -> bool:
@@ -46,12 +46,12 @@ def require(backend: str, regex: str) -> None:
     if backend not in ("transformers", "vllm", "lmdeploy") or not available():
         return
     problem = refusal(regex)
-    if problem and not (backend == "vllm" and _guidance_takes(regex)):
-        raise ConfigError(f"{FLAG}: {regex}: {problem}; see docs/sampling_extras.md for what an expression may have")
+    if problem and not (backend == "vllm" and _llguidance_supports(regex)):
+        raise ConfigError(f"{FLAG}: {regex}: {problem}; see docs/sampling_extras.md for the supported syntax")
 
 
-def _guidance_takes(regex: str) -> bool:
-    """Whether llguidance supports an expression: vLLM uses it where xgrammar does not."""
+def _llguidance_supports(regex: str) -> bool:
+    """Whether llguidance supports an expression; vLLM uses it for expressions that xgrammar does not support."""
     if importlib.util.find_spec("llguidance") is None:
         return False
     from llguidance import LLMatcher, grammar_from

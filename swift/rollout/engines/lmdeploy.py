@@ -1,15 +1,15 @@
 """LMDeploy's PyTorch engine behind the engine contract; GPUs only.
 
-Requests are handed to LMDeploy's engine below its text layer: ids in, ids out. Each is a coroutine on the event loop of
-LMDeploy's own thread, for whose completion `generate` waits.
+Requests go to LMDeploy's engine below its text layer, as token ids. Each request is a coroutine on the event loop of
+LMDeploy's thread; `generate` waits for its completion.
 
-Log-probs are at temperature 1 ("raw"). `update_params` takes a bucket as CUDA IPC handles, one set for each
-tensor-parallel rank; it confirms nothing, and a failure leaves half of it in the model. So names and shapes are checked
-before, and a fixed prompt is sampled after an update: its log-probs must be sound, and change when the weights did.
-LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
+Log-probs are at temperature 1 ("raw"). `update_params` takes a bucket as CUDA IPC handles, one set per tensor-parallel
+rank. It confirms nothing, and after a failure the model has a part of the bucket. So names and shapes are checked
+before an update, and a fixed prompt is sampled after it (the probe): its log-probs must be finite, and change with the
+weights. LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
 
-A call into LMDeploy that does not come back in time makes the engine dead: the thread that waits for it is left alone,
-nothing else is. That tokens come at all is watched by its owner, as for every engine.
+A call into LMDeploy that exceeds its time limit makes the engine dead; the thread of the call is abandoned. The
+engine's owner watches its progress, as for every engine.
 """
 
 from __future__ import annotations
@@ -44,29 +44,30 @@ from swift.rollout.weights.digest import StreamDigest
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 CLOSE_S = 30.0
-"""Bound on the end of the engine, in seconds."""
+"""Timeout of the end of the engine, in seconds."""
 LOOK_S = 0.5
-"""How often a request looks whether the engine is still there."""
+"""Interval at which a request checks that the engine is usable, in seconds."""
 PROBE_TOKENS = 16
-QUIET_UPDATES = 3
-"""Updates in a row that changed bytes but no log-prob of the probe; more than that is no accident of rounding."""
+"""Number of tokens of the probe."""
+UNCHANGED_LIMIT = 3
+"""Number of updates in a row with changed bytes and equal log-probs of the probe at which the sync has failed."""
 
 
 @dataclass(slots=True)
 class _Running(Running):
-    """A request on its way. `session` is LMDeploy's, once it has one; `serving` ends with its completion."""
+    """A request. session: LMDeploy's, None before the first try. serving: its completion."""
 
     aborted: bool = False
     session: Any = None
     serving: Future[Completion] = field(default_factory=Future)
 
     def start_again(self) -> None:
-        """For another try, without tokens."""
+        """Drop its tokens, for another try."""
         self.token_ids, self.logprobs, self.spans, self.session = [], [], [], None
 
 
 def build(spec: EngineSpec) -> LMDeployEngine:
-    """Makes the engine; see `LMDeployEngine`."""
+    """Build the engine; see `LMDeployEngine`."""
     return LMDeployEngine(spec)
 
 
@@ -101,26 +102,28 @@ class LMDeployEngine(StatefulEngine):
         self._reset_states()
         self._running: dict[str, _Running] = {}
         self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
-        self._quiet = 0  # probes in a row that did not show a change of weights
-        self._unconfirmed = ""  # digest of an update that no probe could follow yet
+        self._unchanged_probes = 0  # in a row, after changed weights
+        self._unconfirmed = ""  # digest of an update without a probe yet
 
     # --- start and end ----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Start LMDeploy with the weights of the folder, then bring those of the spec's adapters in."""
+        """Start LMDeploy with the weights of the folder, then load them with the spec's adapters merged."""
         spec = self.spec
-        config = api_.engine_config(self._api, spec)
-        remote = spec.trust_remote_code
         start = functools.partial(
-            self._api.Pipeline, spec.model, backend_config=config, log_level="ERROR", trust_remote_code=remote
+            self._api.Pipeline,
+            spec.model,
+            backend_config=api_.engine_config(self._api, spec),
+            log_level="ERROR",
+            trust_remote_code=spec.trust_remote_code,
         )
         try:
-            # Ray gives its workers what is visible when it starts
+            # Ray's workers inherit the visible devices of its start
             with same_environment({"CUDA_VISIBLE_DEVICES": visible_devices(spec.devices)}):
                 self._pipeline = _bounded(start, START_S + spec.limit_s, "start of the engine")
         except SwiftError:
             raise
-        except (Exception, SystemExit) as error:  # its checks of the environment exit
+        except (Exception, SystemExit) as error:  # LMDeploy's checks of the environment raise SystemExit
             raise EngineError(
                 f"engine: lmdeploy: it failed to start ({type(error).__name__}: {first_line(error)})"
             ) from error
@@ -147,7 +150,7 @@ class LMDeployEngine(StatefulEngine):
     def rebuild(self) -> None:
         self._check_alive()
         try:
-            self._shut()
+            self._shut_down()
             self._open()
         except SwiftError as error:
             self._dead = f"it could not be made again ({error})"
@@ -157,13 +160,13 @@ class LMDeployEngine(StatefulEngine):
         if self._closed:
             return
         self._closed = True
-        self._shut()
+        self._shut_down()
 
-    def _shut(self) -> None:
-        """End LMDeploy's engine, its thread and its workers; what was loaded is gone."""
+    def _shut_down(self) -> None:
+        """End LMDeploy's engine with its thread and workers, and reset the state."""
         pipeline, self._pipeline = self._pipeline, None
-        for one in self._running.values():
-            one.serving.cancel()
+        for running in self._running.values():
+            running.serving.cancel()
         self._reset()
         if pipeline is not None:
             _bounded(pipeline.close, CLOSE_S, "close")
@@ -192,7 +195,7 @@ class LMDeployEngine(StatefulEngine):
         return running.completion("abort") if waited.cancelled() else waited.result()
 
     def check_length(self, request: Request) -> None:
-        """Also refuses a temperature that LMDeploy does not take."""
+        """Also refuses a temperature above LMDeploy's maximum."""
         super().check_length(request)
         if request.sampling.temperature > api_.HIGHEST_TEMPERATURE:
             raise EngineError(
@@ -201,7 +204,7 @@ class LMDeployEngine(StatefulEngine):
             )
 
     async def _serve(self, running: _Running) -> Completion:
-        """On LMDeploy's loop: the completion of a request, which is tried once more when it takes too long."""
+        """On LMDeploy's loop: sample a request, and once more if it exceeds its time limit."""
         for tries in range(MAX_TRIES):
             try:
                 return running.completion(await self._sample(running))
@@ -209,13 +212,14 @@ class LMDeployEngine(StatefulEngine):
                 self.counters.late += 1
                 if tries < MAX_TRIES - 1:
                     running.start_again()
-            except Exception as error:  # one request's failure is that request's end
+            except Exception as error:  # only this request fails
                 if "ENGINE_STOP_ERROR" in str(error):
                     self._dead = f"LMDeploy's engine has stopped ({first_line(error)})"
                 break
         return running.completion("error")
 
     async def _sample(self, running: _Running) -> FinishReason:
+        """On LMDeploy's loop: one try of a request. Raises _TooLong."""
         engine, request = self._engine, running.request
         config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
         running.session = engine.session_mgr.get()
@@ -237,8 +241,8 @@ class LMDeployEngine(StatefulEngine):
                         if limit.when() is None and running.token_ids and request.limit_s < math.inf:
                             limit.reschedule(loop.time() + request.limit_s)
                         if reason is not None and output.status == self._api.ResponseType.SUCCESS:
-                            return reason  # a stop word, which LMDeploy does not see: leaving cancels the request
-        except Exception as error:  # LMDeploy wraps what is raised inside, and swallows cancellations
+                            return reason  # LMDeploy does not check stop texts; the exit cancels the request
+        except Exception as error:  # LMDeploy wraps errors and suppresses cancellations
             if limit.expired():
                 raise _TooLong from None
             raise error.__cause__ or error from None
@@ -249,7 +253,7 @@ class LMDeployEngine(StatefulEngine):
         return reason or ("abort" if running.aborted else "error")
 
     def _take(self, running: _Running, output: Any) -> FinishReason | None:
-        """Add what came; the reason when that ends the request."""
+        """Add an output to its request; returns the finish reason if the request ends with it."""
         status, types, request = output.status, self._api.ResponseType, running.request
         if status not in (types.SUCCESS, types.FINISH, types.CANCEL):
             raise EngineError(f"request: {request.request_id}: LMDeploy answers {status.name}")
@@ -263,7 +267,7 @@ class LMDeployEngine(StatefulEngine):
             self.counters.decode_rows += 1
             if ends_with_stop(running.token_ids, request.sampling.stop, self._tokenizer):
                 return "stop"
-        if status == types.FINISH:  # a full KV cache is a limit, too
+        if status == types.FINISH:  # also with a full KV cache
             ends = {*self.spec.eos_token_ids, *request.sampling.stop_token_ids}
             return "stop" if running.token_ids and running.token_ids[-1] in ends else "length"
         return "abort" if status == types.CANCEL or running.aborted else None
@@ -273,21 +277,21 @@ class LMDeployEngine(StatefulEngine):
         return ((), (), ()) if running is None else (list(running.token_ids), list(running.logprobs), [])
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
-        for name, one in list(self._running.items()):
+        for name, running in list(self._running.items()):
             if request_ids is None or name in request_ids:
-                one.aborted = True
-                if one.session is not None and self._pipeline is not None:
-                    self._spawn(one.session.async_abort())
+                running.aborted = True
+                if running.session is not None and self._pipeline is not None:
+                    self._spawn(running.session.async_abort())
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def _load(self, stream: WeightStream) -> str:
-        """One call of `update_params` for each bucket."""
+        """Call `update_params` once per bucket."""
         self._check_fits(stream, self.expected.check(stream.manifest))
         dtype, digest = torch_dtype(self.spec.dtype), StreamDigest()
         for bucket in self._received(stream):
             bucket.add_to(digest)
-            # the handles are valid as long as these tensors live: until the call has returned
+            # the handles are valid while these tensors exist; they must outlive the call
             copies = [
                 {name: placed(tensor, device, dtype) for name, tensor in bucket.tensors} for device in self.spec.devices
             ]
@@ -301,7 +305,7 @@ class LMDeployEngine(StatefulEngine):
                 "update_params",
                 SyncFailed,
             )
-        if self._asleep:  # nothing can be sampled before the KV cache is awake
+        if self._asleep:  # sampling needs the KV cache
             self._unconfirmed = digest.hexdigest()
         else:
             self._confirm(stream.version, digest.hexdigest())
@@ -311,11 +315,11 @@ class LMDeployEngine(StatefulEngine):
         return len(self._running)
 
     def reset_caches(self) -> None:
-        """See `InferenceEngine.reset_caches`: nothing of a prompt outlives its request, as prefix caching is off."""
+        """No effect: prefix caching is off, so no keys and values outlive their request."""
         self._check_alive()
 
     def _confirm(self, version: int, digest: str) -> None:
-        """Sample a fixed request after an update. Raises SyncFailed when the weights did not arrive."""
+        """Sample the probe after an update with this digest. Raises SyncFailed: the weights did not arrive."""
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
         running = _Running(Request("probe", list(range(8)), sampling))
@@ -327,12 +331,14 @@ class LMDeployEngine(StatefulEngine):
             raise SyncFailed(f"{where}: the probe after the update failed ({first_line(error)})") from error
         if reason not in ("stop", "length") or not running.logprobs:
             raise SyncFailed(f"{where}: the probe after the update ended with {reason!r}")
-        former, self._probed = self._probed, (digest, (running.token_ids, running.logprobs))
-        self._quiet = self._quiet + 1 if former[1] == self._probed[1] and former[0] != digest else 0
-        if self._quiet >= QUIET_UPDATES:
+        sample = running.token_ids, running.logprobs
+        (former_digest, former_sample), self._probed = self._probed, (digest, sample)
+        unchanged = former_sample == sample and former_digest != digest
+        self._unchanged_probes = self._unchanged_probes + 1 if unchanged else 0
+        if self._unchanged_probes >= UNCHANGED_LIMIT:
             raise SyncFailed(
-                f"{where}: {self._quiet} updates in a row with changed weights left all {len(running.logprobs)} "
-                "log-probs of the probe as they were, so they do not arrive"
+                f"{where}: {self._unchanged_probes} updates in a row with changed weights left all "
+                f"{len(running.logprobs)} log-probs of the probe as they were, so they do not arrive"
             )
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -346,7 +352,7 @@ class LMDeployEngine(StatefulEngine):
         return sum(int(torch.cuda.mem_get_info(index)[0]) for index in api_.device_indexes(self.spec))
 
     def _wake_up(self, tag: Tag) -> None:
-        async def wake_up() -> None:  # on the loop's own thread, because LMDeploy sets asyncio events in it
+        async def wake_up() -> None:  # on LMDeploy's loop, because it sets asyncio events
             self._engine.wakeup([tag])
 
         self._wait_for(wake_up(), self.spec.limit_s, f"wake({tag})")
@@ -354,7 +360,7 @@ class LMDeployEngine(StatefulEngine):
             raise EngineError(f"engine: lmdeploy: {tag} did not wake")
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """Probes an update that came while the KV cache was asleep."""
+        """See `InferenceEngine.wake`; also samples the probe for an update during sleep."""
         if not super().wake(tags):
             return False
         digest, self._unconfirmed = self._unconfirmed, ""
@@ -381,17 +387,18 @@ class LMDeployEngine(StatefulEngine):
 
 
 def placed(tensor: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """The tensor where and as the engine takes it; integers keep their type."""
+    """A contiguous copy or view of the tensor on `device` in `dtype`; integers keep their dtype."""
     target = dtype if tensor.dtype.is_floating_point else tensor.dtype
     return tensor.detach().to(device=device, dtype=target).contiguous()
 
 
 def _bounded(call: Callable[[], Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:
-    """A call on a thread of its own, waited for at most this long; a call that hangs is left behind."""
+    """Call on a new thread and wait up to `seconds`; a call that takes longer is abandoned with its thread."""
     return _result(on_thread(call, f"lmdeploy {what}"), seconds, what, error_type)
 
 
 def _result(future: Future[Any], seconds: float, what: str, error_type: type[SwiftError] = EngineDead) -> Any:
+    """The result of a future; `error_type` after `seconds`."""
     if not concurrent.futures.wait([future], seconds).done:
         future.cancel()
         raise error_type(f"engine: lmdeploy: {what} did not end within {seconds:.0f} s")

@@ -1,7 +1,7 @@
-"""LMDeploy's names, and from an `EngineSpec` to its arguments. Only 0.18: its API changes with every minor version.
+"""The names of LMDeploy that swift uses, and its arguments, computed from an `EngineSpec`.
 
-Only its PyTorch engine is used: TurboMind of 0.18.0 has `update_params` with nothing behind it, so it cannot take new
-weights. Prefix caching is off, because LMDeploy has no call that empties the cache after new weights.
+Only 0.18 is supported, as the API changes with every minor version, and only its PyTorch engine: `update_params` of
+TurboMind in 0.18.0 has no effect. Prefix caching is off, because LMDeploy cannot empty the cache after a weight update.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SYMBOLS = {
 """Name here -> module and name in LMDeploy."""
 DTYPES = ("bfloat16", "float16")
 HIGHEST_TEMPERATURE = 2.0
-"""LMDeploy asserts that a temperature is at most this."""
+"""Maximum temperature, which LMDeploy asserts."""
 SAMPLING_FIELDS = ("min_tokens", *EXTRA_FIELDS["lmdeploy"])
-"""What of `SamplingParams.unusual` LMDeploy takes; it has no frequency or presence penalty."""
+"""The fields of `SamplingParams.unusual` that LMDeploy supports; it has no frequency or presence penalty."""
 
 
 def require() -> None:
-    """Raises ResourceError when LMDeploy cannot run here, before any weights are loaded."""
+    """Raises ResourceError if LMDeploy cannot run here; called before weights are loaded."""
     install = f"pip install 'lmdeploy=={SUPPORTED}.*'"
     if importlib.util.find_spec("lmdeploy") is None:
         raise ResourceError(
@@ -53,7 +53,7 @@ def require() -> None:
 
 
 def load_api() -> SimpleNamespace:
-    """Import everything in `SYMBOLS`, beside the `version`; raises ResourceError for what is not there."""
+    """Import all of `SYMBOLS`; also has `version`. Raises ResourceError: a name is missing or cannot be imported."""
     require()
     found = SimpleNamespace(version=_version())
     for name, place in SYMBOLS.items():
@@ -73,7 +73,7 @@ def _version() -> str:
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raises ConfigError or ResourceError for what LMDeploy cannot do."""
+    """Raises ConfigError or ResourceError for settings that LMDeploy does not support."""
     if "engine" in spec.engine_kwargs:
         raise ConfigError("engine_kwargs: engine: only LMDeploy's PyTorch engine takes new weights; leave it out")
     if spec.lora:
@@ -99,7 +99,7 @@ def check_spec(spec: EngineSpec) -> None:
 
 
 def device_indexes(spec: EngineSpec) -> list[int]:
-    """`("cuda:2", "cuda:3")` -> [2, 3]; raises ResourceError for a device that is no NVIDIA GPU."""
+    """`("cuda:2", "cuda:3")` -> [2, 3]; raises ResourceError for other devices than NVIDIA GPUs."""
     for device in spec.devices:
         if device.partition(":")[0] != "cuda":
             raise ResourceError(f"--lmdeploy_device: {device}: LMDeploy runs on NVIDIA GPUs only; {INSTEAD}")
@@ -107,7 +107,7 @@ def device_indexes(spec: EngineSpec) -> list[int]:
 
 
 def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
-    """LMDeploy's configuration; the spec's `engine_kwargs` come last. Raises ConfigError for what it refuses."""
+    """LMDeploy's configuration; the spec's `engine_kwargs` override it. Raises ConfigError: LMDeploy refuses it."""
     arguments = {
         "dtype": spec.dtype,
         "tp": spec.tensor_parallel_size,
@@ -118,7 +118,7 @@ def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
         "enable_metrics": False,
         "logprobs_mode": "raw_logprobs",
         "eager_mode": spec.enforce_eager,
-        "distributed_executor_backend": "ray",  # only workers of Ray have update_params, also on one GPU
+        "distributed_executor_backend": "ray",  # only Ray workers have update_params, also on one GPU
     }
     try:
         return api.PytorchEngineConfig(**(arguments | spec.engine_kwargs))
@@ -131,10 +131,16 @@ def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
 
 
 def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int, ends: tuple[int, ...]) -> Any:
-    """A request's sampling in LMDeploy's words, with each of its defaults that would change it set.
+    """A request's `GenerationConfig`; it sets every field whose default would change the distribution.
 
-    Without `do_sample` the temperature is ignored, `top_k` would be 50, and without `include_stop_str_in_output` the
-    end token is dropped. Textual stop words are not passed on: LMDeploy makes single tokens of them.
+    Without `do_sample` the temperature is ignored; the default of `top_k` is 50; without `include_stop_str_in_output`
+    the end token is dropped. Stop texts are not passed on, because LMDeploy converts each to a single token.
+
+    Args:
+        api: see `load_api`.
+        sampling: of the request.
+        room: maximum number of new tokens.
+        ends: end tokens of the spec.
     """
     greedy = sampling.temperature == 0
     return api.GenerationConfig(

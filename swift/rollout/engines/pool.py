@@ -39,7 +39,7 @@ from swift.rollout.engines.choice import EngineChoice
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.events import Late, Lost
 from swift.rollout.engines.process import on_thread
-from swift.rollout.engines.wire import Said, Spans, digest_of
+from swift.rollout.engines.wire import ReturnedCompletion, Spans, digest_of
 from swift.rollout.weights.base import WeightStream
 from swift.rollout.weights.broadcast import Announcement
 from swift.rollout.weights.feed import Feed
@@ -220,7 +220,7 @@ class EnginePool(InferenceEngine):
 
     # --- what servers sample for others -------------------------------------------------------------------------
 
-    def versions_of(self, samples: Sequence[Said]) -> list[Spans | None]:
+    def versions_of(self, samples: Sequence[ReturnedCompletion]) -> list[Spans | None]:
         """Which weights sampled completions that environments got from these servers.
 
         Returns for each its spans as in `Completion.versions`, of the latest one with these tokens if no server

@@ -1,8 +1,8 @@
-"""Protects the state of a process in which an engine starts or samples, as the trainer may run in it too.
+"""Protects the state of a process in which an engine starts or samples; the trainer may run in it too.
 
 vLLM advances the random generators of Python, NumPy and torch, replaces `torch.set_num_threads`, sets environment
 variables that torchrun's children read (LOCAL_WORLD_SIZE) or inherit (LD_PRELOAD), and freezes the heap of the garbage
-collector. The context managers here restore each of these after the call that changes it.
+collector. The context managers here restore these after the calls that change them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Replies of another process over HTTP, bounded in size and time: it may be broken, hostile, or another program.
+"""HTTP replies with limits on size and time: the other process may be broken, hostile, or another program.
 
-A head has to come within the time of the call, and so does a whole reply. Lines have to come one after the other.
-Nothing is decompressed unless a caller expects it, and no redirect is followed: a few bytes could stand for any number,
-and the key for anybody.
+The timeout of a call holds for the headers and for the whole reply; in a stream of lines it holds for each line. A
+reply is not decompressed unless the caller expects it, since a few bytes can expand to any size. Redirects are not
+followed, since another host would get the API key.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swift.rollout.engines.events import Late, Lost
 from swift.rollout.engines.process import on_thread
 
 REPLY_BYTES = 64 << 20
-"""Longest reply to one call."""
+"""Maximum size of a reply, in bytes."""
 LEAST_RATE = 64 << 10
-"""Bytes per second that a long line, or a long request, has to travel at."""
+"""Minimum transfer rate of a long line or request, in bytes per second."""
 HEADERS = {"Accept-Encoding": "identity"}
-"""Of every request."""
+"""Headers of every request."""
 
 Shape = TypeVar("Shape")
 T = TypeVar("T")
@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply that came whole."""
+    """A complete reply."""
 
     status_code: int
     content: bytes
 
     def read(self, shape: type[Shape], name: str) -> Shape:
-        """Its JSON. Raises EngineError, in the name of the server: it has another shape."""
+        """Decode its JSON. Raises EngineError, prefixed with the name of the server: the JSON is not of this type."""
         try:
             return msgspec.json.decode(self.content, type=shape)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -57,7 +57,7 @@ def whole(
     decompress: bool = False,
     **options: Any,
 ) -> Reply:
-    """One request and its reply. Raises Lost: none came, or not in time, or more than `limit_bytes`."""
+    """Send a request and read the whole reply. Raises Lost: no reply in time, or more than `limit_bytes`."""
     limit_s = float(timeout.read or 0)
 
     def work() -> Reply:
@@ -70,14 +70,14 @@ def whole(
         finally:
             reply.close()
 
-    return _in_time(work, f"{method} {path}", limit_s, lambda late: None)
+    return _in_time(work, f"{method} {path}", limit_s, lambda future: None)
 
 
 @contextmanager
 def streamed(
     http: httpx.Client, path: str, timeout: httpx.Timeout, content: bytes, headers: dict[str, str]
 ) -> Iterator[httpx.Response]:
-    """A POST whose reply is read by `lines`. Raises Lost: no head came in time."""
+    """Send a POST and yield its reply for `lines`. Raises Lost: no headers in time."""
     request = http.build_request("POST", path, timeout=timeout, content=content, headers=headers)
     limit_s = float(timeout.read or 0) + len(content) / LEAST_RATE
     reply = _in_time(lambda: http.send(request, stream=True), f"POST {path}", limit_s, _close)
@@ -90,9 +90,9 @@ def streamed(
 def rest(
     reply: httpx.Response, limit_s: float, limit_bytes: int = REPLY_BYTES, parts: Iterator[bytes] | None = None
 ) -> Reply:
-    """All of a reply whose head has come. Raises Lost: it does not come in time, or is more than `limit_bytes`.
+    """Read the body of a reply. Raises Lost: it is not complete in time, or longer than `limit_bytes`.
 
-    parts: of its body, by default as they came.
+    parts: parts of the body; None reads them without decompression.
     """
     content, deadline = bytearray(), time.monotonic() + limit_s
     for part in parts or _raw(reply):
@@ -100,56 +100,59 @@ def rest(
         if len(content) > limit_bytes:
             raise Lost(f"its reply is longer than {limit_bytes >> 20} MiB")
         if time.monotonic() > deadline:
-            raise Late(f"no whole answer within {limit_s:g} s")
+            raise Late(f"no complete reply within {limit_s:g} s")
     return Reply(reply.status_code, bytes(content))
 
 
 def lines(reply: httpx.Response, limit_bytes: int, limit_s: float) -> Iterator[bytes]:
-    """Lines that are not empty, without their ends.
+    """Yield the lines of a reply, stripped; empty lines are skipped.
 
-    Raises Lost: one is longer than `limit_bytes`, or does not come within `limit_s` (a long one at `LEAST_RATE`).
+    Raises Lost: a line is longer than `limit_bytes`, or is not complete within `limit_s` (a long line at `LEAST_RATE`).
     """
-    begun, began = bytearray(), time.monotonic()
+    buffer, began = bytearray(), time.monotonic()
     for part in _raw(reply):
-        seen = len(begun)
-        begun += part
-        while (end := begun.find(b"\n", seen)) >= 0:
-            line = bytes(begun[:end]).strip()
-            del begun[: end + 1]
-            seen = 0
+        searched = len(buffer)
+        buffer += part
+        while (end := buffer.find(b"\n", searched)) >= 0:
+            line = bytes(buffer[:end]).strip()
+            del buffer[: end + 1]
+            searched = 0
             if line:
                 yield line
                 began = time.monotonic()
-        if len(begun) > limit_bytes:
+        if len(buffer) > limit_bytes:
             raise Lost(f"its reply has a line longer than {limit_bytes} bytes")
-        if time.monotonic() - began > limit_s + len(begun) / LEAST_RATE:
-            raise Lost(f"its reply stands still: no whole line within {limit_s:g} s")
+        if time.monotonic() - began > limit_s + len(buffer) / LEAST_RATE:
+            raise Lost(f"its reply has stalled: no complete line within {limit_s:g} s")
 
 
 def _raw(reply: httpx.Response) -> Iterator[bytes]:
-    """The body as it came, or Lost."""
+    """Yield the parts of the body without decompression. Raises Lost."""
     if encoding := reply.headers.get("content-encoding", "").strip():
-        raise Lost(f"its reply is compressed ({encoding[:20]}), which nobody asked for")
+        raise Lost(f"its reply is compressed ({encoding[:20]}), against the Accept-Encoding of the request")
     try:
         yield from reply.iter_raw()
     except (httpx.HTTPError, httpx.StreamError, RuntimeError) as error:
         raise Lost(first_line(error)) from error
 
 
-def _in_time(work: Callable[[], T], name: str, limit_s: float, late: Callable[[Future[T]], None]) -> T:
-    """What comes of work on a thread; a client's time limits are for each piece of a head, not for all of it."""
+def _in_time(work: Callable[[], T], name: str, limit_s: float, on_late: Callable[[Future[T]], None]) -> T:
+    """Run work on a thread with a total timeout; httpx has timeouts for each read only.
+
+    on_late: called when work ends after the timeout.
+    """
     future = on_thread(work, name)
     try:
         return future.result(limit_s)
     except httpx.TimeoutException as error:
         raise Late(first_line(error)) from error
     except TimeoutError:
-        future.add_done_callback(late)
+        future.add_done_callback(on_late)
         raise Late(f"no answer within {limit_s:g} s") from None
     except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
         raise Lost(first_line(error)) from error
 
 
-def _close(late: Future[httpx.Response]) -> None:
-    if late.exception() is None:
-        late.result().close()
+def _close(future: Future[httpx.Response]) -> None:
+    if future.exception() is None:
+        future.result().close()

@@ -1,4 +1,4 @@
-"""Requests of a backend with their tokens so far; `abort` may be called from any thread."""
+"""Outstanding requests of a backend with their tokens so far; `abort` may be called from any thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TAIL_SLACK_TOKENS = 8
 
 @dataclass(slots=True)
 class Running:
-    """One request. pinned: version of its adapter; None: that of the weights."""
+    """One request. pinned: version of the adapter that it samples with; None: the version of the weights."""
 
     request: Request
     pinned: int | None = None
@@ -32,7 +32,7 @@ class Running:
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens sampled with `version` of the weights. Raises NumericError: an invalid log-prob."""
-        if problem := impossible(logprobs, len(self.token_ids)):
+        if problem := logprob_problem(logprobs, len(self.token_ids)):
             raise NumericError(
                 f"request: {self.request.request_id}: {problem}: the model's output is not finite; look at its weights"
             )
@@ -43,6 +43,7 @@ class Running:
         self.logprobs.extend(logprobs)
 
     def completion(self, reason: FinishReason) -> Completion:
+        """Its tokens so far as a completion."""
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)][: len(self.spans)]
         return Completion(
             request_id=self.request.request_id,
@@ -59,7 +60,7 @@ R = TypeVar("R", bound=Running)
 
 
 class RunningRequests(dict[str, R]):
-    """Requests by id. Only `abort` may be called from another thread than the sampling one."""
+    """Requests by id. Other threads than the sampling one may call `abort` only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,6 +76,7 @@ class RunningRequests(dict[str, R]):
             self[name] = running
 
     def take(self, request_id: str) -> R | None:
+        """Remove and return a request; None for an unknown id."""
         with self._lock:
             return self.pop(request_id, None)
 
@@ -98,7 +100,7 @@ class RunningRequests(dict[str, R]):
         return taken
 
 
-def impossible(logprobs: Sequence[float], first: int = 0) -> str:
+def logprob_problem(logprobs: Sequence[float], first: int = 0) -> str:
     """Description of the first invalid log-prob of tokens numbered from `first`; "" if there is none."""
     for place, logprob in enumerate(logprobs, start=first):
         if not (logprob <= 0 and math.isfinite(logprob)):

@@ -1,12 +1,12 @@
-"""The client of the engine behind a `swift rollout` server, over HTTP.
+"""Client of the engines behind a `swift rollout` server, over HTTP.
 
-    requests go out in POST /infer/; completions come as lines while others are still sampled
-    new weights travel as files where both sides see the same disk, as a broadcast, or over HTTP; the ack counts
-    a server that is gone is waited for; then it gets the present weights, and its requests again
-    memory is its own business: a client neither puts it to sleep nor drops its adapter
+    requests      POST /infer/; each completion is a line of the streamed reply
+    weight sync   files on a shared disk, a broadcast, or HTTP; complete with the ack of the server
+    recovery      wait for a lost server, send the weights, then the requests again
+    memory        managed by the server: the client sends neither sleep nor the removal of its adapter
 
-Every POST names the version it counts on, so that a restarted server never samples with its base weights for a
-run that has sent others. Failures without any progress in between are bounded; after that the engine is dead.
+Every POST has the expected policy version, so that a restarted server does not sample with its base weights. The
+number of consecutive failures without progress is limited; after that the engine is dead.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from swift.rollout.weights.base import Bucket
 from swift.types import Completion, Request
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before the next try after a failure of the server; when they are used up, it is given up."""
+"""Pauses before the tries after a failure of the server, in seconds; after the last try the engine is dead."""
 BATCH = 1024
-"""Largest number of requests in one POST."""
+"""Maximum number of requests in one POST."""
 BATCH_TOKENS = 4_000_000
-"""Largest number of prompt tokens in one POST."""
+"""Maximum number of prompt tokens in one POST."""
 LONGEST = 1 << 22
-"""Longest context that a server is believed to have."""
+"""Upper bound on the context length of a server, which limits the length of lines."""
 
 PATHS = {"commit": "weights/commit"}
-"""Of calls whose routes have other names."""
-SHAPES: dict[str, Any] = {"commit": wire.Acknowledged, "versions": wire.VersionsReply}
-"""Of replies that hold something."""
+"""Routes of calls, if they differ from the name."""
+SHAPES: dict[str, Any] = {"commit": wire.AckReply, "versions": wire.VersionsReply}
+"""Types of replies that are read."""
 
 
 class ServerClient(ServerCalls):
     """See the module's docstring.
 
     Args:
-        url: of the server.
-        spec: what this run expects of it.
+        url: URL of the server.
+        spec: model, dtype and context length that this run requires.
         timeouts: see `Timeouts`.
-        api_key: its key; None takes SWIFT_API_KEY from the environment, if set.
-        run_id: of this run, the same for all its servers; None makes one.
-        weight_transport: "disk", "http" or "broadcast"; None takes the disk where it is shared, and HTTP elsewhere.
-        force_restart: have the server start anew before the adapter of the next version.
+        api_key: API key of the server; None is SWIFT_API_KEY from the environment, if set.
+        run_id: id of this run, the same for all its servers; None generates one.
+        weight_transport: "disk", "http" or "broadcast"; None is "disk" if the disk is shared, else "http".
+        force_restart: whether to restart the server before the adapter of the next version.
     """
 
     restartable = False
@@ -82,36 +82,37 @@ class ServerClient(ServerCalls):
         weight_transport: str | None = None,
         force_restart: bool = False,
     ) -> None:
-        bounds = replace(timeouts, stall_s=math.inf)  # a server watches its engines itself
-        super().__init__(url, spec, api_key, bounds, run_id or secrets.token_hex(8), weight_transport)
+        timeouts = replace(timeouts, stall_s=math.inf)  # the server checks the progress of its engines
+        super().__init__(url, spec, api_key, timeouts, run_id or secrets.token_hex(8), weight_transport)
         self.force_restart = force_restart
         self.instance: object = object()
         self.weights_folder: Path | None = None
         self.files: disk.RunFolder | None = None
-        self._boot = ""
-        self._base = EngineCounters()
+        self._boot_id = ""
+        self._base_counters = EngineCounters()
         self._failures = self._line_bytes = 0
-        self._writing: int | None = None  # version
-        self._beating: threading.Thread | None = None
+        self._writing: int | None = None  # version of the files being written
+        self._heartbeats: threading.Thread | None = None
 
     @property
     def stored(self) -> str:  # type: ignore[override]
-        """Files only where both sides see the same folder."""
+        """See `EngineClient`: "disk" if the weights folder is shared."""
         return "http" if self.weights_folder is None else "disk"
 
     # --- start ------------------------------------------------------------------------------------------------
 
     def connect(self) -> Capabilities:
-        """Wait for the server, take its lease, and see whether it is the one we expect.
+        """Wait for the server, check its model, and take its lease.
 
-        Raises EngineDead when it cannot be reached in time; EngineError when it belongs to another run, does not accept
-        the key, or serves something else.
+        Raises:
+            EngineDead: the server cannot be reached in time.
+            EngineError: another run holds it, it does not accept the key, or it serves another model.
         """
         try:
             self._await_server()
             info = self._info(self.timeouts.reply_s)
             self._check_expected(info)
-            self._boot = info.boot_id
+            self._boot_id = info.boot_id
             self._take_lease()
         except Lost as lost:
             raise EngineDead(f"{self.name}: {lost}") from lost
@@ -120,14 +121,14 @@ class ServerClient(ServerCalls):
         if self.weights_folder is not None and self.files is None:
             self.files = disk.open_run(self.weights_folder, f"run-{self.run_id}")
         self._line_bytes = wire.line_bytes(int(min(limit, LONGEST)))
-        self._base, self.devices = info.counters, info.capabilities.devices
-        if self._beating is None:
-            self._beating = threading.Thread(target=self._beat, name=f"lease of {self.name}", daemon=True)
-            self._beating.start()
+        self._base_counters, self.devices = info.counters, info.capabilities.devices
+        if self._heartbeats is None:
+            self._heartbeats = threading.Thread(target=self._send_heartbeats, name=f"lease of {self.name}", daemon=True)
+            self._heartbeats.start()
         return replace(info.capabilities, max_model_len=int(limit), shares_weights=False, sleep_levels=(0,))
 
     def replace(self, how: str) -> EngineCounters | None:
-        """Find the server again, after a pause; one that was restarted is taken over anew."""
+        """Wait for the server after a failure; take the lease again if it was restarted or has lost its state."""
         self.instance = object()
         self._failures += 1
         if self._failures > len(BACKOFF_S):
@@ -137,7 +138,7 @@ class ServerClient(ServerCalls):
         self._await_server()
         try:
             info = self._info(self.timeouts.reply_s)
-            same = info.boot_id == self._boot and info.run_id == self.run_id
+            same = info.boot_id == self._boot_id and info.run_id == self.run_id
             if same and info.version == self.version and not self.invalid:
                 return None
             self._check_expected(info)
@@ -146,10 +147,12 @@ class ServerClient(ServerCalls):
             raise
         except (EngineError, ConfigError) as error:
             problem = error.problems[0].removeprefix(f"{self.name}: ")
-            raise EngineDead(f"{self.name}: cannot be used again: {problem}") from error
-        now = info.counters
-        more = now - self._base - self.instance_counters if info.boot_id == self._boot else EngineCounters(restarts=1)
-        self._boot, self._base = info.boot_id, now
+            raise EngineDead(f"{self.name}: cannot be used any more: {problem}") from error
+        if info.boot_id == self._boot_id:
+            more = info.counters - self._base_counters - self.instance_counters
+        else:
+            more = EngineCounters(restarts=1)
+        self._boot_id, self._base_counters = info.boot_id, info.counters
         return more
 
     def progress(self) -> None:
@@ -159,15 +162,15 @@ class ServerClient(ServerCalls):
 
     def post(self, instance: object, requests: Sequence[Request]) -> None:
         if instance is not self.instance:
-            raise Lost("its requests were given up")
-        for part in _parts([self._with_ends(request) for request in requests]):
+            raise Lost("its requests were abandoned")
+        for part in _parts([self._with_stop_tokens(request) for request in requests]):
             asked = {request.request_id: request for request in part}
             content = wire.encode(wire.InferRequest.of(part, self.version))
             name = f"stream of {self.name}"
             threading.Thread(target=self._read, args=(instance, asked, content), name=name, daemon=True).start()
 
-    def _with_ends(self, request: Request) -> Request:
-        """With the ids that end a completion: the server may know others."""
+    def _with_stop_tokens(self, request: Request) -> Request:
+        """Add the end tokens of this run's model; the server may have others."""
         stops = tuple(sorted({*self.spec.eos_token_ids, *request.sampling.stop_token_ids}))
         return replace(request, sampling=replace(request.sampling, stop_token_ids=stops))
 
@@ -175,22 +178,22 @@ class ServerClient(ServerCalls):
         left = set(asked)
         try:
             for event in self._events(asked, left, content):
-                if instance is not self.instance:  # given up: the server sees the stream closed, and aborts
+                if instance is not self.instance:  # abandoned: the server aborts when the stream is closed
                     return
                 if isinstance(event, Completion):
                     left.discard(event.request_id)
                 elif isinstance(event, Failure):
                     left.difference_update(event.request_ids)
                 if isinstance(event, EngineCounters):
-                    self.instance_counters = event - self._base
+                    self.instance_counters = event - self._base_counters
                 else:
                     self.deliver(instance, event)
-        except Exception as error:  # such as a thread that cannot be started
+        except Exception as error:  # for example, no thread can be started
             self.deliver(instance, Lost(f"{type(error).__name__}: {first_line(error)}"))
 
     def _events(self, asked: Mapping[str, Request], left: set[str], content: bytes) -> Iterator[Event | EngineCounters]:
-        """What comes of the requests of one POST, and what the engines did by then. left: ids that have not come."""
-        headers, timeout = {"Content-Type": "application/json"}, self._bounds(self.timeouts.reply_s)
+        """Send one POST; yields the events of its requests, and counters. left: ids of requests that have not ended."""
+        headers, timeout = {"Content-Type": "application/json"}, self._timeout(self.timeouts.reply_s)
         try:
             with replies.streamed(self._http, "/infer/", timeout, content, headers) as reply:
                 if reply.status_code != 200:
@@ -210,27 +213,27 @@ class ServerClient(ServerCalls):
                     else:
                         yield Returned(list(left))
                         return
-            yield Lost("its stream was cut off")
+            yield Lost("its stream ended early")
         except Lost as lost:
             yield lost
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             yield Lost(first_line(error))
 
     def _check_completion(self, completion: Completion, asked: Mapping[str, Request]) -> None:
-        """Raises Lost: it cannot be what was asked for, so that this is no engine of the run's model."""
+        """Raises Lost: the completion cannot belong to a request, so the server does not have the model of this run."""
         name = completion.request_id
         if name not in asked:
-            raise Lost(f"it answers a request that it was not sent: {name[:80]!r}")
-        if problem := wire.not_of(completion, asked[name], self._architecture.get("vocab_size")):
-            raise Lost(f"its answer to request {name} is none: {problem}")
+            raise Lost(f"it answers an unknown request: {name[:80]!r}")
+        if problem := wire.mismatch(completion, asked[name], self._architecture.get("vocab_size")):
+            raise Lost(f"its answer to request {name} is invalid: {problem}")
 
     def _refusal(self, left: set[str], problem: Exception) -> Iterator[Event]:
-        """Nothing of a POST was taken."""
+        """Yield the events of a POST that the server refused."""
         if isinstance(problem, Lost):
             yield problem
         elif isinstance(problem, Busy):
             yield Returned(list(left), busy=True)
-        elif isinstance(problem, RequestRefused) and problem.request_id in left:  # the others come again
+        elif isinstance(problem, RequestRefused) and problem.request_id in left:  # the others are sent again
             yield Failure([problem.request_id], problem)
             yield Returned([name for name in left if name != problem.request_id])
         elif isinstance(problem, SwiftError):
@@ -241,8 +244,8 @@ class ServerClient(ServerCalls):
     def abort(self, request_ids: Sequence[str]) -> None:
         def abort() -> None:
             body = {"request_ids": list(request_ids)}
-            with contextlib.suppress(Lost, EngineError):  # then the stream sees it
-                self._get("POST", "/abort_requests", self.timeouts.reply_s, dict, json=body)
+            with contextlib.suppress(Lost, EngineError):  # the stream raises it
+                self._call_route("POST", "/abort_requests", self.timeouts.reply_s, dict, json=body)
 
         on_thread(abort, f"aborts at {self.name}")
 
@@ -257,18 +260,19 @@ class ServerClient(ServerCalls):
             case "begin_update":
                 body = wire.encode(wire.BeginUpdate.of(**fields))
                 headers = {"Content-Type": "application/json"}
-                began = self._get("POST", "/weights/begin", timeout_s, wire.Began, content=body, headers=headers)
-                return began.update
+                return self._call_route(
+                    "POST", "/weights/begin", timeout_s, wire.BeginReply, content=body, headers=headers
+                ).update
             case "load_adapter":
                 return self._upload_adapter(**fields)
         shape = SHAPES.get(name, dict)
-        said = self._get("POST", f"/{PATHS.get(name, name)}", timeout_s, shape, json=fields or None)
+        reply = self._call_route("POST", f"/{PATHS.get(name, name)}", timeout_s, shape, json=fields or None)
         match name:
             case "commit":
-                return {"ack": said.ack, "asleep": said.asleep}
+                return {"ack": reply.ack, "asleep": reply.asleep}
             case "versions":
-                return said.versions
-        return said
+                return reply.versions
+        return reply
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         if self.force_restart and self._adapter is not None and version == self._adapter[0] + 1:
@@ -282,26 +286,24 @@ class ServerClient(ServerCalls):
         return super().load_adapter(adapter, version)
 
     def _restart(self) -> NoReturn:
-        """Raises Lost as soon as the server is another process."""
-        boot = self._get("POST", "/restart", self.timeouts.reply_s, wire.Boot).boot_id
+        """Restart the server; raises Lost when its new process is ready."""
+        boot_id = self._call_route("POST", "/restart", self.timeouts.reply_s, wire.RestartReply).boot_id
         deadline = time.monotonic() + self.timeouts.server_s
-        while self._info(self.timeouts.start_s).boot_id == boot:
+        while self._info(self.timeouts.start_s).boot_id == boot_id:
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"{self.name}: it has not started anew within {self.timeouts.server_s:g} s; see its log"
-                )
+                raise EngineError(f"{self.name}: it has not restarted within {self.timeouts.server_s:g} s; see its log")
             self._ending.wait(self.timeouts.poll_s)
-        raise Lost("it started anew, as --force_restart wants")
+        raise Lost("it was restarted by --force_restart")
 
     def _upload_adapter(self, adapter: AdapterWeights, version: int) -> dict[str, Any]:
         metadata = {"adapter_config": json.dumps(adapter.config)}
         data = disk.as_bytes([(name, adapter.tensors[name]) for name in sorted(adapter.tensors)], metadata)
-        return {"result": self._upload("/v1/load_lora_adapter", {"version": version}, data, wire.Acknowledged).ack}
+        return {"result": self._upload("/v1/load_lora_adapter", {"version": version}, data, wire.AckReply).ack}
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def choose(self, device: torch.device) -> str:
-        """Files on a shared disk, else HTTP; a broadcast must be asked for, since it needs a way back to here."""
+        """Files on a shared disk, else HTTP; a broadcast, whose server must connect back, is never chosen."""
         return self.stored
 
     def receivers(self) -> int:
@@ -312,7 +314,7 @@ class ServerClient(ServerCalls):
             return bucket.once("safetensors", lambda: disk.as_bytes(bucket.tensors))
         if self.files is None:
             raise SyncFailed(
-                f"weights: {self.name}: --weight_transport disk: it has no weights folder that is seen here"
+                f"weights: {self.name}: --weight_transport disk: it has no weights folder that this host shares"
             )
         files = self.files
         self._writing = version
@@ -320,32 +322,34 @@ class ServerClient(ServerCalls):
 
     def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
         if way == "http":
-            return self._aside(lambda: self._upload("/weights/bucket", {"update": update}, payload, dict), timeout_s)
+            return self._in_background(
+                lambda: self._upload("/weights/bucket", {"update": update}, payload, dict), timeout_s
+            )
         body = {"update": update, **({"broadcast": payload} if way == "broadcast" else payload)}
-        return self._aside(
-            lambda: self._get("POST", "/weights/bucket", self.timeouts.sync_s, dict, json=body), timeout_s
+        return self._in_background(
+            lambda: self._call_route("POST", "/weights/bucket", self.timeouts.sync_s, dict, json=body), timeout_s
         )
 
     def abort_update(self, update: int) -> None:
         with contextlib.suppress(Lost, SwiftError):
-            self._get("POST", "/weights/abort", self.timeouts.reply_s, dict, json={"update": update})
+            self._call_route("POST", "/weights/abort", self.timeouts.reply_s, dict, json={"update": update})
 
     def update_ended(self, *, complete: bool) -> None:
-        """Files that were written are complete, or given up."""
+        """Mark the files of the update as complete, or as abandoned."""
         version, self._writing = self._writing, None
         if self.files is not None and version is not None:
             self.files.update_ended(version, complete=complete)
 
     def address(self) -> str:
         parts = urlsplit(self.url)
-        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0) as one:
-            return str(one.getsockname()[0])
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=5.0) as connection:
+            return str(connection.getsockname()[0])
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def ask_health(self) -> Health:
         try:
-            state = replies.whole(self._http, "GET", "/health", self._bounds(5.0)).read(wire.State, self.name)
+            state = replies.whole(self._http, "GET", "/health", self._timeout(5.0)).read(wire.State, self.name)
             return Health(state.alive, state.detail)
         except (Lost, EngineError) as error:
             return Health(False, f"{self.name}: {first_line(error).removeprefix(f'{self.name}: ')}")
@@ -353,18 +357,18 @@ class ServerClient(ServerCalls):
     def end(self) -> None:
         self._ending.set()
         self.instance = object()
-        if self._boot:
-            with contextlib.suppress(Lost):  # a server that is gone has no lease to give back
-                replies.whole(self._http, "POST", "/release", self._bounds(5.0), json={"run_id": self.run_id})
-        if self._beating is not None and self._beating is not threading.current_thread():
-            self._beating.join(self.timeouts.reply_s + self.timeouts.connect_s)
+        if self._boot_id:
+            with contextlib.suppress(Lost):  # a lost server has no lease to release
+                replies.whole(self._http, "POST", "/release", self._timeout(5.0), json={"run_id": self.run_id})
+        if self._heartbeats is not None and self._heartbeats is not threading.current_thread():
+            self._heartbeats.join(self.timeouts.reply_s + self.timeouts.connect_s)
         self._http.close()
         if self.files is not None:
             self.files.close()
 
 
 def _parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Requests for one POST each; equal prompts in a row count once."""
+    """Split requests into POSTs; consecutive equal prompts count once."""
     part: list[Request] = []
     tokens = 0
     for request in requests:

@@ -1,6 +1,6 @@
-"""Everything that is needed to make an engine, as plain data that can cross process borders.
+"""The specification of an engine, as plain data that can be sent to other processes.
 
-`build_engine` is the one place that knows which backend lives where. Backends are named; a plugin adds its own with
+`build_engine` finds the factory of a backend by its name. A plugin adds a backend with
 `swift.plugin.backends["mine"] = factory`, where `factory(spec)` returns an `InferenceEngine`.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
 
 USUAL_NUM_SEQS = 256
-"""Sequences decoded together where nothing else is said."""
+"""Default number of sequences that are decoded together."""
 BACKENDS: dict[str, str] = {
     "transformers": "swift.rollout.engines.transformers:build",
     "vllm": "swift.rollout.engines.vllm:build",
@@ -33,15 +33,16 @@ class EngineSpec:
     """One engine.
 
     model: folder with config, weights and tokenizer. adapters: LoRA folders that are merged at the start.
-    dtype: torch dtype name. eos_token_ids: end a completion, the only ids that do so by themselves.
-    max_model_len: prompt + completion limit in tokens; None takes the model's.
-    devices: where it runs, in order of its tensor-parallel ranks (`cuda:3`, `cpu:0`); ("cpu",) leaves the CPU to it.
-    cores: CPU cores it is bound to; () leaves them as they are.
-    sleep: whether `sleep` will be used, which some backends must know from the start.
-    max_num_seqs: sequences decoded together; None is vLLM's own number, and `USUAL_NUM_SEQS` elsewhere.
-    in_ranks: tensor parallelism over the calling torch.distributed ranks (colocate) instead of processes of its own.
-    engine_kwargs: the backend's own arguments, passed on unchecked. plugins: files that register further backends.
-    limit_s: longest time of a call to it, in seconds (`--engine_timeout`).
+    dtype: torch dtype name. eos_token_ids: the tokens that end every completion.
+    max_model_len: maximum tokens of prompt and completion; None takes the model's.
+    devices: one per tensor-parallel rank, in their order (`cuda:3`, `cpu:0`); ("cpu",) is the whole CPU.
+    cores: CPU cores that the engine is bound to; () binds it to none.
+    sleep: whether `sleep` will be used; some backends need it at the start.
+    max_num_seqs: maximum number of sequences decoded together; None is vLLM's default, for others `USUAL_NUM_SEQS`.
+    in_ranks: tensor parallelism over the calling torch.distributed ranks (colocate) instead of new processes.
+    memory_share: share of the device's memory. lora: whether the engine samples with LoRA adapters.
+    engine_kwargs: arguments of the backend, passed on unchecked. plugins: files that register further backends.
+    limit_s: timeout of a call to the engine, in seconds (`--engine_timeout`).
     """
 
     backend: str
@@ -70,27 +71,27 @@ class EngineSpec:
 
 
 def call_limit_s(model: str) -> float:
-    """Default of `--engine_timeout` for the checkpoint of this folder: all its bytes may have to move, at 50 MB/s."""
+    """Default of `--engine_timeout` for a checkpoint folder, in seconds: 300, and its size at 50 MB/s."""
     files = [file for pattern in ("*.safetensors", "*.bin") for file in Path(model).glob(pattern)]
     return 300.0 + sum(file.stat().st_size for file in files) / 50e6
 
 
 def visible_devices(devices: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that has these of our devices only; "" for the CPU."""
-    ours = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-    numbers = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
-    return ",".join(ours[one] if one < len(ours) else str(one) for one in numbers)
+    """CUDA_VISIBLE_DEVICES for a process with these of this process's devices; "" for the CPU."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    indexes = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
+    return ",".join(visible[index] if index < len(visible) else str(index) for index in indexes)
 
 
 OWN_SHARE = 0.9
-"""Of a device's memory for vLLM that has it alone."""
+"""Default share of a device's memory for vLLM if no trainer uses the device."""
 
 
 def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> EngineSpec:
-    """The spec of an engine from resolved settings, as a trainer and a server read them alike.
+    """The spec of an engine from the resolved settings of a trainer or a server.
 
-    vllm_share: of a device's memory, if the settings name none.
-    fields: of the spec, what differs between the two: model, devices, lengths, sleep.
+    vllm_share: share of a device's memory if the settings have none.
+    fields: of the spec, those that differ between trainer and server: model, devices, lengths, sleep.
     """
     vllm_share = args.vllm_gpu_memory_utilization or vllm_share
     memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else vllm_share
@@ -114,17 +115,17 @@ def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> Eng
 
 
 def build_engine(spec: EngineSpec) -> InferenceEngine:
-    """Makes the engine in this process.
+    """Build the engine in this process.
 
     Raises:
-        ConfigError: no backend of that name, or settings that it refuses.
+        ConfigError: no backend of that name, or the backend refuses the settings.
         ResourceError: the backend's package is missing or has an unsupported version.
     """
     return factory(spec.backend)(spec)
 
 
 def factory(backend: str) -> Callable[[EngineSpec], InferenceEngine]:
-    """The function that makes engines of a backend. Raises ConfigError: no such backend."""
+    """The factory of a backend. Raises ConfigError: no such backend."""
     from swift.plugin import inference_backends
 
     if backend in inference_backends:

@@ -1,10 +1,10 @@
-"""What a `swift rollout` server and its client exchange: shapes of requests, lines of a reply, errors.
+"""Wire format between a `swift rollout` server and its client: requests, lines of a streamed reply, errors.
 
-    POST /infer/    `InferRequest`; equal prompts travel once
-    reply           one JSON object per line: completion | failed | alive, and end as the last one
+    POST /infer/    `InferRequest`; equal prompts are sent once
+    reply           one JSON object per line: completion | failed | alive; the last one is end
 
-A stream that stops before its "end" was cut off. "alive" comes at least every `ALIVE_S` seconds, so silence is a fault.
-Weights and adapters travel as safetensors.
+A stream without "end" is incomplete. The server sends "alive" at least every `ALIVE_S` seconds, so a longer silence is
+an error. Weights and adapters are sent as safetensors.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from swift.rollout.weights.base import TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
 PROTOCOL = 6
-"""Changes when either side would misunderstand the other."""
+"""Version of the wire format; server and client must have the same one."""
 RUN_HEADER = "X-Swift-Run"
-"""Id of the run that sends the request."""
+"""Header with the id of the run that sends the request."""
 ALIVE_S = 2.0
-"""How often a stream says that it is there when it has nothing else to say."""
+"""Maximum interval between two lines of a stream, in seconds."""
 SAFETENSORS = "application/x-safetensors"
 LINE_CHARACTERS = 2000
-"""Of an error that a server tells, in one line."""
+"""Maximum length of an error message of a server."""
 PROBE_BYTES = 256
-"""Longest content of the file that shows whether a disk is shared."""
+"""Maximum size of the file that shows whether a disk is shared."""
 
 ARCHITECTURE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings",
 )  # fmt: skip
-"""Entries of config.json that identify a model whose folder has another name on another machine."""
+"""Entries of config.json that identify a model, whose folder may have another name on another machine."""
 
 encode = msgspec.json.encode
 
 Spans = list[tuple[int, int, int]]
 """Versions of the tokens of a completion, as in `Completion.versions`."""
-Said = tuple[Sequence[int], Sequence[int], Sequence[float]]
-"""A completion as an environment returns it: prompt ids, token ids, and their log-probs or ()."""
-Versions = Callable[[Sequence[Said]], Sequence[Spans | None]]
+ReturnedCompletion = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""A completion from an environment: prompt ids, token ids, and the log-probs of these or ()."""
+Versions = Callable[[Sequence[ReturnedCompletion]], Sequence[Spans | None]]
 """Returns the policy versions of completions; None if they are unknown."""
 
 
 class Sample(Struct, forbid_unknown_fields=True):
-    """One sample. prompt: index into the prompts of the request. limit_s: see `Request`; None is the server's own."""
+    """One sample. prompt: index into the prompts of the request. limit_s: see `Request`; None is the server's limit."""
 
     id: Annotated[str, Meta(min_length=1, max_length=1024)]
     prompt: Annotated[int, Meta(ge=0)]
@@ -64,7 +64,7 @@ class Sample(Struct, forbid_unknown_fields=True):
 
 
 class InferRequest(Struct, forbid_unknown_fields=True):
-    """POST /infer/. version: the weights that the caller counts on; None takes any."""
+    """POST /infer/. version: expected policy version of the weights; None accepts any."""
 
     prompts: list[list[int]]
     requests: list[Sample]
@@ -72,28 +72,28 @@ class InferRequest(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, requests: Sequence[Request], version: int | None) -> InferRequest:
-        """Requests for one POST; equal prompts travel once."""
+        """The body of one POST; equal prompts are sent once."""
         prompts: dict[tuple[int, ...], int] = {}
         samples = [
             Sample(
-                one.request_id,
-                prompts.setdefault(tuple(one.prompt_ids), len(prompts)),
-                one.sampling,
-                one.limit_s if math.isfinite(one.limit_s) else None,
+                request.request_id,
+                prompts.setdefault(tuple(request.prompt_ids), len(prompts)),
+                request.sampling,
+                request.limit_s if math.isfinite(request.limit_s) else None,
             )
-            for one in requests
+            for request in requests
         ]
         return cls([list(prompt) for prompt in prompts], samples, version)
 
 
 class Load(Struct):
-    """Of GET /info, what runs there, by owner."""
+    """Part of GET /info. running_of: number of running requests by owner."""
 
     running_of: dict[str, int]
 
 
 class Info(Struct):
-    """GET /info, as far as a client needs it. receivers: processes there that take part in a broadcast."""
+    """The fields of GET /info that a client reads. receivers: number of processes that take part in a broadcast."""
 
     protocol: int
     boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -111,34 +111,34 @@ class Info(Struct):
 
 
 class State(Struct):
-    """GET /health, as far as a client needs it."""
+    """The fields of GET /health that a client reads. void: the weights are invalid."""
 
     alive: bool = False
     void: bool = False
     detail: str = ""
 
 
-class Began(Struct):
+class BeginReply(Struct):
     """Reply to POST /weights/begin."""
 
     update: int
 
 
-class Acknowledged(Struct):
-    """Reply of routes that bring weights."""
+class AckReply(Struct):
+    """Reply of the routes that receive weights."""
 
     ack: Ack
     asleep: str
 
 
-class Boot(Struct):
-    """A process of the server."""
+class RestartReply(Struct):
+    """Reply to POST /restart. boot_id: of the process that will end."""
 
     boot_id: str
 
 
-class ToldError(Struct):
-    """An error that a reply holds; see `error_body`."""
+class ErrorContent(Struct):
+    """An error in a reply; see `error_body`."""
 
     type: str = ""
     message: str = ""
@@ -149,9 +149,9 @@ class ToldError(Struct):
 
 
 class ErrorReply(Struct):
-    """Any reply that is no 200."""
+    """A reply with another status than 200."""
 
-    error: ToldError
+    error: ErrorContent
 
 
 class CompletionLine(Struct, tag_field="event", tag="completion"):
@@ -161,20 +161,20 @@ class CompletionLine(Struct, tag_field="event", tag="completion"):
 
 
 class FailedLine(Struct, tag_field="event", tag="failed"):
-    """Requests that will not come."""
+    """Requests that have failed."""
 
     ids: list[str]
-    error: ToldError
+    error: ErrorContent
 
 
 class AliveLine(Struct, tag_field="event", tag="alive"):
-    """What the engines did so far; comes before the completions that they made of it."""
+    """Counters of the engines; sent before the completions that they include."""
 
     counters: EngineCounters
 
 
 class EndLine(Struct, tag_field="event", tag="end"):
-    """Every request has come back."""
+    """All requests have ended."""
 
 
 Line = CompletionLine | FailedLine | AliveLine | EndLine
@@ -188,7 +188,7 @@ class BeginUpdate(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, manifest: Sequence[TensorInfo], version: int) -> BeginUpdate:
-        """For a manifest."""
+        """The body for a manifest."""
         return cls(version, [(info.name, info.dtype, list(info.shape)) for info in manifest])
 
 
@@ -199,7 +199,7 @@ class VersionsRequest(Struct, forbid_unknown_fields=True):
 
 
 class VersionsReply(Struct):
-    """In the order of the request; None for a completion that is unknown."""
+    """Versions in the order of the request; None for an unknown completion."""
 
     versions: list[Spans | None]
 
@@ -207,7 +207,7 @@ class VersionsReply(Struct):
 def digest_of(prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] = ()) -> str:
     """Key of a completion in `SampledVersions`; independent of where the prompt ends.
 
-    logprobs: distinguish equal tokens of other weights; as float32, the dtype of engines.
+    logprobs: distinguish equal tokens of different weights; as float32, the dtype of engines.
     """
     content = encode([*prompt_ids, *token_ids]) + array("f", logprobs).tobytes()
     return hashlib.blake2b(content, digest_size=16).hexdigest()
@@ -223,16 +223,16 @@ def line_bytes(max_model_len: int) -> int:
     return (4 << 20) + 256 * max_model_len
 
 
-def not_of(completion: Completion, request: Request, vocab_size: int | None) -> str:
-    """Reason why a completion cannot be that of a request; "" if it can."""
+def mismatch(completion: Completion, request: Request, vocab_size: int | None) -> str:
+    """Returns why a completion cannot belong to a request; "" if it can."""
     ids, most = completion.token_ids, request.sampling.max_new_tokens
     if len(ids) > most:
-        return f"{len(ids)} tokens came, and at most {most} were asked for"
+        return f"{len(ids)} tokens came, and the request allows {most}"
     size = vocab_size or 1 << 31
-    if wrong := next((token for token in ids if not 0 <= token < size), None):
-        return f"token id {wrong}: outside of 0..{size - 1}"
+    if invalid := next((token for token in ids if not 0 <= token < size), None):
+        return f"token id {invalid}: outside of 0..{size - 1}"
     if completion.log_mass and len(completion.log_mass) != len(ids):
-        return f"{len(completion.log_mass)} masses for {len(ids)} tokens"
+        return f"{len(completion.log_mass)} log-masses for {len(ids)} tokens"
     ends = [0, *(end for _, _, end in completion.versions)]
     if ids and [*(start for _, start, _ in completion.versions), len(ids)] != ends:
         return f"versions {completion.versions[:4]} for {len(ids)} tokens"
@@ -251,7 +251,7 @@ def architecture(folder: str | Path) -> dict[str, Any]:
 
 
 def error_body(error: BaseException, status: int) -> dict[str, Any]:
-    """The JSON of an error: OpenAI's `message`, `type` and `code`, and the fields to raise it again."""
+    """The JSON of an error: `message`, `type` and `code` as in OpenAI's API, and the fields that `error_from` reads."""
     if isinstance(error, SwiftError):
         state = {name: value for name, value in vars(error).items() if isinstance(value, str | int | float)}
         kind, problems = type(error).__name__, error.problems
@@ -262,8 +262,8 @@ def error_body(error: BaseException, status: int) -> dict[str, Any]:
     }
 
 
-def error_from(error: ToldError, name: str) -> SwiftError | None:
-    """The error of a failed reply, with the server's name; None if it is not an error of swift."""
+def error_from(error: ErrorContent, name: str) -> SwiftError | None:
+    """Restore the error of a reply, prefixed with the name of the server; None if it is not an error of swift."""
     if not error.type or not error.problems:
         return None
     kind = getattr(swift.errors, error.type, None)
@@ -274,8 +274,8 @@ def error_from(error: ToldError, name: str) -> SwiftError | None:
 
 def error_in_name(name: str, kind: type[SwiftError], problems: Sequence[str], state: Mapping[str, Any]) -> SwiftError:
     """An error of this kind from an engine or server, prefixed with its name. state: further attributes."""
-    made = kind.__new__(kind)
+    error = kind.__new__(kind)
     first, *rest = problems
-    SwiftError.__init__(made, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
-    made.__dict__.update({key: value for key, value in state.items() if key not in ("problems", "exit_code")})
-    return made
+    SwiftError.__init__(error, first if first.startswith(f"{name}: ") else f"{name}: {first}", *rest)
+    error.__dict__.update({key: value for key, value in state.items() if key not in ("problems", "exit_code")})
+    return error

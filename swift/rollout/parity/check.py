@@ -29,7 +29,7 @@ from swift.rollout.parity.noise import has_experts, make_noise
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
-from swift.rollout.weights.sync import REHEARSAL, WeightSync
+from swift.rollout.weights.sync import TRIAL_VERSION, WeightSync
 from swift.types import Prompt, Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ParityReport:
         gaps = [stage.gaps for stage in self.stages]
         tokens, top = sum(gap.tokens for gap in gaps), max(gaps, key=lambda gap: gap.maximum)
         mean = sum(gap.mean * gap.tokens for gap in gaps) / max(tokens, 1)
-        versions = ", ".join("rehearsal" if stage.version == REHEARSAL else str(stage.version) for stage in self.stages)
+        versions = ", ".join("trial" if stage.version == TRIAL_VERSION else str(stage.version) for stage in self.stages)
         return (
             f"parity: engine against trainer over {tokens} tokens ({', '.join(stage.name for stage in self.stages)}): "
             f"max |logp difference| {top.maximum:.1e}, mean {mean:.1e}, p99 {max(gap.p99 for gap in gaps):.1e}, "
@@ -182,8 +182,8 @@ class ParityCheck:
                 return self._report(stages)
             self.weight_sync.separate()  # an engine that shares memory would not have the noise
             with exchanged(self.model, noise):
-                self.weight_sync.rehearse()
-                stages.append(self._compare(NOISY, REHEARSAL))
+                self.weight_sync.send_trial()
+                stages.append(self._compare(NOISY, TRIAL_VERSION))
             self.weight_sync.refresh()
             if stages[1].verdict != "refuse":
                 stages.append(self._compare(RESTORED, self.weight_sync.version))

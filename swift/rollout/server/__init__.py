@@ -1,13 +1,19 @@
 """`swift rollout`: engines behind HTTP, for trainers on other machines and for clients of OpenAI's API.
 
-    app       routes, the bearer token, failures as HTTP statuses
-    access    token, limits of bodies, the lease of the run that owns the weights
-    service   what the routes share: the request queue of the engines, health, what is loaded
-    infer     sampling for trainers, facts          openai, shapes   OpenAI's API and the plain /generate
-    texts     tokenizer and template, in turns      events     answers as they grow      metrics   what was done
-    weights   whole models and adapters             control          lease, pause, sleep, caches
-    run       plan and engines                      process    socket, signals, a new process
+    app               the ASGI application: routes, middleware, errors as HTTP statuses
+    access            bearer token, size limits of requests, the lease of the run that owns the weights
+    service           state that all routes share: request queue of the engines, health, loaded weights
+    infer             routes: sampling for trainers, state of the server
+    openai, shapes    routes: OpenAI's API and the plain /generate; schemas of their requests
+    chats, texts      messages and tool calls; tokenization and decoding
+    events            streamed answers
+    weights           routes: weights of whole models and of adapters
+    control           routes: lease, pause, sleep, caches
+    fingerprint       check of the base weights
+    sampled_versions  policy versions of completions
+    metrics           /metrics and the throughput in the log
+    run, process      start of the engines; socket, signals, restart of the process
 
-`swift.rollout.engines.request_queue` is the queue, `swift.rollout.engines.wire` the shapes that both ends know, and
-`swift.rollout.engines.server_client` the other end.
+`swift.rollout.engines.request_queue` is the queue, `swift.rollout.engines.wire` has the schemas of server and client,
+and `swift.rollout.engines.server_client` is the client.
 """

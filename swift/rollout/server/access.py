@@ -1,6 +1,6 @@
-"""Who may ask what of the server: bearer token, limits of a request, and the lease of the run that owns the weights.
+"""Access control: the bearer token, size limits of requests, and the lease of the run that owns the weights.
 
-Everything that is refused before it reaches an engine is a `Refused`: an HTTP status, and one line for people.
+A request that is refused before it reaches an engine raises `Refused`: an HTTP status and a message of one line.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 Shape = TypeVar("Shape")
 
 OPEN_PATHS = ("/health", "/health/")
-"""Answered without a token."""
-KNOWN = "swift.known"
-"""Entry of a request's scope: it came with the token, or none is needed."""
+"""Paths that need no token."""
+AUTHENTICATED = "swift.authenticated"
+"""Key of an ASGI scope: whether the request has the token, or the server needs none."""
 HEADERS = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}, 411: {"Connection": "close"}}
-"""Of refusals, by status."""
+"""Response headers of refusals, by status."""
 LARGE_BYTES = 1 << 20
-"""A JSON body of this length is decoded beside the event loop."""
+"""Size from which a JSON body is decoded on a thread, in bytes."""
 SILENCE_S = 60
-"""Longest pause of a client: before the end of a head, within a body, in taking an answer."""
+"""Timeout of a silent client, in seconds: before the end of the headers, within a body, and while it reads a reply."""
 LEAST_RATE = 64 << 10
-"""Bytes that have to come per second of a body, after the first `SILENCE_S`."""
+"""Minimum upload rate of a body after the first `SILENCE_S`, in bytes per second."""
 LIFETIME_S = 60.0
-"""How long a silent run keeps the lease. Clients send a sign of life several times in that time."""
+"""Time without a request after which the lease of a run expires, in seconds. Clients send heartbeats more often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client can make the server hold.
+    """Limits on the resources of the server that clients can use.
 
-    body_bytes: of a JSON body. bodies_bytes: of all JSON bodies over `LARGE_BYTES` that are being read. prompts,
-    samples_per_prompt: of one request. queue: samples that wait or run, of all clients together. adapter_bytes: of an
-    adapter that is uploaded. update_idle_s: silence after which a weight update is aborted.
+    body_bytes: size of a JSON body. bodies_bytes: total size of the JSON bodies over `LARGE_BYTES` that are being read.
+    prompts, samples_per_prompt: per request. queue: waiting and running samples of all clients. adapter_bytes: size of
+    an uploaded adapter. update_idle_s: time without a bucket after which a weight update is aborted, in seconds.
     """
 
     body_bytes: int = 64 << 20
@@ -59,13 +59,13 @@ LIMITS = Limits()
 
 
 class Refused(Exception):
-    """A request that is not carried out.
+    """The server refuses a request.
 
     Args:
         status: HTTP status.
-        kind: one word for programs.
-        problem: one line for people.
-        facts: more for programs, JSON-safe.
+        kind: machine-readable reason, one word.
+        problem: message for people, one line.
+        facts: further fields of the reply, JSON-safe.
     """
 
     def __init__(self, status: int, kind: str, problem: str, **facts: Any) -> None:
@@ -84,20 +84,20 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def field_error(problem: str) -> Refused:
-    """422 for a field; `problem` names it first."""
+    """Returns a refusal (422) of a field; `problem` begins with the name of the field."""
     return Refused(422, "field", problem)
 
 
-def check_count(name: str, seen: int, limit: int) -> None:
-    """Raises Refused unless 1 <= seen <= limit."""
-    if seen < 1:
-        raise Refused(422, "limit", f"{name}: {seen}: at least 1")
-    if seen > limit:
-        raise Refused(422, "limit", f"{name}: {seen}: over the limit of {limit}; send several requests", limit=limit)
+def check_count(name: str, count: int, limit: int) -> None:
+    """Raises Refused unless 1 <= count <= limit."""
+    if count < 1:
+        raise Refused(422, "limit", f"{name}: {count}: at least 1")
+    if count > limit:
+        raise Refused(422, "limit", f"{name}: {count}: over the limit of {limit}; send several requests", limit=limit)
 
 
 class Gate:
-    """ASGI middleware that asks for the bearer token, if there is one."""
+    """ASGI middleware that checks the bearer token if the server has one."""
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
         self.app = app
@@ -108,13 +108,14 @@ class Gate:
         if scope["type"] == "http":
             headers = dict(scope["headers"])
             given = headers.get(b"authorization", b"")
-            known = scope[KNOWN] = self.expected is None or hmac.compare_digest(given, self.expected)
+            authenticated = self.expected is None or hmac.compare_digest(given, self.expected)
+            scope[AUTHENTICATED] = authenticated
             refused = None
-            if not known and scope["path"] not in OPEN_PATHS:
+            if not authenticated and scope["path"] not in OPEN_PATHS:
                 problem = "Authorization: missing or wrong: this server needs its key as a bearer token"
                 refused = Refused(401, "key", problem)
-            if not known and b"transfer-encoding" in headers:  # chunks of a byte cost much more than they hold
-                refused = Refused(411, "body", "body: in chunks, without the key: send it whole")
+            if not authenticated and b"transfer-encoding" in headers:  # the overhead of one-byte chunks is large
+                refused = Refused(411, "body", "body: chunked transfer encoding without the key: send Content-Length")
             if refused is not None:
                 await refused.response()(scope, receive, send)
                 return
@@ -125,42 +126,46 @@ class Gate:
 
 
 class LargeBodies:
-    """Bodies over `LARGE_BYTES`, of all clients: how much memory they may take together."""
+    """Memory budget of the bodies over `LARGE_BYTES` of all clients."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.reserved = 0
 
     @contextlib.contextmanager
-    def room(self) -> Iterator[Callable[[int], None]]:
-        """For one body, until the end: what is to be called with its size as it grows. That raises Refused (429)."""
+    def reservation(self) -> Iterator[Callable[[int], None]]:
+        """Reserve memory for one body.
+
+        Yields:
+            A function to call with the size of the body as it grows; raises Refused (429).
+        """
         own = 0
 
         def grow(size: int) -> None:
             nonlocal own
             if size <= LARGE_BYTES:
                 return
-            if self.held + size - own > LIMITS.bodies_bytes:
+            if self.reserved + size - own > LIMITS.bodies_bytes:
                 limit = LIMITS.bodies_bytes
-                raise Refused(429, "bodies", f"body: large ones would be over {limit} bytes together; try again later")
-            self.held += size - own
+                raise Refused(429, "bodies", f"body: the large bodies would exceed {limit} bytes; try again later")
+            self.reserved += size - own
             own = size
 
         try:
             yield grow
         finally:
-            self.held -= own
+            self.reserved -= own
 
 
-async def read_body(http: HttpRequest, limit: int, came: Callable[[int], object] = lambda size: None) -> bytearray:
-    """The body of a request.
+async def read_body(http: HttpRequest, limit: int, on_size: Callable[[int], object] = lambda size: None) -> bytearray:
+    """Read the body of a request.
 
     Args:
         http: the request.
-        limit: longest allowed, in bytes, whatever its headers say.
-        came: called as its parts arrive, with its size so far.
+        limit: maximum size, in bytes; also holds without a Content-Length.
+        on_size: called after each part with the size so far.
 
     Raises:
-        Refused: it is longer (413), or stops on the way (408).
+        Refused: the body is longer (413), or its upload is too slow (408).
     """
     declared = http.headers.get("content-length", "")
     too_long = f"longer than the limit of {limit} bytes"
@@ -174,31 +179,31 @@ async def read_body(http: HttpRequest, limit: int, came: Callable[[int], object]
             async with asyncio.timeout(SILENCE_S - late_s):
                 part = await anext(parts, None)
         except TimeoutError as error:
-            problem = f"body: {SILENCE_S:g} s late at {LEAST_RATE >> 10} KiB/s; send it faster"
+            problem = f"body: {SILENCE_S:g} s behind an upload rate of {LEAST_RATE >> 10} KiB/s; send it faster"
             raise Refused(408, "body", problem) from error
         if part is None:
             return data
         data += part
         if len(data) > limit:
             raise Refused(413, "body", f"body: {too_long}")
-        came(len(data))
+        on_size(len(data))
 
 
 def kind_of(http: HttpRequest) -> str:
-    """The content type of a request, "json" for all kinds of JSON."""
+    """Returns the content type of a request; "json" for every JSON type."""
     kind = http.headers.get("content-type", "none").partition(";")[0].strip().lower()
     return "json" if kind.startswith("application/") and kind.endswith(("/json", "+json")) else kind
 
 
 @contextlib.asynccontextmanager
 async def json_of(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> AsyncIterator[Shape]:
-    """A JSON body, decoded; it counts among the large ones until the end.
+    """Read and decode a JSON body; its memory is reserved until the context ends.
 
-    Raises Refused: it is too long (413), no JSON of this shape (422), or one large body too many (429).
+    Raises Refused: the body is too long (413), is not valid (422), or exceeds the memory budget (429).
     """
-    if (kind := kind_of(http)) != "json":  # a page in somebody's browser may send others without asking
+    if (kind := kind_of(http)) != "json":  # browsers send other types to any site without a CORS preflight
         raise Refused(422, "body", f"body: its content type is {kind}; send application/json")
-    with http.app.state.bodies.room() as grow:
+    with http.app.state.bodies.reservation() as grow:
         data = await read_body(http, LIMITS.body_bytes, grow)
         if len(data) < LARGE_BYTES:
             shape = decode(data)
@@ -210,12 +215,12 @@ async def json_of(http: HttpRequest, decode: Callable[[bytearray], Shape]) -> As
 
 
 def json_body(shape: type[Any], *, needed: bool = True) -> Any:
-    """What annotates the parameter of a route that is its JSON body; None if it is not `needed` and there is none."""
+    """Returns the dependency of a route on its JSON body; None if the body is absent and not `needed`."""
     return body_by(lambda data: decoded(shape, data), needed=needed)
 
 
 def body_by(decode: Callable[[bytearray], Any], *, needed: bool = True) -> Any:
-    """As `json_body`, with what decodes it. A body that is streamed to counts no longer."""
+    """Same as `json_body`, with a decoder. The memory is released before a streamed reply begins."""
 
     async def read(http: HttpRequest) -> AsyncIterator[Any]:
         if not needed and http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
@@ -228,14 +233,14 @@ def body_by(decode: Callable[[bytearray], Any], *, needed: bool = True) -> Any:
 
 
 def decoded(shape: type[Shape], data: bytes | bytearray) -> Shape:
-    """JSON as an object of this shape. Raises Refused: it is no JSON, or does not have this shape."""
+    """Decode JSON to this type. Raises Refused (422): the data is not valid."""
     try:
         return msgspec.json.decode(data, type=shape)
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `$")
         raise field_error(f"{where.strip('.`') or 'body'}: {problem}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(422, "body", f"body: not what its content type says ({error})") from error
+        raise Refused(422, "body", f"body: is not valid JSON ({error})") from error
 
 
 # --- the lease --------------------------------------------------------------------------------------------------------
@@ -243,7 +248,7 @@ def decoded(shape: type[Shape], data: bytes | bytearray) -> Shape:
 
 @dataclass(slots=True)
 class Holder:
-    """run_id: of the run. name: for people, such as host and process. expires_at: by the caller's clock."""
+    """The run that holds the lease. name: for messages, such as host and process. expires_at: on the caller's clock."""
 
     run_id: str
     name: str
@@ -251,11 +256,11 @@ class Holder:
 
 
 class Lease:
-    """Which run owns the server's weights. Pure: callers pass the time.
+    """The lease of the run that owns the server's weights. Pure: callers pass the time.
 
-    A run takes the lease with an id of its own, and everything it sends renews it; other runs are refused and told who
-    holds it. A run that fell silent can be replaced; until then it may come back as if nothing was. Clients without a
-    run id may change weights only while nobody holds the lease.
+    A run takes the lease with its run id, and each of its requests renews it. Other runs are refused until the lease
+    expires, with the name of the holder. The holder can renew an expired lease until another run takes it. Clients
+    without a run id may change weights only while no run holds the lease.
     """
 
     def __init__(self, lifetime_s: float = LIFETIME_S) -> None:
@@ -265,49 +270,50 @@ class Lease:
 
     @contextlib.contextmanager
     def during_reset(self) -> Iterator[None]:
-        """The holder cannot give signs of life while it waits for the engines: until the end nothing expires."""
+        """Context in which the lease does not expire: its holder waits for the engines and sends no requests."""
         self._resets += 1
         try:
             yield
         finally:
             self._resets -= 1
 
-    def silent(self, now: float) -> Holder | None:
+    def expired(self, now: float) -> Holder | None:
+        """The holder if its lease has expired."""
         holder = self.holder
-        return holder if holder is not None and not self._lasts(holder, now) else None
+        return holder if holder is not None and not self._is_valid(holder, now) else None
 
-    def _lasts(self, holder: Holder, now: float) -> bool:
+    def _is_valid(self, holder: Holder, now: float) -> bool:
         return self._resets > 0 or holder.expires_at > now
 
     def take(self, run_id: str, name: str, now: float) -> bool:
-        """Become the holder; whether it was another run before (or none). Raises Refused: another run holds it."""
+        """Take the lease; returns whether the run did not hold it before. Raises Refused: another run holds it."""
         before = self.holder
-        if before is not None and before.run_id != run_id and self._lasts(before, now):
-            raise self._held(before, now)
+        if before is not None and before.run_id != run_id and self._is_valid(before, now):
+            raise self._held_by(before, now)
         self.holder = Holder(run_id, name, now + self.lifetime_s)
         return before is None or before.run_id != run_id
 
     def renew(self, run_id: str | None, now: float) -> None:
-        """Check that a request may change things, and renew the lease of its run.
+        """Check that a request may change the state, and renew the lease of its run.
 
-        Raises Refused: another run holds the lease, or this one never took it (409, "no_lease").
+        Raises Refused (409): another run holds the lease ("held"), or this run does not ("no_lease").
         """
         holder = self.holder
         if holder is not None and holder.run_id == run_id:
             holder.expires_at = now + self.lifetime_s
-        elif holder is not None and self._lasts(holder, now):
-            raise self._held(holder, now)
+        elif holder is not None and self._is_valid(holder, now):
+            raise self._held_by(holder, now)
         elif run_id is not None:
             raise Refused(409, "no_lease", f"run {run_id}: does not hold this server; POST /reset first")
 
     def release(self, run_id: str) -> bool:
-        """Give it back; returns whether this run held it."""
+        """Release the lease; returns whether this run held it."""
         if self.holder is None or self.holder.run_id != run_id:
             return False
         self.holder = None
         return True
 
-    def _held(self, holder: Holder, now: float) -> Refused:
+    def _held_by(self, holder: Holder, now: float) -> Refused:
         left = max(0.0, holder.expires_at - now)
         return Refused(
             409,

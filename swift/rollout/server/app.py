@@ -1,4 +1,4 @@
-"""The web application: routes, what guards them, and how failures look to clients."""
+"""The ASGI application: routes, the check of the bearer token, and errors as HTTP statuses."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ STATUS: tuple[tuple[type[SwiftError], int], ...] = (
     (EngineDead, 503),
     (SwiftError, 500),
 )
-"""First match wins. Weights that did not arrive are a conflict: clients repeat what answers 500, and a broadcast that
-nobody sends a second time would be waited for.
+"""HTTP status of an error; the first match applies. `SyncFailed` is a conflict (409): clients repeat a request after a
+500, and a repeated bucket of a broadcast would wait for tensors that no process sends.
 """
 
 
 def make_app(service: Service, give_up: Callable[[EngineDead], None] = lambda error: None) -> Any:
-    """The application of a server, as ASGI. give_up: called once no engine is left that could be replaced."""
+    """Build the ASGI application. give_up: called when no engine is left, with the reason; see `Service.watch`."""
 
     async def watch() -> None:
         give_up(await service.watch())
@@ -78,11 +78,12 @@ async def _failed(request: Request, error: Exception) -> Response:
             status = next(status for kind, status in STATUS if isinstance(error, kind))
             return json_response(error_body(error, status), status)
         case RequestValidationError():
-            return field_error("; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors()[:3])).response()
+            problems = [f"{problem['loc'][-1]}: {problem['msg']}" for problem in error.errors()[:3]]
+            return field_error("; ".join(problems)).response()
         case HTTPException():
             problem = f"{request.method} {request.url.path}: {error.detail}"
             return Refused(error.status_code, "route", problem).response()
         case ClientDisconnect():
-            return Refused(499, "gone", "client: it has hung up").response()
+            return Refused(499, "gone", "client: disconnected").response()
     logger.error("a request failed", exc_info=error)
     return json_response(error_body(error, 500), 500)

@@ -1,4 +1,4 @@
-"""Who owns the server, and what the engines do besides sampling: lease, pause, hold, sleep, caches."""
+"""Routes that control the server: lease, pause, hold, restart, abort, sleep and caches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swift.rollout.server.service import RestartWanted, Service
 
 
 class Reset(Struct):
-    """POST /reset. name: of the run's process, for people. rebuild: base weights even if this run is known already."""
+    """POST /reset. name: the run's process, for messages. rebuild: restore base weights also for the present holder."""
 
     run_id: Annotated[str, Meta(min_length=1, max_length=256)]
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -32,7 +32,7 @@ class Release(Struct):
 
 
 class Abort(Struct):
-    """POST /abort_requests; without ids, everything of the caller's run, or everything."""
+    """POST /abort_requests. request_ids: None aborts all of the caller's run; without a run, those of all clients."""
 
     request_ids: list[str] | None = None
 
@@ -73,8 +73,8 @@ def router(service: Service) -> APIRouter:
     @routes.post("/restart", dependencies=owner)
     async def restart(run: RunId = None) -> Response:
         if len(service.settings.specs) > 1:
-            raise Unsupported("server: several engines are replaced one by one; leave --force_restart out")
-        service.restart = RestartWanted(f"server: run {run} asks for a new process")
+            raise Unsupported("server: --force_restart: cannot restart several engines; leave it out")
+        service.restart = RestartWanted(f"server: run {run} has requested a restart")
         return json_response({"boot_id": service.boot_id})
 
     @routes.post("/abort_requests", dependencies=owner)
@@ -82,8 +82,8 @@ def router(service: Service) -> APIRouter:
         body: Annotated[Abort | None, json_body(Abort, needed=False)] = None, run: RunId = None
     ) -> Response:
         ids = body.request_ids if body is not None else None
-        everything = run is None and ids is None
-        count = queue.abort(lambda stream: everything or stream.owner == run, ids)
+        of_all_clients = run is None and ids is None
+        count = queue.abort(lambda stream: of_all_clients or stream.owner == run, ids)
         return json_response({"status": "aborted", "aborted": count})
 
     @routes.post("/reset_prefix_cache", dependencies=owner)
@@ -98,8 +98,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/wake_up", dependencies=owner)
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
-        wanted: Any = list(ALL_TAGS) if tags is None else tags
-        fully = await service.do(lambda engine: engine.wake(wanted))
+        woken: Any = list(ALL_TAGS) if tags is None else tags
+        fully = await service.do(lambda engine: engine.wake(woken))
         return json_response({"fully_awake": fully, **await service.state()})
 
     return routes

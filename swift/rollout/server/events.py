@@ -35,14 +35,14 @@ class GrowingText:
     def add(self, token_ids: Sequence[int]) -> str:
         """Add all tokens so far; returns the next part of the text that is final.
 
-        Fewer tokens than before are those of a second try (see `Request.limit_s`), which repeats them.
+        Fewer tokens than before belong to a second try (see `Request.limit_s`), which samples the same ones again.
         """
         if len(token_ids) <= self._read:
             return ""
-        known = self.decode(token_ids[self._before : self._read])
+        before = self.decode(token_ids[self._before : self._read])
         text = self.decode(token_ids[self._before :])
         if not text.endswith("\ufffd") or len(token_ids) - self._read > UNFINISHED_TOKENS:
-            self.text += text[len(known) :]
+            self.text += text[len(before) :]
             self._before, self._read = self._read, len(token_ids)
         final = max(self.num_sent, len(self.text) - self.held_back)
         part, self.num_sent = self.text[self.num_sent : final], final

@@ -1,4 +1,4 @@
-"""A fingerprint of the weights that an engine samples with: its greedy answer to a fixed prompt."""
+"""Fingerprint of the weights of an engine: its greedy completion of a fixed prompt."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from swift.rollout.weights.digest import digest_of
 from swift.types import Request, SamplingParams
 
 TOKENS = 16
-"""Length of the answer."""
+"""Number of tokens of the completion."""
 TOLERANCE, ROUNDED_TOLERANCE = 1e-4, 5e-2
-"""Largest difference of its log-probs: of float32, and of types that round more."""
+"""Maximum difference between log-probs: in float32, and in types of lower precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Greedy tokens of a fixed prompt, and their log-probs."""
+    """Tokens of the greedy completion and their log-probs."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
 
     @property
     def digest(self) -> str:
-        """A name for these weights while no update has given them another."""
+        """Digest of the weights before the first update."""
         return digest_of([("fingerprint", torch.tensor(self.token_ids))])
 
     def difference(self, other: Fingerprint, dtype: str) -> str:
-        """How the weights differ, in words; "" when they do not. Only float32 must take the same path to its end."""
+        """How the weights differ, or "". In types of lower precision tokens after the first may differ."""
         exact = dtype == "float32"
         same = 0
         while same < min(len(self.token_ids), len(other.token_ids)) and self.token_ids[same] == other.token_ids[same]:
             same += 1
         if same == 0 or (exact and self.token_ids != other.token_ids):
-            return f"they answer with other tokens from place {same} on"
+            return f"the greedy tokens differ from position {same}"
         gap = max(abs(a - b) for a, b in zip(self.logprobs[:same], other.logprobs[:same], strict=True))
-        wrong = gap > (TOLERANCE if exact else ROUNDED_TOLERANCE)
-        return f"log-probs of the same tokens differ by {gap:.2g}" if wrong else ""
+        differ = gap > (TOLERANCE if exact else ROUNDED_TOLERANCE)
+        return f"log-probs of the same tokens differ by {gap:.2g}" if differ else ""
 
 
 async def take_fingerprint(engine: InferenceEngine, prompt: Sequence[int]) -> Fingerprint:
-    """What the engine answers now; a prompt that leaves no room is cut to its first token."""
+    """Sample the fingerprint of an engine; a prompt that is too long for the context is cut to its first token."""
     room = engine.capabilities.max_model_len - len(prompt)
     sampling = SamplingParams(max_new_tokens=TOKENS, temperature=0.0)
     request = Request("fingerprint", prompt if room > TOKENS else prompt[:1], sampling)

@@ -13,7 +13,15 @@ from fastapi.responses import Response
 
 from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Arrival
-from swift.rollout.server.access import KNOWN, LIMITS, Refused, check_count, field_error, json_body, json_response
+from swift.rollout.server.access import (
+    AUTHENTICATED,
+    LIMITS,
+    Refused,
+    check_count,
+    field_error,
+    json_body,
+    json_response,
+)
 from swift.rollout.server.service import Answers, AnswersResponse, Service
 from swift.rollout.server.shapes import check_sampling
 from swift.types import Completion, Request
@@ -37,11 +45,11 @@ def router(service: Service) -> APIRouter:
     @routes.get("/health")
     @routes.get("/health/")
     async def health(http: HttpRequest, run: RunId = None) -> Response:
-        known, holder = http.scope[KNOWN], service.lease.holder
-        if known and run is not None and holder is not None and holder.run_id == run:
+        authenticated, holder = http.scope[AUTHENTICATED], service.lease.holder
+        if authenticated and run is not None and holder is not None and holder.run_id == run:
             service.authorize(run)
         good, body = await service.recent_health()
-        shown = body if known else {"status": body["status"], "alive": body["alive"]}
+        shown = body if authenticated else {"status": body["status"], "alive": body["alive"]}
         return json_response(shown, 200 if good else 503)
 
     @routes.get("/info")
@@ -85,16 +93,16 @@ def _check_version(service: Service, expected: int | None) -> None:
         raise Refused(
             412,
             "version",
-            f"weights: version {service.engine.version} is loaded; version {expected} was counted on: sync it first",
+            f"weights: version {service.engine.version} is loaded, the request expects version {expected}; sync first",
             version=service.engine.version,
         )
 
 
 async def _lines(service: Service, answers: Answers, count: int) -> AsyncIterator[bytes]:
-    """Completions as they finish. They do not renew the client's lease."""
+    """Lines of the reply, one per completion as it ends. A stream does not renew the lease of the client."""
     while count:
         arrivals = await answers.next(wire.ALIVE_S)
-        count -= sum(1 if isinstance(found, Completion) else len(found.request_ids) for found in arrivals)
+        count -= sum(1 if isinstance(arrival, Completion) else len(arrival.request_ids) for arrival in arrivals)
         lines = [wire.AliveLine(service.engine.counters), *map(_line, arrivals)]
         yield b"".join(wire.encode(line) + b"\n" for line in lines)
     yield wire.encode(wire.EndLine()) + b"\n"

@@ -1,4 +1,4 @@
-"""What the server has done: the text of /metrics for Prometheus, and a line for the log while it is busy."""
+"""Metrics of the server: the text of /metrics for Prometheus, and the throughput for the log."""
 
 from __future__ import annotations
 
@@ -9,57 +9,61 @@ from swift.rollout.engines.completion_stream import Arrival, Failure
 from swift.types import Request
 
 LINE_S = 10.0
-"""Seconds between two lines of the log."""
+"""Interval between two lines of the log, in seconds."""
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
-"""Upper bounds of the histogram of latencies."""
+"""Upper bounds of the latency histogram, in seconds."""
 
 
 class Meter:
-    """Counts since the start. Used by the event loop only; callers pass the time."""
+    """Counters since the start. Used on the event loop only; callers pass the time."""
 
     def __init__(self) -> None:
         self.requests = self.failed = self.prompt_tokens = self.generated_tokens = 0
         self.latency_sum_s = 0.0
         self.latencies = [0] * (len(BOUNDS_S) + 1)
         self._line_at = 0.0
-        self._then = (0, 0, 0)
+        self._totals = (0, 0, 0)  # of the last line
 
-    def asked(self, requests: Sequence[Request]) -> None:
-        """Samples that were taken into the queue."""
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Count samples that enter the queue."""
         self.requests += len(requests)
-        self.prompt_tokens += sum(len(one.prompt_ids) for one in requests)
+        self.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
 
-    def came(self, arrivals: Sequence[Arrival], latency_s: float) -> None:
-        """Samples that came back, so long after they were taken."""
-        for one in arrivals:
-            if isinstance(one, Failure):
-                self.failed += len(one.request_ids)
+    def add_arrivals(self, arrivals: Sequence[Arrival], latency_s: float) -> None:
+        """Count samples that have ended. latency_s: since they entered the queue."""
+        for arrival in arrivals:
+            if isinstance(arrival, Failure):
+                self.failed += len(arrival.request_ids)
                 continue
-            self.generated_tokens += len(one.token_ids)
+            self.generated_tokens += len(arrival.token_ids)
             self.latency_sum_s += latency_s
             self.latencies[bisect_left(BOUNDS_S, latency_s)] += 1
 
     def line(self, now: float, load: tuple[int, int]) -> str:
-        """Throughput since the line before, for the log; "" while it is idle, or too early."""
+        """Throughput since the last line, for the log; "" if the server is idle or `LINE_S` has not passed.
+
+        load: numbers of running and waiting samples.
+        """
         self._line_at = self._line_at or now
         if now - self._line_at < LINE_S:
             return ""
         seconds, self._line_at = now - self._line_at, now
         totals = (self.prompt_tokens, self.generated_tokens, sum(self.latencies))
-        (read, written, done), self._then = (a - b for a, b in zip(totals, self._then, strict=True)), totals
-        if not (read or written or any(load)):
+        prompt, generated, done = (now - before for now, before in zip(totals, self._totals, strict=True))
+        self._totals = totals
+        if not (prompt or generated or any(load)):
             return ""
         return (
-            f"throughput: prompts {read / seconds:.0f} tokens/s, completions {written / seconds:.0f} tokens/s; "
+            f"throughput: prompts {prompt / seconds:.0f} tokens/s, completions {generated / seconds:.0f} tokens/s; "
             f"samples: {done} done, {load[0]} running, {load[1]} waiting"
         )
 
     def text(self, load: tuple[int, int], version: int) -> str:
-        """In the text format of Prometheus."""
+        """The metrics in the text format of Prometheus. load: numbers of running and waiting samples."""
         lines: list[str] = []
         for name, kind, help_text, value in (
-            ("requests_running", "gauge", "Samples that run.", load[0]),
-            ("requests_waiting", "gauge", "Samples that wait.", load[1]),
+            ("requests_running", "gauge", "Running samples.", load[0]),
+            ("requests_waiting", "gauge", "Waiting samples.", load[1]),
             ("weight_version", "gauge", "Policy version of the weights.", version),
             ("requests_total", "counter", "Samples taken into the queue.", self.requests),
             ("requests_failed_total", "counter", "Samples that failed.", self.failed),

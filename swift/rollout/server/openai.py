@@ -1,6 +1,6 @@
 """OpenAI's API for agents and environments, with vLLM's fields for token ids, and the plain route /generate.
 
-Log-probs are those of the distribution sampled from; `top_logprobs` has no tokens that it excludes.
+Log-probs are those of the sampling distribution; `top_logprobs` contains no tokens that it excludes.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _facts(routes: APIRouter, texts: Texts) -> None:
     @routes.post("/tokenize")
     async def tokenize(body: Annotated[TokenizeRequest, open_body(TokenizeRequest)]) -> Response:
         if (body.prompt is None) == (body.messages is None):
-            raise field_error("tokenize: one of prompt and messages is needed")
+            raise field_error("tokenize: needs either prompt or messages")
 
         if body.messages is not None:
             ids = await texts.chat_ids(body, prompt=body.add_generation_prompt)
@@ -94,12 +94,12 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
         requests = requests_of(texts.service, prompts, body, max_tokens=DEFAULT_MAX_TOKENS)
 
         def choice(index: int, request: Request, part: AnswerPart) -> dict[str, Any]:
-            made = part.choice(index, text=part.text, logprobs=None)
+            entry = part.choice(index, text=part.text, logprobs=None)
             if body.logprobs is not None:
-                made["logprobs"] = texts.completion_logprobs(part, body)
+                entry["logprobs"] = texts.completion_logprobs(part, body)
             if body.return_token_ids:
-                made |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": part.token_ids}
-            return made
+                entry |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": part.token_ids}
+            return entry
 
         return await _reply(texts, requests, choice, _head("text_completion", "cmpl"), body, http)
 
@@ -112,36 +112,36 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
             body.max_tokens = body.max_completion_tokens
         prompt = await texts.chat_ids(body)
         requests = requests_of(texts.service, [prompt], body, max_tokens=texts.context)
-        calls = bool(body.tools) and body.tool_choice != "none"
+        may_call = bool(body.tools) and body.tool_choice != "none"
 
         def choice(index: int, request: Request, part: AnswerPart) -> dict[str, Any]:
             message: dict[str, Any] = {"role": "assistant", "content": part.text}
-            if calls and part.completion is not None:
+            if may_call and part.completion is not None:
                 message = texts.message(part.completion, part.text, body)
             if body.stream and not part.first:
                 del message["role"]
-            made = part.choice(index, **{"delta" if body.stream else "message": message}, logprobs=None)
+            entry = part.choice(index, **{"delta" if body.stream else "message": message}, logprobs=None)
             if "tool_calls" in message:
-                made["finish_reason"] = "tool_calls"
+                entry["finish_reason"] = "tool_calls"
             if body.logprobs:
-                made["logprobs"] = {"content": texts.chat_logprobs(part, body)}
+                entry["logprobs"] = {"content": texts.chat_logprobs(part, body)}
             if body.return_token_ids:
-                made["token_ids"] = part.token_ids
-            return made
+                entry["token_ids"] = part.token_ids
+            return entry
 
         head = _head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
         head |= {"prompt_token_ids": prompt} if body.return_token_ids else {}
-        return await _reply(texts, requests, choice, head, body, http, whole=calls)
+        return await _reply(texts, requests, choice, head, body, http, whole=may_call)
 
 
 def _plain(routes: APIRouter, texts: Texts) -> None:
     @routes.post("/generate")
     async def generate(body: Annotated[PlainGenerate, open_body(PlainGenerate)], http: HttpRequest) -> Response:
         if body.stream:
-            raise field_error("stream: True: this route answers at once; use /v1/completions")
+            raise field_error("stream: True: this route does not stream; use /v1/completions")
         given = body.prompt[0] if isinstance(body.prompt, list) and len(body.prompt) == 1 else body.prompt
         if isinstance(given, list):
-            raise field_error(f"prompt: {len(given)} texts: this route takes one; use /v1/completions")
+            raise field_error(f"prompt: {len(given)} texts: this route takes a single prompt; use /v1/completions")
         prompt, text = await _plain_prompt(texts, given)
         requests = requests_of(texts.service, [prompt], body, max_tokens=DEFAULT_MAX_TOKENS)
         done = await texts.service.all_of(requests, http.is_disconnected)
@@ -157,7 +157,7 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
             }
             if body.logprobs is not None:
                 content["logprobs"] = [
-                    [[{str(token): value for token, value in known}] for known in alternatives(completion)]
+                    [[{str(token): logprob for token, logprob in tokens}] for tokens in alternatives(completion)]
                     for completion in done
                 ]
             return json_response(content)
@@ -166,13 +166,13 @@ def _plain(routes: APIRouter, texts: Texts) -> None:
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Raises Refused (404) for a model that is not served; without a name it is the served one.
+    """Raises Refused (404): the server does not serve this model. None is the served model.
 
     The adapter of the run that owns the server is served under its own name.
     """
     served = service.served
     if name and name not in served:
-        raise Refused(404, "model", f"model: {name[:80]}: not served here; served: {', '.join(served)}")
+        raise Refused(404, "model", f"model: {name[:80]}: not served; served: {', '.join(served)}")
 
 
 async def _prompts(texts: Texts, body: CompletionRequest) -> list[list[int]]:
@@ -210,7 +210,7 @@ async def _reply(
     *,
     whole: bool = False,
 ) -> Response:
-    """The answers to requests, streamed on request. whole: a stream sends each answer once it is complete."""
+    """Sample requests and reply, as a stream on request. whole: a stream sends complete answers only."""
     service = texts.service
     head["model"] = body.model or service.adapter or service.settings.model
     if body.stream:

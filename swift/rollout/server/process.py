@@ -1,7 +1,7 @@
-"""The web server as a process: its socket, its signals, and how it becomes a new process.
+"""The process of the web server: its socket, its signals and its restart.
 
-A signal that asks to stop ends the listening, gives what runs `DRAIN_S` seconds, and ends the engines; a second SIGTERM
-or SIGINT does not wait.
+A signal closes the socket, waits `DRAIN_S` seconds for requests in flight, and ends the engines; a second SIGTERM or
+SIGINT does not wait.
 """
 
 from __future__ import annotations
@@ -30,46 +30,48 @@ from swift.rollout.server.service import Service
 from swift.signals import INSISTING, answered
 
 DRAIN_S = 10
-"""How long requests in flight may take to end after a signal."""
+"""Timeout of requests in flight after a signal, in seconds."""
 HEAD_BYTES = 64 << 10
-"""Longest request line and headers together."""
+"""Maximum size of the request line and the headers together."""
 CONNECTIONS = 4096
-"""Connections at the same time, where the process may open twice as many files; further ones are answered 503. From
-three quarters on, a new one ends the one that is silent for longest."""
+"""Maximum number of connections if the process may open twice as many files; further connections get 503. From three
+quarters of it, a new connection closes the one that has been silent for longest.
+"""
 RESTART_WINDOW_S = 3600.0
+"""Time in which `--engine_restarts` limits the restarts, in seconds."""
 STARTS, LISTENER_VARIABLE = "SWIFT_ROLLOUT_STARTS", "SWIFT_ROLLOUT_LISTENER"
-"""Variables of a process that follows another: times of such starts, and the socket's descriptor."""
+"""Environment variables of a restarted process: times of the restarts, and file descriptor of the socket."""
 LISTENER = 3
-"""That descriptor."""
+"""File descriptor of the socket in a restarted process."""
 MARKER = "SWIFT_ENGINE"
-"""Variable of the processes that an engine starts."""
+"""Environment variable of all processes that an engine starts."""
 
 
 class Stopped(BaseException):
-    """A signal came before the server was up; no library's `except Exception` keeps it."""
+    """A signal arrived before the server was ready. No `except Exception` of a library catches it."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """The socket that will listen; that of the process before, if this one follows it.
+    """Bind the socket of the server; a restarted process inherits it.
 
-    Raises ResourceError: somebody else has the port. Raises ConfigError: no such address here.
+    Raises ResourceError: another process has the port. Raises ConfigError: this host does not have the address.
     """
     inherited = os.environ.pop(LISTENER_VARIABLE, None)
     if inherited is not None:
         return socket.socket(fileno=int(inherited))
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:  # a part of a name that is empty or too long
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
         raise _no_address(host, error) from error
-    made = socket.socket(family, kind, number)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, kind, number)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind(address)
+        listener.bind(address)
     except OSError as error:
-        made.close()
-        known = error.errno != errno.EADDRNOTAVAIL
-        raise (_taken(host, port, error) if known else _no_address(host, error)) from error
-    return made
+        listener.close()
+        exists = error.errno != errno.EADDRNOTAVAIL
+        raise (_port_taken(host, port, error) if exists else _no_address(host, error)) from error
+    return listener
 
 
 def _no_address(host: str, error: Exception) -> ConfigError:
@@ -77,16 +79,20 @@ def _no_address(host: str, error: Exception) -> ConfigError:
     return ConfigError(f"--host: {host}: no such address here ({reason}); use 127.0.0.1 or 0.0.0.0")
 
 
-def _taken(host: str, port: int, error: OSError) -> ResourceError:
+def _port_taken(host: str, port: int, error: OSError) -> ResourceError:
     return ResourceError(
-        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another one, or 0 for a free one"
+        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another port, or 0 for a free one"
     )
 
 
 def listen(
     service: Service, listener: socket.socket, host: str, signals: Signals
 ) -> tuple[EngineDead, socket.socket] | None:
-    """Serve until a signal comes (None), or no engine is left: why, and a copy of the socket, which uvicorn closes."""
+    """Serve until a signal arrives or no engine is left.
+
+    Returns:
+        None after a signal; else why no engine is left, and a copy of the socket, since uvicorn closes the socket.
+    """
     port = listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     ended: list[tuple[EngineDead, socket.socket]] = []
@@ -98,37 +104,39 @@ def listen(
     server = WebServer(service, f"ready http://{shown}:{port} model={service.settings.model} weight_version=0", give_up)
     try:
         listener.listen(server.config.backlog)
-    except OSError as error:  # a server that was started at the same time was faster
-        raise _taken(host, port, error) from error
+    except OSError as error:  # another process has bound and listens at the port
+        raise _port_taken(host, port, error) from error
     signals.server = server
     server.run([listener])
     return ended[0] if ended else None
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which waits for its clients for ever. One that sends no head, or takes nothing of its answer, is ended
-    after `access.SILENCE_S`, and earlier if others want its place.
+    """A connection of uvicorn with a timeout for silent clients.
+
+    A client that does not complete its headers, or does not read its reply, is disconnected after `access.SILENCE_S`;
+    earlier if there are too many connections, see `CONNECTIONS`.
     """
 
     _stalled: asyncio.TimerHandle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The clock for the first head."""
+        """Start the timeout of the first headers."""
         super().connection_made(transport)
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         if len(self.connections) > (self.limit_concurrency or CONNECTIONS) * 3 // 4:
             others: set[Any] = self.connections - {self}
-            silent = [one for one in others if one.timeout_keep_alive_task and not one.transport.is_closing()]
-            for one in sorted(silent, key=lambda one: one.timeout_keep_alive_task.when())[:1]:
-                one.transport.abort()
+            silent = [other for other in others if other.timeout_keep_alive_task and not other.transport.is_closing()]
+            if silent:
+                min(silent, key=lambda other: other.timeout_keep_alive_task.when()).transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """The clock goes on until a head is complete."""
+        """Unlike uvicorn, do not stop the timeout before the headers are complete."""
         self.conn.receive_data(data)
         self.handle_events()
 
     def pause_writing(self) -> None:
-        """The clock for the rest of an answer."""
+        """Start the timeout of a client that does not read its reply."""
         super().pause_writing()
         self._await_reader()
 
@@ -137,6 +145,7 @@ class Connection(H11Protocol):
         self._stalled.cancel()
 
     def _await_reader(self, before: float = math.inf) -> None:
+        """Abort the connection if the client has read nothing since the last check. before: bytes left then."""
         left = self.transport.get_write_buffer_size()
         if left == before:
             self.transport.abort()
@@ -148,8 +157,8 @@ class WebServer(uvicorn.Server):
     """Prints `ready` when it listens, and leaves signals to `Signals`.
 
     Args:
-        service: what it serves.
-        ready: the line.
+        service: state of the server.
+        ready: the line to print.
         give_up: see `make_app`.
     """
 
@@ -184,23 +193,23 @@ class WebServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn leaves it out then, and prints how it was cancelled
+        if self.force_exit:  # uvicorn skips it then, and prints the traceback of the cancellation
             await self.lifespan.shutdown()
 
     def stop(self, insisting: bool) -> None:
-        """First drain; a second signal that insists does not wait. Signals may come inside of this."""
+        """Wait for requests in flight; a second, insisting signal does not wait. A signal may interrupt this method."""
         if insisting:
             self.force_exit = self.should_exit
         self.should_exit = True
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Whether it is anything but the traceback of a request that ends with the server."""
+    """Log filter: drop the tracebacks of requests that are cancelled when the server stops."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _connections() -> int:
-    """How many the process has files for, and as many again for everything else."""
+    """Maximum number of connections: half of the files that the process may open; raises the soft limit if needed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return CONNECTIONS
@@ -211,9 +220,9 @@ def _connections() -> int:
 
 
 class Signals(contextlib.ExitStack):
-    """What signals that ask to stop do: before the server is up they end the start, then they end the serving.
+    """Handler of the signals that stop the process: during the start it raises `Stopped`, later it stops the server.
 
-    server: once it runs. closing: one has come, or the way out has begun, which is not interrupted.
+    server: the running server. closing: whether the process ends already; further signals are ignored.
     """
 
     def __init__(self) -> None:
@@ -223,12 +232,12 @@ class Signals(contextlib.ExitStack):
 
     def __enter__(self) -> Signals:
         self.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
-        tell = sys.unraisablehook  # of what was raised in a callback, where nobody can take it
-        sys.unraisablehook = lambda event: None if event.exc_type is Stopped else tell(event)
-        self.enter_context(answered(self._came))
+        report = sys.unraisablehook  # gets exceptions of callbacks, `Stopped` among them
+        sys.unraisablehook = lambda event: None if event.exc_type is Stopped else report(event)
+        self.enter_context(answered(self._on_signal))
         return super().__enter__()
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.closing:
             return
         if self.server is not None:
@@ -239,17 +248,17 @@ class Signals(contextlib.ExitStack):
 
 
 def may_start_again(restarts: int) -> bool:
-    """Whether fewer than `restarts` new starts lie within an hour; counts this one."""
-    now = time.monotonic()  # that of the machine, so it goes on where the process is replaced
-    before = [float(one) for one in os.environ.get(STARTS, "").split()]
-    recent = [one for one in before if now - one < RESTART_WINDOW_S]
+    """Record a restart; returns whether there were fewer than `restarts` in the last hour."""
+    now = time.monotonic()  # the clock of the machine, which a restart of the process does not reset
+    starts = [float(start) for start in os.environ.get(STARTS, "").split()]
+    recent = [start for start in starts if now - start < RESTART_WINDOW_S]
     os.environ[STARTS] = " ".join(map(str, [*recent, now]))
     return len(recent) < restarts
 
 
 def start_again(listener: socket.socket) -> NoReturn:
-    """Become a new process of the same command, which goes on listening at this socket; never returns."""
+    """Replace this process by a new one of the same command, which inherits the socket; never returns."""
     os.environ.pop(MARKER, None)
     os.environ[LISTENER_VARIABLE] = str(os.dup2(listener.fileno(), LISTENER))
-    os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # whatever a library has opened without O_CLOEXEC
+    os.closerange(LISTENER + 1, os.sysconf("SC_OPEN_MAX"))  # files that a library has opened without O_CLOEXEC
     os.execv(sys.executable, [sys.executable, "-m", "swift", *sys.argv[1:]])

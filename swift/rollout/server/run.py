@@ -1,11 +1,10 @@
-"""The process of `swift rollout`: plan, engines, a port, and an end that leaves nothing behind.
+"""`swift rollout`: checks the settings, starts the engines, serves, and ends all processes it has started.
 
-The port is taken before a model is loaded and listens only when everything is there. If this process is killed, its
-engines end by themselves.
+The port is bound before the model is loaded; it accepts connections when the engines are ready. If this process is
+killed, its engines end.
 
-One engine runs in this process. If it hangs or fails for good, nothing but a new process helps: this one becomes it, at
-most `--engine_restarts` times an hour, and trainers send their weights and requests again. Several engines are Ray
-actors, which are replaced one by one.
+A single engine runs in this process. If it hangs or fails, the process restarts, at most `--engine_restarts` times an
+hour, and trainers send their weights and requests again. Several engines are Ray actors, which are replaced one by one.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ SAMPLING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_completion_length": "max_new_tokens", "stop_words": "stop",
 }  # fmt: skip
-"""Flag -> field of `SamplingParams`: flags of the server override the defaults of the API."""
+"""Flag -> field of `SamplingParams`; flags of the server override the defaults of OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What will be started."""
+    """Checked settings of a server. notes: lines for the log."""
 
     settings: Settings
     template: Template
@@ -61,20 +60,20 @@ class Plan:
 
     def lines(self) -> list[str]:
         specs = self.settings.specs
-        one, devices = specs[0], ", ".join(device for spec in specs for device in spec.devices)
-        wide = f", tensor parallel {one.tensor_parallel_size}" if one.tensor_parallel_size > 1 else ""
-        model = f"{self.settings.model} in {one.dtype}, {one.backend}"
-        return [f"server: {model}, {counted(len(specs), 'engine')} on {devices}{wide}", *self.notes]
+        first, devices = specs[0], ", ".join(device for spec in specs for device in spec.devices)
+        parallel = f", tensor parallel {first.tensor_parallel_size}" if first.tensor_parallel_size > 1 else ""
+        model = f"{self.settings.model} in {first.dtype}, {first.backend}"
+        return [f"server: {model}, {counted(len(specs), 'engine')} on {devices}{parallel}", *self.notes]
 
 
 def check(args: Any, given: Collection[str]) -> Plan:
-    """Everything that can be wrong before weights are loaded. given: names of the settings that the user wrote.
+    """Check settings, model and devices, without loading weights. given: names of the settings that the user wrote.
 
     Raises:
-        ConfigError: settings, model or devices.
+        ConfigError: a wrong setting, or an unsuitable model or device.
         ResourceError: the backend's package is missing.
     """
-    _require(args)
+    _require_backend(args)
     regex = args.vllm_guided_decoding_regex
     if regex is not None:
         require_guidance(args.infer_backend, regex)
@@ -114,7 +113,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
 
 
 def run(resolved: Any) -> int:
-    """`swift rollout`: checks the resolved settings and serves."""
+    """Run `swift rollout` with resolved settings; returns the exit status."""
     with collector_resting():
         plan = check(resolved.args, resolved.given)
     return serve(resolved.args, plan)
@@ -131,11 +130,12 @@ def serve(args: Any, plan: Plan) -> int:
         signals = stack.enter_context(Signals())
         try:
             service = _start(args, plan, stack, before_restart)
-            if signals.closing:  # one came in a callback of a library, which kept what it raised
+            if signals.closing:  # a library has caught `Stopped` in a callback
                 raise Stopped
             dead, copy = listen(service, listener, args.host, signals) or (None, None)
-            wanted = isinstance(dead, RestartWanted)
-            if copy is not None and len(plan.settings.specs) == 1 and (wanted or may_start_again(args.engine_restarts)):
+            requested = isinstance(dead, RestartWanted)
+            single = len(plan.settings.specs) == 1
+            if copy is not None and single and (requested or may_start_again(args.engine_restarts)):
                 print(f"swift: {dead}; the server starts again", file=sys.stderr, flush=True)
                 before_restart.close()
                 start_again(copy)
@@ -144,14 +144,14 @@ def serve(args: Any, plan: Plan) -> int:
         except BaseException:
             if not signals.closing:
                 raise
-            print("swift: stopped before it was ready", file=sys.stderr)  # a library may have made another error of it
+            print("swift: stopped before it was ready", file=sys.stderr)  # a library may have converted `Stopped`
         finally:
             signals.closing = True
     return 0
 
 
 def _start(args: Any, plan: Plan, stack: contextlib.ExitStack, before_restart: contextlib.ExitStack) -> Service:
-    """One engine runs in this process, several in Ray actors."""
+    """Start the engines and their service. One engine runs in this process, several in Ray actors."""
     if len(plan.settings.specs) > 1:
         engine = _in_actors(args, plan, stack)
     else:
@@ -165,13 +165,13 @@ def _start(args: Any, plan: Plan, stack: contextlib.ExitStack, before_restart: c
 def _in_this_process(
     spec: EngineSpec, stack: contextlib.ExitStack, before_restart: contextlib.ExitStack
 ) -> InferenceEngine:
-    """A guard ends the processes of its tensor-parallel parts with this one, and before it becomes another."""
+    """Start the engine. A guard ends its tensor-parallel workers with this process, and before a restart."""
     if spec.tensor_parallel_size > 1:
         os.environ[MARKER] = secrets.token_hex(8)
         marker = f"{MARKER}={os.environ[MARKER]}"
-        watch = guard.start(marker)
+        process = guard.start(marker)
         for end in (stack, before_restart):
-            end.callback(guard.finish, watch, marker)
+            end.callback(guard.finish, process, marker)
     with collector_resting():
         return build_engine(spec)
 
@@ -183,9 +183,9 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
     logs = Path(tempfile.mkdtemp(prefix="swift-rollout-"))
     stack.callback(shutil.rmtree, logs, ignore_errors=True)
     timeouts = Timeouts.of(plan.settings.specs[0].limit_s, stall_s=args.stall_timeout)
-    workers = []
+    clients = []
     for index, spec in enumerate(plan.settings.specs):
-        workers.append(
+        clients.append(
             ActorClient(
                 spec,
                 name=f"engine {index} ({', '.join(spec.devices)})",
@@ -195,13 +195,14 @@ def _in_actors(args: Any, plan: Plan, stack: contextlib.ExitStack) -> InferenceE
                 restarts=args.engine_restarts,
             )
         )
-        stack.callback(workers[-1].close)
-    pool = EnginePool(workers)
-    _ = pool.capabilities  # once the engines are there
+        stack.callback(clients[-1].close)
+    pool = EnginePool(clients)
+    _ = pool.capabilities  # waits until the engines have started
     return pool
 
 
-def _require(args: Any) -> None:
+def _require_backend(args: Any) -> None:
+    """Check that the packages of the backend are installed."""
     from swift.plugin import load_external_plugins
 
     load_external_plugins(args.external_plugins)
@@ -221,7 +222,7 @@ def _weights_folder(given: str | None) -> Path | None:
 
 
 def _placed(spec: EngineSpec, args: Any, heads: int | None) -> tuple[tuple[EngineSpec, ...], tuple[str, ...]]:
-    """The engines with their devices and cores, and remarks; TP x DP must fit."""
+    """Assign devices and cores to the engines; returns their specs and notes. Raises ConfigError: too few devices."""
     width, count = args.vllm_tensor_parallel_size, args.vllm_data_parallel_size
     accelerators, kind = count_accelerators()
     available = accelerators or args.cpu_devices or width * count
@@ -253,18 +254,20 @@ def _placed(spec: EngineSpec, args: Any, heads: int | None) -> tuple[tuple[Engin
     notes = [note for note in placement.notes if "cores" in note]
     if placement.spare_devices:
         spare = ", ".join(placement.spare_devices)
-        notes.append(f"warning: {spare}: used by nobody; raise --vllm_data_parallel_size")
-    return tuple(replace(spec, devices=own, cores=cores(own)) for own in placement.engines), tuple(notes)
+        notes.append(f"warning: {spare}: unused; raise --vllm_data_parallel_size")
+    specs = tuple(replace(spec, devices=devices, cores=cores(devices)) for devices in placement.engines)
+    return specs, tuple(notes)
 
 
 def _sampling_defaults(args: Any, given: Collection[str]) -> dict[str, Any]:
-    """Sampling settings of the server's flags, by fields of `SamplingParams`."""
+    """Default sampling settings from the flags of the server, by field of `SamplingParams`."""
     named = {*given, *args.flags_in_kwargs()}
-    flags = {name: _plain(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in named}
-    wanted, plain = args.sampling_params(), SamplingParams(max_new_tokens=1)
+    flags = {name: _as_tuple(getattr(args, flag)) for flag, name in SAMPLING.items() if flag in named}
+    params, defaults = args.sampling_params(), SamplingParams(max_new_tokens=1)
     more = ("frequency_penalty", "presence_penalty", "min_tokens", "regex", "stop_token_ids", "extra")
-    return flags | {name: getattr(wanted, name) for name in more if getattr(wanted, name) != getattr(plain, name)}
+    return flags | {name: getattr(params, name) for name in more if getattr(params, name) != getattr(defaults, name)}
 
 
-def _plain(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
+    """A list as a tuple; other values unchanged."""
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

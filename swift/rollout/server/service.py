@@ -31,7 +31,7 @@ from swift.rollout.server.fingerprint import Fingerprint, take_fingerprint
 from swift.rollout.server.metrics import Meter
 from swift.rollout.server.sampled_versions import SampledVersions
 from swift.rollout.weights.base import AdapterWeights
-from swift.rollout.weights.sync import REHEARSAL
+from swift.rollout.weights.sync import TRIAL_VERSION
 from swift.types import Completion, Request
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def job_s(self) -> float:
-        """Longest time of a job, which may be to make the engines anew."""
+        """Timeout of a job, in seconds; the longest job rebuilds the engines."""
         return START_S + self.specs[0].limit_s
 
 
@@ -114,18 +114,18 @@ class Service:
         self.large = asyncio.Lock()
         self.adapter = self.digest = ""
         self.restart: RestartWanted | None = None
-        self._weights_came = False  # since the engines were built, under whichever version
+        self._weights_changed = False  # since the engines were built
         self._health_check: asyncio.Task[tuple[bool, dict[str, Any]]] | None = None
         self._checked_at = 0.0
         device, parts = engine.capabilities.devices[0], settings.specs[0].tensor_parallel_size * len(settings.specs)
         if device.startswith("cuda:") and parts == 1:
             self.queue.do(lambda engine: torch.cuda.set_device(device))  # the current device is per thread
-        self.probe = self._place_probe()
+        self.probe = self._write_probe()
         prompt = template.tokenizer("A fingerprint of these weights:", add_special_tokens=True)["input_ids"]
         self._take_fingerprint = lambda engine: take_fingerprint(engine, list(prompt))
         self.fingerprint: Fingerprint = self.queue.do(self._take_fingerprint).result(settings.job_s)
 
-    # --- its state --------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def info(self) -> dict[str, Any]:
         holder, settings, can = self.lease.holder, self.settings, self.engine.capabilities
@@ -165,8 +165,9 @@ class Service:
 
     @property
     def running_of(self) -> dict[str, int]:
-        found = self.queue.running_by_owner
-        return {"clients without a run" if own is None else f"run {own}": count for own, count in found.items()}
+        """Number of running requests by client, for messages."""
+        counts = self.queue.running_by_owner
+        return {"clients without a run" if owner is None else f"run {owner}": count for owner, count in counts.items()}
 
     async def state(self) -> dict[str, Any]:
         """State of the engines after a change, for clients."""
@@ -182,8 +183,8 @@ class Service:
         except EngineDead:
             return []
         return [
-            found if isinstance(found, Health) else Health(False, str(found))
-            for found in in_parallel([engine.health for engine in engines])
+            health if isinstance(health, Health) else Health(False, str(health))
+            for health in in_parallel([engine.health for engine in engines])
         ]
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -229,7 +230,7 @@ class Service:
         finally:
             self._checked_at = time.monotonic()
 
-    def _place_probe(self) -> str | None:
+    def _write_probe(self) -> str | None:
         """Write a file that shows a client whether it shares a disk with the server; returns its name."""
         folder = self.settings.weights_folder
         if folder is None:
@@ -247,7 +248,7 @@ class Service:
         """
         answers = Answers(self.queue, owner, self.meter, grows=grows)
         answers.stream.submit(requests)
-        self.meter.asked(requests)
+        self.meter.add_requests(requests)
         return answers
 
     async def admitted(self, gone: Callable[[], Any]) -> None:
@@ -255,7 +256,7 @@ class Service:
 
         Raises ClientDisconnect: the client is `gone`.
         """
-        while self.held or self.engine.version == REHEARSAL:
+        while self.held or self.engine.version == TRIAL_VERSION:
             await asyncio.sleep(HELD_S)
             if await gone():
                 raise ClientDisconnect
@@ -352,9 +353,9 @@ class Service:
     async def _restore(self, engine: InferenceEngine) -> None:
         """A job: restore the base weights, without adapter and caches, and check the fingerprint."""
         engine.wake()
-        if self._weights_came or engine.version != 0 or not engine.health().alive or self._asleep():
+        if self._weights_changed or engine.version != 0 or not engine.health().alive or self._asleep():
             engine.rebuild()
-            self._weights_came = False
+            self._weights_changed = False
         elif engine.capabilities.lora:
             engine.drop_adapter()
         engine.reset_caches()
@@ -383,13 +384,13 @@ class Service:
             except EngineDead as error:
                 return error
             try:
-                if (self.queue.paused or self.held) and (silent := self.lease.silent(time.monotonic())) is not None:
+                if (self.queue.paused or self.held) and (holder := self.lease.expired(time.monotonic())) is not None:
                     logger.warning(
-                        "run %s (%s) is silent and had paused the engines or held requests back; they go on",
-                        silent.run_id,
-                        silent.name,
+                        "run %s (%s): its lease has expired; the engines that it had paused or held back resume",
+                        holder.run_id,
+                        holder.name,
                     )
-                    await self.release(silent.run_id)
+                    await self.release(holder.run_id)
                 elif not self.queue.load[0]:
                     healths = await asyncio.to_thread(self._healths)
                     if any("its actor" in health.detail for health in healths):
@@ -401,7 +402,7 @@ class Service:
 
     def weights_arrived(self, ack: Ack) -> None:
         """Record new base weights, without adapter."""
-        self.digest, self.adapter, self._weights_came = ack.digest, "", True
+        self.digest, self.adapter, self._weights_changed = ack.digest, "", True
 
     async def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
         """Load an adapter of the run that owns the server."""
@@ -448,7 +449,7 @@ class Answers:
             return []
         self._arrived.clear()
         arrivals = self.stream.take()
-        self._meter.came(arrivals, time.monotonic() - self._began)
+        self._meter.add_arrivals(arrivals, time.monotonic() - self._began)
         return arrivals
 
     def __enter__(self) -> Answers:

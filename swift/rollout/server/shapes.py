@@ -1,7 +1,7 @@
-"""Shapes of OpenAI-like requests, and what they mean for a sampler. OpenAI and vLLM document the fields.
+"""Schemas of OpenAI-like requests, and their conversion to sampling parameters. OpenAI and vLLM document the fields.
 
-A field that this server does not have is refused when it asks for something: a sampling distribution other than the one
-asked for would be trained on as if it were right.
+An unsupported field is refused if its value has an effect: a trainer would take completions of another distribution
+for those of the requested one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swift.types import Request, SamplingParams
 HARMLESS = frozenset({
     "user", "metadata", "store", "request_id", "priority", "service_tier", "cache_salt",
 })  # fmt: skip
-"""Fields that change nothing here, at any value."""
+"""Fields that are ignored, at any value."""
 
 NEUTRAL: dict[str, Sequence[Any]] = {
     "echo": (False,), "spaces_between_special_tokens": (True,),
@@ -32,10 +32,10 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "length_penalty": (1.0,), "best_of": (1,), "suffix": ("",), "use_beam_search": (False,),
     "truncate_prompt_tokens": (-1,), "continue_final_message": (False,),
 }  # fmt: skip
-"""Values of fields that this server does not have at which they ask for nothing."""
+"""Values of unsupported fields that have no effect; these are accepted."""
 
 TOP_LOGPROBS = 20
-"""Most alternatives per token that can be asked for, as in OpenAI's API."""
+"""Maximum number of alternatives per token, as in OpenAI's API."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 1e6),
@@ -50,55 +50,55 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_new_tokens": (1, 2**31 - 1),
     "seed": (0, 2**63 - 1),
 }
-"""Bounds of numbers, inclusive."""
+"""Inclusive bounds of sampling parameters."""
 
 STOPS = {"stop": 256, "stop_token_ids": 1024}
-"""Most entries of a request."""
+"""Maximum number of entries of list fields."""
 CHARACTERS = 1 << 16
-"""Longest stop texts together, and longest expression."""
+"""Maximum total length of the stop texts, and maximum length of a regular expression or schema, in characters."""
 
 NUMBERS = RANGES.keys() - {"max_new_tokens", "top_logprobs", "seed"}
-"""Fields of `SamplingParams` that clients give under the same name."""
+"""Fields that have the same name in `SamplingParams`."""
 
 Shape = TypeVar("Shape", bound=Struct)
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """include_usage: whether a last event tells the numbers of tokens."""
+    """include_usage: whether a last event has the numbers of tokens."""
 
     include_usage: bool = False
 
 
 class JSONSchema(Struct, kw_only=True):
-    """schema: what an answer must fit. The rest is for people."""
+    """schema: JSON schema of the answer. Other fields are ignored."""
 
     schema: dict[str, Any]
 
 
 class ResponseFormat(Struct, kw_only=True):
-    """Form of the text of an answer."""
+    """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
 
 class NamedFunction(Struct, kw_only=True):
-    """Of a tool."""
+    """The function of a tool."""
 
     name: str
 
 
 class NamedTool(Struct, kw_only=True):
-    """The tool that is to be called."""
+    """The tool that the answer must call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class Sampling(Struct, kw_only=True):
-    """What the routes have in common; None is the server's default.
+    """Fields that all routes share; None is the default of the server.
 
-    structured_outputs: of vLLM; every engine that guides takes {"regex": ...}.
+    structured_outputs: as in vLLM; every engine with guided decoding supports {"regex": ...}.
     """
 
     model: str | None = None
@@ -125,7 +125,7 @@ class Sampling(Struct, kw_only=True):
 
     @property
     def alternatives(self) -> int:
-        """How many of the likeliest tokens it wants to know beside each sampled one."""
+        """Number of most likely tokens to return beside each sampled token."""
         return 0
 
 
@@ -163,12 +163,12 @@ class ChatRequest(Sampling, kw_only=True):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer is to be the call of a tool."""
+        """Whether the answer must be the call of a tool."""
         return self.tool_choice not in (None, "none", "auto")
 
 
 class PlainGenerate(Sampling, kw_only=True):
-    """POST /generate, without a slash: the shape of vLLM's plain API server, which Atropos uses."""
+    """POST /generate, without a slash: the schema of vLLM's plain API server, which Atropos uses."""
 
     prompt: str | dict[str, Any] | list[str]
     logprobs: int | None = None
@@ -192,42 +192,42 @@ class TokenizeRequest(Struct, kw_only=True):
 
 
 def open_body(shape: type[Shape]) -> Any:
-    """What annotates the parameter of a route that is its JSON body, whose further fields are looked at."""
+    """Returns the dependency of a route on its JSON body; unsupported fields with an effect are refused."""
 
     def decode(data: bytearray) -> Shape:
-        wanted = decoded(shape, data)
+        body = decoded(shape, data)
         _refuse_extras(shape, decoded(dict[str, msgspec.Raw], data))
-        return wanted
+        return body
 
     return body_by(decode)
 
 
 def _refuse_extras(shape: type[Struct], fields: dict[str, msgspec.Raw]) -> None:
-    """Refuse a request that asks for something this server does not have, naming the field and its value (422)."""
+    """Raises Refused (422): an unsupported field whose value has an effect."""
     for name in fields.keys() - set(shape.__struct_fields__):
         value, neutral = decoded(object, bytes(fields[name])), NEUTRAL.get(name)
         if value is None or value in ("", [], {}) or (neutral is not None and value in neutral):
             continue
         if name in HARMLESS:
             continue
-        raise field_error(f"{name}: {str(value)[:80]}: this server does not have it; leave it out")
+        raise field_error(f"{name}: {str(value)[:80]}: unsupported; leave it out")
 
 
-def _top_logprobs(service: Service, wanted: Sampling) -> int:
-    """Alternatives per token. Raises Refused for more than there can be, or than the engine reports (422)."""
-    asked, name = wanted.alternatives, "top_logprobs" if isinstance(wanted, ChatRequest) else "logprobs"
-    if not 0 <= asked <= TOP_LOGPROBS:
-        raise field_error(f"{name}: {asked}: out of range; at least 0, at most {TOP_LOGPROBS}")
-    if isinstance(wanted, ChatRequest) and asked and not wanted.logprobs:
-        raise field_error(f"{name}: {asked}: only with logprobs true; leave it out")
+def _top_logprobs(service: Service, body: Sampling) -> int:
+    """Number of alternatives per token. Raises Refused (422): out of range, or the engine does not report them."""
+    count, name = body.alternatives, "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+    if not 0 <= count <= TOP_LOGPROBS:
+        raise field_error(f"{name}: {count}: out of range; at least 0, at most {TOP_LOGPROBS}")
+    if isinstance(body, ChatRequest) and count and not body.logprobs:
+        raise field_error(f"{name}: {count}: only with logprobs true; leave it out")
     can = service.engine.capabilities
-    if asked and "top_logprobs" not in can.sampling_fields:
-        raise field_error(f"{name}: {asked}: the engine {can.name} reports that of the sampled token only; use 0")
-    return asked
+    if count and "top_logprobs" not in can.sampling_fields:
+        raise field_error(f"{name}: {count}: the engine {can.name} reports the sampled token only; use 0")
+    return count
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Refuse numbers that no distribution has, naming the field and its value (422)."""
+    """Raises Refused (422): a sampling parameter is out of range."""
     for name, (low, high) in RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:
@@ -251,51 +251,51 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def requests_of(
-    service: Service, prompts: Sequence[Sequence[int]], wanted: Sampling, *, max_tokens: int
+    service: Service, prompts: Sequence[Sequence[int]], body: Sampling, *, max_tokens: int
 ) -> list[Request]:
-    """One request per sample, prompt by prompt.
+    """Build one request per sample, prompt by prompt.
 
     Args:
-        service: its template has the end tokens, its settings the defaults.
-        prompts: token ids.
-        wanted: what the client asked for.
-        max_tokens: new tokens when it did not say.
+        service: provides the template with the end tokens, and the default sampling settings.
+        prompts: token ids of the prompts.
+        body: the body of the client's request.
+        max_tokens: default of the maximum number of new tokens.
 
     Raises:
-        Refused: too many, or numbers out of range.
+        Refused: too many samples, or a sampling parameter out of range.
     """
-    if wanted.stream_options is not None and not wanted.stream:
+    if body.stream_options is not None and not body.stream:
         raise field_error("stream_options: only with stream true; leave it out")
-    count = 1 if wanted.n is None else wanted.n
+    count = 1 if body.n is None else body.n
     check_count("prompts", len(prompts), LIMITS.prompts)
     check_count("n", count, LIMITS.samples_per_prompt)
-    sampling = _sampling(service, wanted, max_tokens)
+    sampling = _sampling(service, body, max_tokens)
     check_sampling(sampling)
-    seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
+    seed = secrets.randbits(62) if body.seed is None else body.seed
     group = secrets.token_hex(6)
     return [
-        Request(f"{group}.{place}/{index}", prompt, replace(sampling, seed=_seed(seed, place * count + index)))
-        for place, prompt in enumerate(prompts)
+        Request(f"{group}.{number}/{index}", prompt, replace(sampling, seed=_seed(seed, number * count + index)))
+        for number, prompt in enumerate(prompts)
         for index in range(count)
     ]
 
 
-def _sampling(service: Service, wanted: Sampling, max_tokens: int) -> SamplingParams:
-    given = {name: getattr(wanted, name) for name in NUMBERS if getattr(wanted, name) is not None}
-    given |= {**_guidance(service, wanted), "top_logprobs": _top_logprobs(service, wanted)}
-    stops = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
+def _sampling(service: Service, body: Sampling, max_tokens: int) -> SamplingParams:
+    given = {name: getattr(body, name) for name in NUMBERS if getattr(body, name) is not None}
+    given |= {**_guidance(service, body), "top_logprobs": _top_logprobs(service, body)}
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop
     defaults = dict(service.settings.defaults)
     limit = defaults.pop("max_new_tokens", max_tokens)
     default_stop = tuple(defaults.pop("stop", ()))
-    ends = (*(() if wanted.ignore_eos else service.template.stop_token_ids), *defaults.pop("stop_token_ids", ()))
+    ends = (*(() if body.ignore_eos else service.template.stop_token_ids), *defaults.pop("stop_token_ids", ()))
     return SamplingParams(
         **{
-            "max_new_tokens": limit if wanted.max_tokens is None else wanted.max_tokens,
+            "max_new_tokens": limit if body.max_tokens is None else body.max_tokens,
             "stop": default_stop if stops is None else tuple(stop for stop in stops if stop),
-            "stop_token_ids": tuple(sorted({*ends, *(wanted.stop_token_ids or ())})),
+            "stop_token_ids": tuple(sorted({*ends, *(body.stop_token_ids or ())})),
             **defaults,
             **given,
-            "seed": 0 if wanted.seed is None else wanted.seed,
+            "seed": 0 if body.seed is None else body.seed,
         }
     )
 
@@ -304,19 +304,19 @@ def _seed(first: int, index: int) -> int:
     return first if index == 0 else sample_seed(first, "request", 0, index)
 
 
-def _guidance(service: Service, wanted: Sampling) -> dict[str, Any]:
-    own = {name: value for name, value in (wanted.structured_outputs or {}).items() if value is not None}
-    own |= _json_guidance(service, wanted, bool(own))
-    if "regex" not in own:
-        return {"extra": {"structured_outputs": own}} if own else {}
-    if not isinstance(own["regex"], str):
-        raise field_error("structured_outputs: regex: is no text")
-    return {"regex": own["regex"]}
+def _guidance(service: Service, body: Sampling) -> dict[str, Any]:
+    outputs = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None}
+    outputs |= _json_guidance(service, body, bool(outputs))
+    if "regex" not in outputs:
+        return {"extra": {"structured_outputs": outputs}} if outputs else {}
+    if not isinstance(outputs["regex"], str):
+        raise field_error("structured_outputs: regex: is not a text")
+    return {"regex": outputs["regex"]}
 
 
-def _json_guidance(service: Service, wanted: Sampling, is_guided: bool) -> dict[str, Any]:
-    """What holds an answer to JSON. Raises Refused: the engine cannot, or it is held to something else (422)."""
-    forms = list(_json_forms(wanted))
+def _json_guidance(service: Service, body: Sampling, is_guided: bool) -> dict[str, Any]:
+    """Guided decoding to JSON. Raises Refused (422): the engine has none, or two fields ask for different forms."""
+    forms = list(_json_forms(body))
     if not forms:
         return {}
     name, schema = forms[-1]
@@ -325,26 +325,26 @@ def _json_guidance(service: Service, wanted: Sampling, is_guided: bool) -> dict[
         raise field_error(f"{name}: {other} asks for another form; give one of them")
     can = service.engine.capabilities
     if not (can.guided and "structured_outputs" in can.sampling_fields):
-        raise field_error(f"{name}: the engine {can.name} cannot hold answers to JSON here; leave it out")
+        raise field_error(f"{name}: the engine {can.name} has no guided decoding of JSON here; leave it out")
     return {"json": schema}
 
 
-def _json_forms(wanted: Sampling) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Schemas that an answer is to fit, after the field that asks for each."""
-    form = wanted.response_format
+def _json_forms(body: Sampling) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Pairs of a field and the JSON schema that it requires of the answer."""
+    form = body.response_format
     if form is not None and form.type == "json_object":
         yield "response_format: json_object", {"type": "object"}
     elif form is not None and form.type == "json_schema":
         if form.json_schema is None:
             raise field_error("response_format: json_schema: missing: give the schema")
         yield "response_format: json_schema", form.json_schema.schema
-    if isinstance(wanted, ChatRequest) and wanted.must_call:
-        name = wanted.tool_choice.function.name if isinstance(wanted.tool_choice, NamedTool) else None
-        yield f"tool_choice: {(name or 'required')[:80]}", call_schema(wanted.tools or (), name)
+    if isinstance(body, ChatRequest) and body.must_call:
+        name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+        yield f"tool_choice: {(name or 'required')[:80]}", call_schema(body.tools or (), name)
 
 
 def token_ids(given: object) -> list[int]:
-    """Ids of a prompt as they came. Raises Refused for anything else."""
-    if not isinstance(given, list) or not all(type(one) is int for one in given):
+    """Returns the token ids of a prompt. Raises Refused: it is not a list of integers."""
+    if not isinstance(given, list) or not all(type(token) is int for token in given):
         raise field_error("prompt: neither a text nor a list of token ids")
     return given

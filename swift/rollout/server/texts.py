@@ -1,6 +1,6 @@
 """Tokenization of texts and decoding of completions: on a background thread, bounded by the context length.
 
-Long texts are tokenised on another thread, so that they delay each other only.
+Long texts are tokenized on another thread, so that they delay each other only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swift.rollout.server.shapes import ChatRequest, CompletionRequest, Sampling
 from swift.types import Alternatives, Completion, Request
 
 TURN = 1 << 18
-"""Number of characters that are tokenised at a time; other texts are processed in between."""
+"""Number of characters that are tokenized at a time; other texts are processed in between."""
 INCOMPLETE = "\ufffd"
 """Text of an incomplete character."""
 
@@ -74,15 +74,15 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text, in turns of `TURN` characters. Raises Refused: it cannot fit the context (422)."""
+        """Token ids of a text, in turns of `TURN` characters. Raises Refused (422): it cannot fit the context."""
         self.check_length(text)
         if len(text) <= TURN:
             return await self.run(partial(_ids, self.service.template.tokenizer, text, special=special))
         loop, count = asyncio.get_running_loop(), 0
-        for place, start in enumerate(range(0, len(text), TURN)):
+        for turn, start in enumerate(range(0, len(text), TURN)):
             part = text[start : start + TURN]
             count += len(await loop.run_in_executor(self._long, partial(self._long_ids, part, special=False)))
-            if count - place * self.longest > self.context:  # a cut may add the characters of one token
+            if count - turn * self.longest > self.context:  # a cut may add the characters of one token
                 raise self._too_long(f"over {count} tokens")
         return await loop.run_in_executor(self._long, partial(self._long_ids, text, special=special))
 
@@ -104,7 +104,7 @@ class Texts:
         return field_error(f"prompt: {size}: too long for the context of {self.context} tokens; shorten it")
 
     async def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
-        """Token ids of messages, by the chat template. Raises Refused: the template refuses them (422)."""
+        """Token ids of messages, by the chat template. Raises Refused (422): the template does not accept them."""
 
         def rendered() -> str:
             self.check_length(body.messages, body.tools, body.chat_template_kwargs)
@@ -122,21 +122,21 @@ class Texts:
 
         return await self.tokenize(await self.run(rendered), special=False)
 
-    def text_of(self, request: Request, completion: Completion, wanted: Sampling) -> tuple[str, str | None]:
+    def text_of(self, request: Request, completion: Completion, body: Sampling) -> tuple[str, str | None]:
         """The text of a completion, and the stop text that ended it.
 
         Token ids and log-probs include the end token or stop text, which trainers need; the text only on request.
         """
         ids, template = completion.token_ids, self.service.template
-        ended = completion.finish_reason == "stop" and not wanted.include_stop_str_in_output
+        ended = completion.finish_reason == "stop" and not body.include_stop_str_in_output
         if ended and ids and ids[-1] in request.sampling.stop_token_ids:
             ids = ids[:-1]
-        decode = partial(template.decode, skip_special_tokens=wanted.skip_special_tokens)
+        decode = partial(template.decode, skip_special_tokens=body.skip_special_tokens)
         text = decode(ids)
         if not ended or len(ids) < len(completion.token_ids):
             return text, None
-        place, stop = first_stop(ids, request.sampling.stop, request.sampling.min_tokens, decode)
-        return (text[:place], stop) if stop else (text, None)
+        position, stop = first_stop(ids, request.sampling.stop, request.sampling.min_tokens, decode)
+        return (text[:position], stop) if stop else (text, None)
 
     def message(self, completion: Completion, text: str, body: ChatRequest) -> dict[str, Any]:
         """An answer in a chat, with calls of the client's tools."""
@@ -162,8 +162,8 @@ class Texts:
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._text(token)
-            own = None if INCOMPLETE in text else list(text.encode())
-            return {"token": self._name(token, body), "logprob": logprob, "bytes": own}
+            data = None if INCOMPLETE in text else list(text.encode())
+            return {"token": self._name(token, body), "logprob": logprob, "bytes": data}
 
         tops = part.top_logprobs or [[]] * len(part.token_ids)
         return [
@@ -172,11 +172,11 @@ class Texts:
         ]
 
     def completion_logprobs(self, part: AnswerPart, body: CompletionRequest) -> dict[str, Any]:
-        """The same in the format of completions; of tokens with one text, the sampled or likeliest one is listed."""
+        """The same in the format of completions; of several tokens with the same text the first is listed."""
         tops: list[dict[str, float]] = []
-        for known in alternatives(part):
+        for candidates in alternatives(part):
             tops.append({})
-            for token, logprob in known:
+            for token, logprob in candidates:
                 tops[-1].setdefault(self._name(token, body), logprob)
         offsets = accumulate((len(self._text(token)) for token in part.token_ids), initial=part.offset)
         return {
@@ -186,8 +186,8 @@ class Texts:
             "text_offset": list(offsets)[:-1],
         }
 
-    def whole_answer(self, request: Request, completion: Completion, wanted: Sampling) -> AnswerPart:
-        text, stop = self.text_of(request, completion, wanted)
+    def whole_answer(self, request: Request, completion: Completion, body: Sampling) -> AnswerPart:
+        text, stop = self.text_of(request, completion, body)
         version = self.version(completion)
         tops = completion.top_logprobs
         return AnswerPart(
@@ -199,9 +199,9 @@ class Texts:
 
 
 def alternatives(part: AnswerPart | Completion) -> list[Alternatives]:
-    """At each position the sampled token first, then the likeliest ones."""
+    """At each position the sampled token and its log-prob, then the most likely ones."""
     tops = part.top_logprobs or [[]] * len(part.token_ids)
-    return [[(token, value), *top] for token, value, top in zip(part.token_ids, part.logprobs, tops, strict=True)]
+    return [[(token, logprob), *top] for token, logprob, top in zip(part.token_ids, part.logprobs, tops, strict=True)]
 
 
 def _ids(tokenizer: Any, text: str, *, special: bool) -> list[int]:

@@ -1,7 +1,7 @@
-"""New weights over HTTP: /weights/* for whole models, /v1/load_lora_adapter for adapters.
+"""Weight sync over HTTP: /weights/* for whole models, /v1/load_lora_adapter for adapters.
 
-A bucket or an adapter is one safetensors body. A bucket can also be JSON that names a file below the weights folder, or
-announces a broadcast.
+A bucket or an adapter is a safetensors body. A JSON bucket is the path of a file below the weights folder, or announces
+a broadcast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from swift.rollout.weights.base import AdapterWeights, Bucket, TensorInfo
 from swift.rollout.weights.broadcast import Announcement, Entry, Invitation
 
 HEADER_ROOM = 16 << 20
-"""Bytes that a safetensors header may take beside the tensors."""
+"""Maximum size of a safetensors header, in bytes."""
 
 
 class Broadcast(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -60,7 +60,7 @@ class NamedBucket(Struct, forbid_unknown_fields=True):
 
 
 class UpdateRef(Struct):
-    """Which update is meant."""
+    """The number of an update, from /weights/begin."""
 
     update: int
 
@@ -95,7 +95,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
         else:
             left = sum(info.nbytes for info in updates.missing(update))
             data = await read_body(http, left + HEADER_ROOM, lambda size: updates.missing(update))
-            service.authorize(run)  # another run may have taken the server meanwhile
+            service.authorize(run)  # another run may have taken the lease during the upload
             await _deliver(service, update, functools.partial(_uploaded, data))
         return json_response({"delivered": True})
 
@@ -112,7 +112,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
 
 
 async def _deliver(service: Service, update: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> None:
-    """Hand over what `read` makes of the tensors that are missing; what is no bucket ends the update."""
+    """Read the next bucket with `read`, from the missing tensors, and send it; an error aborts the update."""
     updates = service.queue.updates
     missing = updates.missing(update)
     try:
@@ -128,22 +128,22 @@ def _uploaded(data: bytearray, missing: tuple[TensorInfo, ...]) -> Bucket:
 
 
 def _named(service: Service, named: NamedBucket, missing: tuple[TensorInfo, ...]) -> Bucket:
-    """A bucket that the body only names."""
+    """The bucket of a JSON body: a file or a broadcast."""
     if named.path is not None and named.broadcast is None:
         return disk.read_bucket(disk.inside(service.settings.weights_folder, named.path), missing, named.digest)
     if named.broadcast is not None and named.path is None:
         return Announcement([], header=msgspec.to_builtins(named.broadcast))
-    raise field_error("bucket: one of path and broadcast is needed")
+    raise field_error("bucket: needs either path or broadcast")
 
 
 def _adapters(routes: APIRouter, service: Service) -> None:
     @routes.post("/v1/load_lora_adapter")
     async def load_lora_adapter(http: HttpRequest, version: Annotated[int, Query(ge=0)], run: RunId = None) -> Response:
-        if run is None:  # it would be sampled with under the name of the model
+        if run is None:  # other clients would sample with it under the name of the model
             raise Refused(409, "no_lease", "adapter: only the run that holds this server sends one; POST /reset first")
         data = await read_body(http, LIMITS.adapter_bytes)
         adapter = await asyncio.to_thread(_from_safetensors, data)
-        service.authorize(run)  # another run may have taken the server meanwhile
+        service.authorize(run)  # another run may have taken the lease during the upload
         ack = await service.load_adapter(adapter, version)
         return json_response({"ack": asdict(ack), **await service.state()})
 
@@ -155,12 +155,12 @@ def _adapters(routes: APIRouter, service: Service) -> None:
 
 def _tensor_info(name: str, dtype: str, shape: list[int]) -> TensorInfo:
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise field_error(f"manifest: {name}: {dtype} is no torch type")
+        raise field_error(f"manifest: {name}: {dtype} is not a torch dtype")
     return TensorInfo(name, dtype, tuple(shape))
 
 
 def _from_safetensors(data: bytearray) -> AdapterWeights:
-    """Config in the file's metadata, as `adapter_config`."""
+    """Read an adapter; its config is `adapter_config` in the metadata of the file."""
     tensors = disk.from_bytes(data, "adapter")
     text = disk.metadata_of(data).get("adapter_config")
     if text is None:
@@ -168,4 +168,4 @@ def _from_safetensors(data: bytearray) -> AdapterWeights:
     try:
         return AdapterWeights(msgspec.json.decode(text, type=dict[str, Any]), tensors)
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise ConfigError(f"adapter_config: is no JSON object ({error})") from error
+        raise ConfigError(f"adapter_config: is not a JSON object ({error})") from error

@@ -113,7 +113,7 @@ class WeightSource(Protocol):
         ...
 
 
-Live = Mapping[str, Tensor]
+PolicyParameters = Mapping[str, Tensor]
 """The policy's own parameters by the names of an update, tied ones under each of theirs.
 
 {} where the tensors of an update are made of something else: gathered, merged, cast or rearranged.

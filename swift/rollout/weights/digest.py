@@ -1,4 +1,4 @@
-"""A digest of weights that is equal on every device, and computed where they lie."""
+"""A digest of weights, computed on their device and equal on all devices."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 ROW_WORDS = 1 << 10
+"""Number of 8-byte words in a row."""
 BLOCK_ROWS = {"cpu": 1 << 7}
-"""Rows that are summed at once: 1 MiB on a CPU, so that the second sum reads a core's cache and not memory again."""
+"""Number of rows summed at once: 1 MiB on a CPU, so that the second of the two sums reads the core's cache."""
 DEVICE_ROWS = 1 << 17
+"""The same on other devices."""
 MIX = 0x9E3779B97F4A7C15
 STEP = 2 * MIX
 
@@ -21,14 +23,14 @@ class StreamDigest:
     """Digest of names, dtypes, shapes and bytes of tensors, in order.
 
     Each tensor contributes an exact 64-bit checksum: sum of (8-byte word * odd multiplier of its position) modulo 2^64,
-    so that a changed, moved or missing word shows. BLAKE2b binds these together.
+    which changes with a changed, moved or missing word. The digest is BLAKE2b over all of them.
     """
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, name: str, tensor: Tensor, known: int | None = None) -> None:
-        """Append one tensor; `known` is its checksum where the caller has computed it already."""
+        """Append a tensor; known: its checksum if the caller has computed it."""
         number = checksum(tensor) if known is None else known
         dtype, shape = str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape))
         self._hash.update(f"{name}\x1f{dtype}\x1f{shape}\x1f{number:016x}\x1e".encode())
@@ -38,7 +40,7 @@ class StreamDigest:
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest over names and bytes, in this order."""
+    """Digest of tensors in this order."""
     stream = StreamDigest()
     for name, tensor in tensors:
         stream.add(name, tensor)
@@ -52,10 +54,10 @@ def checksum(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Those of several tensors; on a device that works asynchronously they are waited for once, not once each.
+    """`checksum` of several tensors, with one synchronization per device.
 
-    Word i of a tensor, 8 bytes, counts (2 m i + 1) times. Cut into rows, i is row * length + column: the sums of all
-    rows and of all columns are enough, and sums run at the speed of memory.
+    The multiplier of word i of a tensor is 2 m i + 1. In rows of equal length, i is row * length + column, so the sums
+    of all rows and of all columns suffice, and sums run at memory bandwidth.
     """
     parts = [_sums(tensor) for tensor in tensors]
     on_device: dict[torch.device, list[Tensor]] = {}
@@ -66,7 +68,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sums(tensor: Tensor) -> tuple[Tensor, int]:
-    """The checksum of a tensor's whole words, a number on its device, and that of the bytes after them."""
+    """The checksum of a tensor's whole words, a scalar on its device, and that of the bytes after them."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     rest = sum((byte + 1) * (MIX * (place + 3) | 1) for place, byte in enumerate(data[whole:].tolist()))
@@ -93,16 +95,16 @@ def _of_rows(words: Tensor) -> Tensor:
 
 @functools.cache
 def _multipliers(device: torch.device) -> Tensor:
-    """The odd numbers by which the words of a first row count."""
+    """[ROW_WORDS] the odd multipliers of the words of the first row."""
     return torch.arange(ROW_WORDS, dtype=torch.int64, device=device) * _signed(STEP) + 1
 
 
 def _dot(words: Tensor, numbers: Tensor) -> Tensor:
-    """A scalar product modulo 2^64; torch.dot has no integers on a GPU."""
+    """Dot product modulo 2^64; torch.dot does not support integers on a GPU."""
     return (words * numbers).sum()
 
 
 def _signed(word: int) -> int:
-    """A number modulo 2^64 as torch takes it."""
+    """An integer modulo 2^64 as a signed 64-bit one."""
     word &= 2**64 - 1
     return word - 2**64 if word >= 2**63 else word

@@ -1,9 +1,9 @@
-"""Weights as safetensors: files on a disk that trainer and engine share, and bytes for the wire.
+"""Weights as safetensors: files on a disk that trainer and engine share, and bytes for HTTP.
 
-    <folder>/<run>/v0000007/bucket-0001.safetensors ...      written beside, synced, renamed: a name is a whole file
+    <folder>/<run>/v0000007/bucket-0001.safetensors ...      written to a partial file, synced, renamed when complete
 
-The writer keeps the last two versions of a run. The reader takes paths below one folder only, with links resolved, and
-reads plain tensors: nothing in these files can run code.
+The writer keeps the last two versions of a run. The reader accepts only paths below its folder, with links resolved.
+safetensors files hold plain tensors and cannot execute code.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from swift.errors import ConfigError, ResourceError, SyncFailed
 from swift.rollout.weights.base import Bucket, TensorInfo, memory_of
 
 KEPT_VERSIONS = 2
-"""Versions of a run that stay on disk: the present one, and the one that an engine may still be reading."""
+"""Number of versions of a run on disk: the current one, and the one that an engine may still be reading."""
 
 
 def as_bytes(tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str] | None = None) -> bytes:
     """A safetensors file in memory. Tied tensors are written under each of their names.
 
-    Raises SyncFailed: a type that the format does not have.
+    Raises SyncFailed: a dtype that the format does not have.
     """
     seen: set[Any] = set()
-    apart: dict[str, Tensor] = {}
+    unshared: dict[str, Tensor] = {}
     for name, tensor in tensors:
         memory = memory_of(name, tensor)
-        apart[name] = tensor.detach().clone() if memory in seen else tensor.detach().cpu().contiguous()
+        unshared[name] = tensor.detach().clone() if memory in seen else tensor.detach().cpu().contiguous()
         seen.add(memory)
     try:
-        return save(apart, metadata)
+        return save(unshared, metadata)
     except (SafetensorError, KeyError, ValueError) as error:
         raise SyncFailed(f"weights: cannot be written as safetensors ({error})") from error
 
 
 def from_bytes(data: bytes | bytearray, what: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file in memory. Raises SyncFailed: it is none."""
+    """The tensors of a safetensors file in memory. Raises SyncFailed: it is not a safetensors file."""
     try:
         return load(bytes(data))
     except (SafetensorError, ValueError, KeyError) as error:
@@ -56,14 +56,14 @@ def from_bytes(data: bytes | bytearray, what: str) -> dict[str, Tensor]:
 
 
 def metadata_of(data: bytes | bytearray) -> dict[str, str]:
-    """The `__metadata__` of a safetensors file in memory; {} when there is none."""
+    """The `__metadata__` of a safetensors file in memory; {} if there is none."""
     (length,) = struct.unpack("<Q", bytes(data[:8]))
     found = json.loads(bytes(data[8 : 8 + length])).get("__metadata__")
     return found if isinstance(found, dict) else {}
 
 
 class RunFolder:
-    """What a run has below a weights folder. All its servers that see the folder share one; see `open_run`."""
+    """The files of a run below a weights folder, shared by the clients of its servers; see `open_run`."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder, self.path = folder, folder / run
@@ -72,7 +72,7 @@ class RunFolder:
         self._complete: list[str] = []
 
     def add(self, bucket: Bucket, version: int) -> dict[str, str]:
-        """Write a bucket; its path below the folder and its digest, once the disk has it. Raises ResourceError."""
+        """Write a bucket to disk; returns its path below the folder and its digest. Raises ResourceError."""
         name = f"v{version:07d}"
         if not self._written or not self._written[0].startswith(f"{name}/"):
             self._written = []
@@ -88,18 +88,18 @@ class RunFolder:
         return {"path": str(path.relative_to(self.folder)), "digest": bucket.digest()}
 
     def update_ended(self, version: int, *, complete: bool) -> None:
-        """A server has all of a version, or gave it up; what is older than the last complete ones is removed."""
+        """End an update of a server; if it is complete, remove all but the last complete versions."""
         name = f"v{version:07d}"
         self._written = []
         if not complete:
             return
-        self._complete = [*(one for one in self._complete if one != name), name][-KEPT_VERSIONS:]
+        self._complete = [*(kept for kept in self._complete if kept != name), name][-KEPT_VERSIONS:]
         for path in self.path.iterdir():
             if path.name not in self._complete:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
-        """The last one to close removes the files: the others may have to send them again."""
+        """Give the files up; the last `close` removes them, as other clients may have to send them again."""
         with _sharing:
             self.users -= 1
             if self.users == 0:
@@ -112,7 +112,7 @@ _sharing = threading.Lock()
 
 
 def open_run(folder: Path, run: str) -> RunFolder:
-    """The files of a run, shared within this process; every call needs a `close` of its own."""
+    """The files of a run, shared within this process; every call needs its own `close`."""
     folder = folder.resolve()
     with _sharing:
         shared = _runs.setdefault(folder / run, RunFolder(folder, run))
@@ -121,7 +121,7 @@ def open_run(folder: Path, run: str) -> RunFolder:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that has its name only once the disk has all of it."""
+    """Write a file that appears under its name when it is complete on disk."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -146,7 +146,7 @@ def inside(folder: Path | None, name: str) -> Path:
     try:
         path = (root / name).resolve()
         exists = path.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or a loop of links
         raise ConfigError(f"path: {name[:80]}: is no path ({error}); use one below --weights_folder") from error
     if path == root or root not in path.parents:
         raise ConfigError(f"path: {name}: is not below the weights folder; use a path below --weights_folder")
@@ -156,9 +156,9 @@ def inside(folder: Path | None, name: str) -> Path:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file for reading, by a path without links.
+    """Open a regular file for reading, by a path without links.
 
-    Raises OSError: there is none, it is a pipe, a device or a folder, which may block, or a link on the way leads away.
+    Raises OSError: it does not exist, is a pipe, device or folder (reading may block), or the path has a link.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     regular, opened = stat.S_ISREG(os.fstat(descriptor).st_mode), Path(f"/proc/self/fd/{descriptor}").readlink()
@@ -169,18 +169,18 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) -> Bucket:
-    """The tensors of a file, in the order of the manifest, mapped and not copied.
+    """The tensors of a file, in the order of the manifest, memory-mapped.
 
     Args:
         path: of the file.
-        wanted: what it should hold next; it may hold fewer.
-        digest: of its content, compared when given.
+        wanted: tensors of the manifest that have not arrived; the file has the first of them.
+        digest: expected digest of the content; None does not check it.
 
     Raises:
-        SyncFailed: it holds something else.
+        SyncFailed: the file cannot be read, or has other content.
     """
     try:
-        with open_regular(path) as same, safe_open(f"/dev/fd/{same.fileno()}", framework="pt") as file:
+        with open_regular(path) as opened, safe_open(f"/dev/fd/{opened.fileno()}", framework="pt") as file:
             bucket = in_order({name: file.get_tensor(name) for name in file.keys()}, path.name, wanted)  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise SyncFailed(f"weights: {path.name}: cannot be read ({error})") from error
@@ -190,11 +190,11 @@ def read_bucket(path: Path, wanted: Sequence[TensorInfo], digest: str | None) ->
 
 
 def in_order(tensors: dict[str, Tensor], what: str, wanted: Sequence[TensorInfo]) -> Bucket:
-    """A bucket in the order of the manifest. Raises SyncFailed: it is not what the manifest has next."""
+    """A bucket in the order of the manifest. Raises SyncFailed: its tensors are not the next ones of the manifest."""
     following = [info.name for info in wanted[: len(tensors)]]
-    strangers = sorted(tensors.keys() - {info.name for info in wanted})
-    if strangers:
-        raise SyncFailed(f"weights: {what}: {strangers[0]}: is not expected, or came already")
+    unexpected = sorted(tensors.keys() - {info.name for info in wanted})
+    if unexpected:
+        raise SyncFailed(f"weights: {what}: {unexpected[0]}: is not expected, or came already")
     missing = [name for name in following if name not in tensors]
     if missing:
         raise SyncFailed(f"weights: {what}: {missing[0]}: is missing; the manifest has it before what came")

@@ -19,7 +19,7 @@ ByteArrays = list[tuple[TensorInfo, np.ndarray]]
 
 
 def put(bucket: Bucket) -> Any:
-    """A reference to the bucket in the store, which is written once for all engines."""
+    """Write a bucket into the store, once for all engines; returns its reference."""
     import ray
 
     return bucket.once("object_store", lambda: ray.put(byte_arrays_of(bucket)))
@@ -45,6 +45,6 @@ def tensors_of(packed: ByteArrays) -> list[tuple[str, Tensor]]:
 
 
 def _typed(raw: Tensor, info: TensorInfo) -> Tensor:
-    """The tensor of these bytes; an empty one cannot be a view."""
+    """A view of bytes as a tensor; an empty tensor is created, as it cannot be a view."""
     dtype = torch_dtype(info.dtype)
     return raw.view(dtype).view(info.shape) if raw.numel() else torch.empty(info.shape, dtype=dtype)

@@ -2,8 +2,8 @@
 
     parameters --gather--> whole parameters --merge LoRA--> checkpoint tensors --cast--> engine's type -> Bucket
 
-Each parameter is gathered once per update and freed with its bucket, so that the peak memory is one bucket, not one
-model. Every rank gathers the same buckets.
+Each parameter is gathered once per update and freed with its bucket, so that the peak memory is one bucket. Every rank
+gathers the same buckets.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PolicyWeights:
         wanted = torch_dtype(dtype) if isinstance(dtype, str) else dtype
         self.dtype = wanted or computing_dtype(model)
         self._units = checkpoint_units(model)
-        self._own = _main_dtype(self._units)
+        self._main_dtype = _main_dtype(self._units)
         self._groups = (
             _by_count(self._units, move_model_batches)
             if move_model_batches
@@ -72,17 +72,17 @@ class PolicyWeights:
             )
         return self._manifest
 
-    def live(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """The policy's parameters by their names in an update; {} if other tensors are sent. Not a collective."""
-        own: dict[str, Tensor] = {}
+        found: dict[str, Tensor] = {}
         for unit in self._units:
             for tensor in unit.tensors:
                 if not self._is_plain(tensor):
                     return {}
-                own[tensor.name] = tensor.sources[0]
+                found[tensor.name] = tensor.sources[0]
         sent = {info.name: (info.shape, info.dtype) for info in self.manifest()}
-        here = {name: (tuple(parameter.shape), dtype_name(parameter.dtype)) for name, parameter in own.items()}
-        return own if sent == here else {}
+        own = {name: (tuple(parameter.shape), dtype_name(parameter.dtype)) for name, parameter in found.items()}
+        return found if sent == own else {}
 
     def _is_plain(self, tensor: CheckpointTensor) -> bool:
         """Whether a tensor of the checkpoint is an unsharded parameter in this process's memory."""
@@ -105,12 +105,13 @@ class PolicyWeights:
             del tensors
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if self.dtype is not None and tensor.dtype == self._own else tensor
+        return tensor.to(self.dtype) if self.dtype is not None and tensor.dtype == self._main_dtype else tensor
 
     def _nbytes(self, unit: CheckpointUnit) -> int:
-        if self.dtype is None or self._own is None:
+        """Bytes of a unit as it is sent."""
+        if self.dtype is None or self._main_dtype is None:
             return unit.nbytes
-        return unit.nbytes * self.dtype.itemsize // self._own.itemsize
+        return unit.nbytes * self.dtype.itemsize // self._main_dtype.itemsize
 
 
 def adapter_weights(model: nn.Module) -> AdapterWeights:
@@ -120,6 +121,7 @@ def adapter_weights(model: nn.Module) -> AdapterWeights:
 
 
 def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
+    """The floating-point dtype of most weights; None if there are none."""
     counts: dict[torch.dtype, int] = {}
     for tensor in (tensor for unit in units for tensor in unit.tensors):
         if tensor.dtype.is_floating_point:
@@ -130,6 +132,7 @@ def _main_dtype(units: list[CheckpointUnit]) -> torch.dtype | None:
 def _by_size(
     units: list[CheckpointUnit], limit: int, nbytes: Callable[[CheckpointUnit], int]
 ) -> list[list[CheckpointUnit]]:
+    """Consecutive units in groups of at most `limit` bytes; a larger unit is a group of its own."""
     groups: list[list[CheckpointUnit]] = []
     room = -1
     for unit in units:
@@ -143,6 +146,7 @@ def _by_size(
 
 
 def _by_count(units: list[CheckpointUnit], count: int) -> list[list[CheckpointUnit]]:
+    """At most `count` groups of consecutive layers, and one of the other units."""
     layers = [unit for unit in units if unit.is_layer]
     rest = [unit for unit in units if not unit.is_layer]
     per_group = max(1, math.ceil(len(layers) / count))

@@ -1,15 +1,15 @@
-"""When the rollout engine gets new weights, under which version, and what happens when they do not arrive.
+"""Weight sync: when the rollout engines get new weights, under which version, and the retry after a failed update.
 
-A version is +1 per weight sync; 0 are the weights that the run started with. A sync is due when at least `interval`
-optimizer steps passed since the last one. It takes place at once where the engine is free, and otherwise before the
-next batch is asked for.
+Each sync increases the version by 1; version 0 are the initial weights of the run. A sync is due when at least
+`interval` optimizer steps have passed since the last one. It is made at once if the engine is idle, otherwise before
+the next batch is requested.
 
-A checkpoint does not hold the weights of the last sync, so the first generation after it gets those of then, whether
-`interval` is over or not: the run that went on and the one that was resumed sample with the same weights.
+A checkpoint does not have the weights of the last sync. So the first generation after a checkpoint gets the current
+weights, also within `interval`: a continued and a resumed run sample with the same weights.
 
-`sync` is a collective: every rank calls it at the same step, the ranks with an engine send, the others take part in
-the gathers. It either ends with an `Ack` from every engine, or raises on every rank. One failed update is repeated on a
-rebuilt engine.
+`sync` is a collective: all ranks call it at the same step. Ranks with an engine send, and all ranks take part in the
+gathers. It returns an `Ack` from every engine, or raises on every rank. A failed update is repeated once, on a rebuilt
+engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weights.base import AdapterWeights, Bucket, Live, WeightSource, WeightStream
+from swift.rollout.weights.base import AdapterWeights, Bucket, PolicyParameters, WeightSource, WeightStream
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 4096
-"""Versions whose step is remembered, for staleness in steps."""
-REHEARSAL = 1 << 30
-"""Number of weights that are not the policy's; no run syncs so often, so no cache or adapter has it by chance."""
+"""Number of versions whose step is kept, for staleness in steps."""
+TRIAL_VERSION = 1 << 30
+"""Version of weights that are not the policy's, above the versions of any run."""
 
 T = TypeVar("T")
 Outcome = tuple[T | None, SwiftError | None]
-"""What came of work on this rank, or why nothing did."""
+"""Result of work on this rank, or its error."""
 
 
 class WeightSync:
-    """Brings the policy of one run to its engines.
+    """Sends the policy of a run to its engines.
 
     Args:
         engine: this rank's engine, or None.
         source: makes a source of the current weights; on every rank.
-        adapter: reads the current adapter alone (a collective); when given, only the adapter is sent.
-        live: the policy's own memory. When given, engine and policy become one memory with the first `sync`, where
-            the engine can do that. Only for an engine in this process that rests whenever the weights change. Ignored
-            with an `interval` above 1, which asks for older weights than those of now.
+        adapter: reads the current adapter (a collective); if given, only the adapter is sent.
+        parameters: reads the policy's parameters. If given, engine and policy share one memory from the first `sync`
+            on, if the engine supports it. Only for an engine in this process that is idle whenever the weights change.
+            Ignored with an `interval` above 1, which needs older weights than the current ones.
         interval: optimizer steps between syncs (`--vllm_sync_interval`); 1 for an engine that shares the trainer's
-            weights, since it never samples with older ones.
+            weights, since it always samples with the current ones.
         ranks: the collectives.
-        timer: context manager factory; syncs count as "sync", with "rebuild" inside where that is needed.
+        timer: context manager factory; syncs count as "sync", with "rebuild" inside.
         progress: called after each bucket.
     """
 
@@ -62,7 +62,7 @@ class WeightSync:
         *,
         source: Callable[[], WeightSource],
         adapter: Callable[[], AdapterWeights] | None = None,
-        live: Callable[[], Live] | None = None,
+        parameters: Callable[[], PolicyParameters] | None = None,
         interval: int = 1,
         ranks: Collectives,
         timer: Callable[[str], AbstractContextManager[Any]] = lambda phase: contextlib.nullcontext(),
@@ -71,7 +71,7 @@ class WeightSync:
         self.engine = engine
         self.source = source
         self.adapter = adapter
-        self.live = live if interval == 1 and adapter is None else None
+        self.parameters = parameters if interval == 1 and adapter is None else None
         self.interval = 1 if engine is not None and engine.capabilities.shares_weights else interval
         self.ranks = ranks
         self.timer = timer
@@ -79,8 +79,8 @@ class WeightSync:
         self.version = 0
         self.last_step = 0
         self._step_of = {0: 0}
-        self._lost = True
-        self._saved = False
+        self._lost = True  # whether the engine does not have the weights of `version`
+        self._saved = False  # whether a checkpoint was saved after the last sync
         self._gather_error: Exception | None = None
 
     def due(self, step: int) -> bool:
@@ -91,9 +91,9 @@ class WeightSync:
         return self._step_of.get(version, min(self._step_of.values()))
 
     def sync(self, step: int) -> Ack | None:
-        """Bring the weights of now to every engine as the next version; returns the ack of this rank's engine.
+        """Send the current weights to every engine as the next version; returns the ack of this rank's engine.
 
-        Raises SyncFailed or EngineDead on every rank, when an engine could not be brought to these weights.
+        Raises SyncFailed or EngineDead on every rank: an engine did not get the weights.
         """
         ack = self._everywhere(self.version + 1)
         self.version += 1
@@ -105,31 +105,31 @@ class WeightSync:
         return ack
 
     def refresh(self) -> Ack | None:
-        """Send the weights of now under the present version: at the start, or after level-2 sleep."""
+        """Send the current weights without a new version: at the start, or after level-2 sleep."""
         ack = self._everywhere(self.version)
         self._lost = False
         return ack
 
-    def rehearse(self) -> Ack | None:
-        """Send the weights of now as `REHEARSAL`, which is no version of the run; `refresh` ends it.
+    def send_trial(self) -> Ack | None:
+        """Send the current weights as `TRIAL_VERSION`; `refresh` restores the version of the run.
 
-        For the parity check, which sends changed weights to see whether they arrive.
+        For the parity check, which sends changed weights to test whether they arrive.
         """
         self._lost = True
-        return self._everywhere(REHEARSAL)
+        return self._everywhere(TRIAL_VERSION)
 
     def separate(self) -> None:
-        """End the sharing of memory until the next sync, so that either side may be changed alone."""
+        """End the sharing of memory until the next sync, so that trainer or engine can change its weights alone."""
         if self.engine is not None:
             self.engine.separate()
 
     def update(self, step: int, *, current: bool = False, lost: bool = False) -> Ack | None:
-        """What a generation phase calls: sync if due, else send again what the engine has lost, else nothing.
+        """Before a generation phase: sync if due, or send the weights again if the engine does not have them.
 
         Args:
-            step: optimizer steps done.
-            current: weights older than `step` will not do (evaluation).
-            lost: the engine has dropped its weights (level-2 sleep).
+            step: number of optimizer steps so far.
+            current: whether the weights must be those of `step` (evaluation).
+            lost: whether the engine has dropped its weights (level-2 sleep).
         """
         behind = step != self.last_step
         if self.due(step) or (behind and (current or lost or self._lost or self._saved)):
@@ -137,29 +137,30 @@ class WeightSync:
         return self.refresh() if lost or self._lost else None
 
     def _everywhere(self, version: int) -> Ack | None:
+        """Send the current weights as `version` to the engines of all ranks; see `sync`."""
         if self.engine is not None and self.engine.capabilities.shares_weights:
             self.engine.version = version
             return None
         with self.timer("sync"):
             ack, failure = self._send(version, self.engine)
             failures = self._failures(failure)
-            if failures and all(isinstance(one, SyncFailed | EngineDead) for one in failures):
+            if failures and all(isinstance(error, SyncFailed | EngineDead) for error in failures):
                 ack, failure = self._send_again(version, rebuild=failure is not None or self._spans_ranks())
                 failures = self._failures(failure)
         if failures:
             raise failure or failures[0]
         return ack
 
-    def _failures(self, mine: SwiftError | None) -> list[SwiftError]:
-        """Those of all ranks, in rank order; the same everywhere."""
-        return [one for one in self.ranks.all_gather(mine) if one is not None]
+    def _failures(self, own: SwiftError | None) -> list[SwiftError]:
+        """The failures of all ranks, in rank order; equal on all ranks."""
+        return [failure for failure in self.ranks.all_gather(own) if failure is not None]
 
     def _spans_ranks(self) -> bool:
-        """Whether other ranks hold parts of this rank's engine: then all of them make it anew, or none."""
+        """Whether this rank's engine is sharded over several ranks, which must rebuild it together."""
         return self.engine is not None and self.engine.capabilities.tensor_parallel_size > 1
 
     def _send_again(self, version: int, *, rebuild: bool) -> Outcome[Ack]:
-        """The second try on this rank; it takes part in every gather even when its engine has failed."""
+        """The second try on this rank; it takes part in every gather also if its engine has failed."""
         if rebuild and self.engine is not None:
             with self.timer("rebuild"):
                 _, failure = _outcome(version, self.engine.rebuild)
@@ -172,26 +173,29 @@ class WeightSync:
         if self.adapter is not None:
             adapter = self.adapter()
             return _outcome(version, lambda: engine.load_adapter(adapter, version)) if engine else (None, None)
-        if engine is None or self.live is None or version == REHEARSAL:
+        if engine is None or self.parameters is None or version == TRIAL_VERSION:
             return self._send_buckets(version, engine)
-        live = self.live()
-        ack, failure = _outcome(version, lambda: engine.take_shared(live, version))
+        parameters = self.parameters()
+        ack, failure = _outcome(version, lambda: engine.take_shared(parameters, version))
         if failure is not None:
             self._send_buckets(version, None)
             return None, failure
-        if ack is not None:  # of plain parameters nothing is gathered, so no other rank waits for this one
+        if ack is not None:  # plain parameters are not gathered, so no other rank waits for this one
             return ack, None
         ack, failure = self._send_buckets(version, engine)
-        if failure is None and version > self.version:  # before the first step the trainer may still be put together
-            _, failure = _outcome(version, lambda: self._share(engine, live))
+        # in a `sync` only: at the first `refresh` the trainer may not be complete
+        if failure is None and version > self.version:
+            _, failure = _outcome(version, lambda: self._share(engine, parameters))
         return ack, failure
 
-    def _share(self, engine: InferenceEngine, live: Live) -> None:
-        """Make one memory of both, or say once why they stay two."""
-        obstacle = engine.share(live) if live else "the trainer's weights are sharded, merged, cast or rearranged"
+    def _share(self, engine: InferenceEngine, parameters: PolicyParameters) -> None:
+        """Let engine and policy share one memory, or log once why they cannot."""
+        obstacle = "the trainer's weights are sharded, merged, cast or rearranged"
+        if parameters:
+            obstacle = engine.share(parameters)
         if obstacle:
             logger.info("weights: engine and trainer keep memory of their own: %s", obstacle)
-            self.live = None
+            self.parameters = None
 
     def _send_buckets(self, version: int, engine: InferenceEngine | None) -> Outcome[Ack]:
         source = self.source()
@@ -200,14 +204,14 @@ class WeightSync:
         if engine is not None:
             stream = WeightStream(source.manifest(), buckets, version, first_hand=True)
             outcome = _outcome(version, lambda: _confirmed(engine, stream))
-        for _ in buckets:  # to the end in any case: the other ranks gather along
+        for _ in buckets:  # also after a failure: the other ranks take part in the gathers
             pass
-        if self._gather_error is not None:  # no engine has failed, so none is made anew
+        if self._gather_error is not None:  # not a failure of an engine, so none is rebuilt
             raise self._gather_error
         return outcome
 
     def _gathered(self, source: WeightSource) -> Iterator[Bucket]:
-        """The buckets; what goes wrong here, in the trainer, is kept apart from failures of engines."""
+        """The buckets; errors of the trainer are stored in `_gather_error`, apart from failures of engines."""
         self._gather_error = None
         try:
             for bucket in source.buckets():
@@ -218,25 +222,26 @@ class WeightSync:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """A JSON-safe state; see the module's docstring for what taking it means for the next `update`."""
+        """A JSON-safe state. The next `update` syncs if there were optimizer steps since the last sync."""
         self._saved = True
         return {"version": self.version, "last_step": self.last_step, "step_of": list(self._step_of.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the count; the next `update` sends the weights, which the engine does not have yet."""
+        """Restore the version; the next `update` sends the weights, which the engine does not have yet."""
         self.version, self.last_step = state["version"], state["last_step"]
         self._step_of = dict(state["step_of"])
         self._lost = True
 
 
 def _confirmed(engine: InferenceEngine, stream: WeightStream) -> Ack:
+    """Update an engine and check its ack."""
     ack = engine.update(stream)
-    stream.check(ack, engine.capabilities.name)  # also of engines that users bring
+    stream.check(ack, engine.capabilities.name)  # also of engines of plugins
     return ack
 
 
 def _outcome(version: int, work: Callable[[], T]) -> Outcome[T]:
-    """What `work` returns, or what goes wrong in it, so that this rank can stay with the others until all know."""
+    """The result of `work`, or its error: this rank raises it only after a collective with the others."""
     try:
         return work(), None
     except SwiftError as error:

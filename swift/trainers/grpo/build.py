@@ -121,7 +121,7 @@ def build_weight_sync(run: Attempt, model: Any) -> WeightSync:
     return WeightSync(
         run.setup.engine,
         source=lambda: PolicyWeights(model, move_model_batches=args.move_model_batches),
-        live=(lambda: PolicyWeights(model).live()) if one_memory else None,
+        parameters=(lambda: PolicyWeights(model).parameters()) if one_memory else None,
         adapter=(lambda: adapter_weights(model)) if args.vllm_enable_lora else None,
         interval=args.vllm_sync_interval,
         ranks=run.parts.collectives,

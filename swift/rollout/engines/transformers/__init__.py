@@ -14,12 +14,12 @@ __all__ = ["TransformersEngine", "build"]
 
 
 def build(spec: EngineSpec) -> TransformersEngine:
-    """An engine with weights of its own, read from the folder.
+    """Build an engine with its own copy of the weights, read from the folder.
 
     `engine_kwargs`: `cache_bytes`, `attn_impl`.
 
     Raises:
-        ConfigError: unreadable files, an architecture that cannot be sampled from, or settings that it does not have.
+        ConfigError: unreadable files, an architecture that cannot be sampled from, or unsupported settings.
     """
     from swift.models import load_for_inference
     from swift.models.arguments import CheckpointArguments

@@ -1,7 +1,7 @@
 """Batches of the in-process engine: prefill, decode steps, and the removal of finished rows.
 
-A prompt is prefilled once for all its samples. Every sample draws from its own counter-based uniforms, so other
-requests in the batch do not change it. Two ways to compute a step:
+A prompt is prefilled once for all its samples. Each sample has its own counter-based uniforms, so other requests in
+the batch do not change it. Two ways to compute a step:
 
 * `BatchRun`: for models with packed attention. Rows can join between two steps. Finished rows are removed once they are
   a quarter of the batch.
@@ -33,9 +33,9 @@ from swift.types import Alternatives, Completion, FinishReason, Request
 logger = logging.getLogger(__name__)
 
 COMPACT_SHARE = 0.25
-"""Share of finished rows at which they are removed; removal copies the cache, so not at every row."""
+"""Share of finished rows at which they are removed; removal copies the cache, so rows are not removed one by one."""
 JOIN_SHARE = 1 / 8
-"""Minimum number of rows that join a batch, relative to its rows, as that copies the cache; fewer if no more wait."""
+"""Minimum number of joining rows relative to the batch, because joining copies the cache; fewer if no others wait."""
 
 
 class BatchRun:
@@ -50,8 +50,8 @@ class BatchRun:
         self._last_R: Any = None  # last tokens of `rows`
         self._num_rows, self._num_broken = len(self.joining), 0
 
-    def live(self) -> list[Row]:
-        """Unfinished rows."""
+    def unfinished(self) -> list[Row]:
+        """Rows that have not ended, those that are joining included."""
         return [*(row for row in self.rows if not row.ended), *self.joining]
 
     def takes(self, request: Request) -> bool:
@@ -138,12 +138,12 @@ class BatchRun:
         )
         if self._num_broken == self._num_rows:
             diverged = "the policy has diverged, lower --learning_rate"
-            loaded = "they were so when they were loaded: check --model, --adapters and --torch_dtype"
+            loaded = "these are the loaded weights: check --model, --adapters and --torch_dtype"
             raise NumericError(f"{problem}; {diverged if version > 0 else loaded}")
         logger.warning("%s; it is left out, with %d of %d completions", problem, self._num_broken, self._num_rows)
 
     def _compact(self, share: float) -> None:
-        """Remove the finished rows once they are this share of all."""
+        """Remove the finished rows if they are at least this share of the rows."""
         kept = [place for place, row in enumerate(self.rows) if not row.ended]
         num_ended = len(self.rows) - len(kept)
         if not num_ended or num_ended < share * len(self.rows):
@@ -251,23 +251,23 @@ class BatchRule:
         for row in _grouped(ordered):
             size = len(row.request.prompt_ids)
             width, length = max(width, size), max(length, row.budget)
-            other = self.one_length and batch and size != len(batch[-1].request.prompt_ids)
-            if batch and (other or not self._fits(len(batch) + 1, width + length)):
+            differs = self.one_length and batch and size != len(batch[-1].request.prompt_ids)
+            if batch and (differs or not self._fits(len(batch) + 1, width + length)):
                 break
             batch.append(row)
         return batch
 
     def joining(self, waiting: Sequence[Row], run: BatchRun) -> list[Row]:
         """Waiting rows that join the running batch, in order up to the first that cannot."""
-        live = run.live()
+        present = run.unfinished()
         found: list[Row] = []
-        width, length = max(len(row.request.prompt_ids) for row in live), max(row.budget for row in live)
+        width, length = max(len(row.request.prompt_ids) for row in present), max(row.budget for row in present)
         for row in _grouped(waiting):
             width, length = max(width, len(row.request.prompt_ids)), max(length, row.budget)
-            if not run.takes(row.request) or not self._fits(len(live) + len(found) + 1, width + 2 * length):
+            if not run.takes(row.request) or not self._fits(len(present) + len(found) + 1, width + 2 * length):
                 break
             found.append(row)
-        return found if len(found) == len(waiting) or len(found) >= JOIN_SHARE * len(live) else []
+        return found if len(found) == len(waiting) or len(found) >= JOIN_SHARE * len(present) else []
 
     def _fits(self, num_rows: int, slots: int) -> bool:
         return num_rows <= self.max_rows and num_rows * slots <= self.slots

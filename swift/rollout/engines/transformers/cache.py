@@ -33,7 +33,7 @@ class PromptCapture:
 
 
 class RowCache:
-    """Keys and values of R rows, written in place; a row's prompt may begin and end at any slot.
+    """Keys and values of R rows, written in place; a row's prompt may begin at any slot.
 
         slots     [ left padding | prompt | generated so far | free ]     the new token of every row is in the same slot
 
@@ -72,20 +72,20 @@ class RowCache:
         )
         before = (slots < first[:, None])[:, None, :, None].to(device)
 
-        for index, prompt in enumerate(prompts):  # never more than one layer exists twice
+        for index, prompt in enumerate(prompts):  # at most one layer exists twice at a time
             layer = []
             for old, new in zip(self.layers[index], prompt, strict=True):
                 made = new.new_zeros(len(old) + len(source), new.shape[1], capacity, new.shape[3])
                 moved = old[:, :, max(0, -shift) :][:, :, : capacity - max(0, shift)]
                 made[: len(old), :, max(0, shift) :][:, :, : moved.shape[2]] = moved
-                # zeros in the padding: a mask does not stop NaN
+                # zeros in the padding: NaN would pass the mask
                 made[len(old) :, :, : self.used] = new[0][:, source].transpose(0, 1).masked_fill(before, 0.0)
                 layer.append(made)
             self.layers[index] = layer[0], layer[1]
         self._update_mask()
 
     def reorder_cache(self, rows: Tensor) -> None:
-        """Keep only `rows`, in this order; never more than one layer exists twice."""
+        """Keep only `rows`, in this order; at most one layer exists twice at a time."""
         for index, (keys, values) in enumerate(self.layers):
             self.layers[index] = keys[rows], values[rows]
         rows = rows.cpu()

@@ -1,14 +1,14 @@
 """The in-process engine: samples with a transformers module, the trainer's own or a copy.
 
-With the trainer's own module (the default of a run) a weight sync copies nothing: every step uses the current weights.
-With a copy of its own (`build`: actors, servers) it supports updates, adapters and sleep like any other engine.
+With the trainer's module (the default of a run) a weight sync copies nothing: every step uses the current weights.
+With its own copy (`build`: actors, servers) it supports updates, adapters and sleep like other engines.
 
 This module has the queue of requests and the decode steps; `batch` computes a batch; `weights` updates a copy.
 The samples of a prompt are in one batch. On an accelerator later requests join the running batch if it has room. On a
-CPU they wait until it is done, for runs that are reproducible to the last bit: rounding of matrix products depends on
-the number of rows.
-`abort`, `pause` and `close` take effect between two steps. The running batch is kept over a pause, and its rows
-continue with the weights of then. Between batches the engine holds no cache.
+CPU they wait until it ends, so that runs repeat bit for bit: the rounding of matrix products depends on the number of
+rows.
+`abort`, `pause` and `close` take effect between two steps. The running batch is kept during a pause, and its rows
+continue with the weights of the resumption. Between batches the engine holds no cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from swift.rollout.seeds import sample_uniforms
 from swift.rollout.weights.base import WeightStream, dtype_name
 from swift.types import Completion, Request, SamplingParams
 
-COUNTING = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
+PLAIN_FIELDS = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
 """Sampling fields that need no optional package."""
 IDLE_LIMIT_S = 60.0
 """Timeout of the wait for a step in another thread, in seconds; a step takes milliseconds to seconds."""
@@ -60,8 +60,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         max_model_len: maximum tokens of prompt and completion; None takes the model's own.
         max_rows: maximum number of rows decoded together.
         cache_bytes: maximum size of the key/value cache; a fixed number keeps batch shapes reproducible.
-        reload: loads the weights of version 0 again, if `model` is a copy that belongs to this engine; None: `model` is
-            the trainer's.
+        reload: loads the weights of version 0 again; None if `model` is the trainer's.
         keeps_base: whether level 2 of `sleep` keeps the weights, because only adapters are synced.
 
     Attributes:
@@ -98,20 +97,20 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._step = threading.Lock()  # held during a decode step
         self._may_have_room = self._is_sharded = False
         self._use_model(model)
-        own, can_guide = reload is not None, tokenizer is not None and guided.available()
+        has_copy, can_guide = reload is not None, tokenizer is not None and guided.available()
         parameter = next(model.parameters())
         self.capabilities = Capabilities(
             name=self.name,
             logprob_support="truncated",
-            shares_weights=not own,
+            shares_weights=not has_copy,
             max_model_len=int(max_model_len or getattr(self._config, "max_position_embeddings", None) or 1 << 30),
             dtype=dtype_name(parameter.dtype),
             devices=(str(parameter.device),),
-            lora=own,
-            sleep_levels=(0, 1, 2) if own else (0,),
+            lora=has_copy,
+            sleep_levels=(0, 1, 2) if has_copy else (0,),
             in_flight_updates=True,
             guided=can_guide,
-            sampling_fields=(*COUNTING, "structured_outputs") if can_guide else COUNTING,
+            sampling_fields=(*PLAIN_FIELDS, "structured_outputs") if can_guide else PLAIN_FIELDS,
         )
         if self.obstacle is not None:
             self._try_own_cache()
@@ -156,7 +155,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
             with self._inference(), self._step:
                 return self._step_batch()
         except BaseException:
-            self._forget()  # the batch is in an undefined state
+            self._drop_requests()  # the batch is in an undefined state
             raise
 
     def check_length(self, request: Request) -> None:
@@ -207,7 +206,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         try:
             if was_training:
                 self.model.eval()
-            # training uses parameters that are gathered inside, so these must not be inference tensors
+            # training uses the parameters that are gathered here, so they must not be inference tensors
             with torch.no_grad() if self._is_sharded else torch.inference_mode():
                 yield
         finally:
@@ -221,7 +220,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         if aborted and self._run is not None:
             self._run.end(aborted)
         elif not aborted:
-            if self._closed:  # by another thread, since the last check
+            if self._closed:  # by another thread after the last check
                 return []
             self._fill_batch()
             assert self._run is not None, "no request is outstanding"
@@ -230,7 +229,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
                 self._running.take(completion.request_id)
         if ended:
             self._may_have_room = True
-            if self._run is not None and not self._run.live():
+            if self._run is not None and not self._run.unfinished():
                 self._run = None
         return ended
 
@@ -248,16 +247,16 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         rows = rule.first(waiting) if self._run is None else rule.joining(waiting, self._run)
         for row in rows:
             row.started = True
-        parts = (rows, self.tokenizer, self.device, self.counters)
+        arguments = (rows, self.tokenizer, self.device, self.counters)
         if self._run is not None:
             self._run.join(rows)
         elif self.obstacle is None:
-            self._run = BatchRun(*parts)
+            self._run = BatchRun(*arguments)
         else:
-            self._run = OwnCacheRun(*parts, rotary=hasattr(self._config, "rope_parameters"))
+            self._run = OwnCacheRun(*arguments, rotary=hasattr(self._config, "rope_parameters"))
 
-    def _forget(self) -> None:
-        """Drop all requests, after a failure."""
+    def _drop_requests(self) -> None:
+        """Drop all requests after a failure."""
         self._run = None
         self._running = RunningRequests()
 
@@ -276,7 +275,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
     # --- weights ----------------------------------------------------------------------------------------------
 
     def _check_takes_weights(self) -> None:
-        self._own("a weight update: it shares the trainer's weights, so that only `version` changes")
+        self._require_copy("a weight update: it shares the trainer's weights, so that only `version` changes")
         super()._check_takes_weights()
 
     def _load(self, stream: WeightStream) -> str:
@@ -288,13 +287,13 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
 
     def _weights_arrived(self, version: int) -> None:
         super()._weights_arrived(version)
-        self._adapter = None  # overwritten, as were the base values
+        self._adapter = None  # the update has overwritten it and the base values
 
     def rebuild(self) -> None:
         """Load the weights of version 0 again; outstanding requests are kept."""
-        reload = self._own("rebuild")
+        reload = self._require_copy("rebuild")
         self._check_alive()
-        self._drop_weights()  # never two copies at once
+        self._drop_weights()  # before the other copy is loaded
         paused = self._paused
         try:
             self._use_model(reload())
@@ -305,8 +304,8 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._paused = paused
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Merge a LoRA adapter into the base weights, instead of the last one."""
-        self._own("LoRA adapters: the trainer's own is part of its model")
+        """Merge a LoRA adapter into the base weights; it replaces the previous one."""
+        self._require_copy("LoRA adapters: the trainer's own is part of its model")
         self._check_takes("an adapter")
         merged = MergedAdapter(self.model, adapter, version)  # raises before any change
         with self._changing(f"adapter version {version}"):
@@ -316,14 +315,14 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         return Ack(version, len(adapter.tensors), adapter.nbytes, adapter.digest())
 
     def drop_adapter(self) -> None:
-        self._own("LoRA adapters: the trainer's own is part of its model")
+        self._require_copy("LoRA adapters: the trainer's own is part of its model")
         self._check_takes("a change of adapter")
         with self._changing("the base"):
             self._remove_adapter()
 
     @contextlib.contextmanager
     def _changing(self, what: str) -> Iterator[None]:
-        """Context for changes of weights; they are invalid after an error inside."""
+        """Context for changes of weights; an error inside invalidates them."""
         try:
             yield
         except Exception as error:
@@ -338,7 +337,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._adapter, self.version = None, self._base_version
 
     def reset_caches(self) -> None:
-        """No effect: keys and values of a prompt are freed with its batch."""
+        """No effect: the keys and values of a prompt are freed with its batch."""
 
     # --- memory -----------------------------------------------------------------------------------------------
 
@@ -370,7 +369,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
 
     def _wake_up(self, tag: Tag) -> None:
         if tag != "weights":
-            return  # no cache is held between calls
+            return  # between batches the engine holds no cache
         for parameter, shape in zip(self.model.parameters(), self._shapes, strict=True):
             if parameter.shape == shape:
                 parameter.data = parameter.data.to(self._device)
@@ -378,17 +377,17 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
                 parameter.data = parameter.new_empty(shape, device=self._device)
 
     def close(self) -> None:
-        """Stop sampling; a copy of its own is freed."""
+        """Stop sampling; an own copy of the weights is freed."""
         if self._closed:
             return
-        self._closed = True  # the loop of another thread ends at its next step
+        self._closed = True  # the sampling thread ends at its next step
         self._wait_for_step()
         self._run = None
         if self._reload is not None:
             self._drop_weights()
 
-    def _own(self, what: str) -> Callable[[], nn.Module]:
-        """The function that loads the engine's own copy; raises Unsupported without one."""
+    def _require_copy(self, what: str) -> Callable[[], nn.Module]:
+        """The function that loads the engine's copy. Raises Unsupported: the engine samples with the trainer's."""
         if self._reload is None:
             raise self._unsupported(what)
         return self._reload

@@ -1,9 +1,9 @@
 """Token sampling: temperature, penalties, truncation, and inverse-CDF sampling from given uniforms.
 
-The order is that of the other engines: repetition, frequency and presence penalty on the raw logits, temperature, end
-tokens before `min_tokens` and tokens outside of the expression (guided decoding), then top-k, top-p and min-p on the
-tempered distribution. The returned log-prob is that of the distribution sampled from: over the whole vocabulary, or
-renormalised over the remaining tokens; in the latter case the log of their mass is returned too.
+The order is that of the other engines: repetition, frequency and presence penalty on the raw logits; temperature;
+exclusion of end tokens before `min_tokens` and of tokens outside of the expression (guided decoding); then top-k, top-p
+and min-p on the tempered distribution. The log-prob of a token is that of the distribution it was drawn from: over the
+whole vocabulary, or renormalised over the remaining tokens. In the latter case the log of their mass is returned too.
 
 R rows, V vocabulary, M the likeliest tokens of a row.
 """
@@ -22,7 +22,7 @@ from swift.rollout.engines.running import Running
 from swift.types import Alternatives
 
 WIDE, BLOCK = 4096, 128
-"""Vocabulary size from which on the inverse CDF sums blocks first, and number of tokens of a block."""
+"""Minimum vocabulary size at which the inverse CDF sums blocks first, and number of tokens of a block."""
 CANDIDATES = 1024
 """Number of likeliest tokens that truncation selects before it sorts the whole vocabulary."""
 

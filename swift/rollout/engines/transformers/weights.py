@@ -1,8 +1,8 @@
 """Weight updates of an in-process copy of the model, written in place, and LoRA adapters merged into it.
 
-There is no second copy of the model, which would not fit beside a trainer. So an incomplete update leaves invalid
-weights, until the checkpoint is loaded again. The manifest is checked before the first tensor is written. Removing an
-adapter restores the base weights bit for bit.
+A second copy of the model would not fit beside a trainer. So an incomplete update leaves invalid weights until the
+checkpoint is loaded again. The manifest is checked before the first tensor is written. Removal of an adapter restores
+the base weights bit for bit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class InPlaceWeights:
 class _Place:
     """The place of a checkpoint tensor in the model: a parameter, or elements of several parameters of a layer.
 
-    identity: equal for tied tensors. target: the parameter, or any of the layer's.
+    identity: equal for tied tensors. target: the parameter, or a parameter of the layer.
     """
 
     name: str
@@ -98,12 +98,13 @@ class _Place:
 
 def _places(model: nn.Module, unit: CheckpointUnit) -> dict[str, _Place]:
     """The places of a unit's tensors, under their names in the checkpoint."""
-    own = {tensor.name: tensor.sources[0] for tensor in unit.tensors}
+    parameters = {tensor.name: tensor.sources[0] for tensor in unit.tensors}
     saved = describe_unit(model, unit)
-    if {name: tensor.shape for name, tensor in own.items()} == {name: tensor.shape for name, tensor in saved.items()}:
-        return {name: _Place(name, id(t), tuple(t.shape), t.dtype, t) for name, t in own.items()}
-    layer = _Rearranged(model, own)
-    first = next(iter(own.values()))
+    shapes = {name: tensor.shape for name, tensor in parameters.items()}
+    if shapes == {name: tensor.shape for name, tensor in saved.items()}:
+        return {name: _Place(name, id(t), tuple(t.shape), t.dtype, t) for name, t in parameters.items()}
+    layer = _Rearranged(model, parameters)
+    first = next(iter(parameters.values()))
     return {name: _Place(name, name, tuple(t.shape), t.dtype, first, layer) for name, t in saved.items()}
 
 
@@ -111,7 +112,7 @@ class _Rearranged:
     """A layer whose checkpoint splits, joins or transposes its parameters: the position of each checkpoint element.
 
     The conversion of saving is applied to the positions of elements instead of the weights, which works for every
-    rearrangement. The result is kept from the first tensor of the layer to its last.
+    rearrangement. The positions are kept from the first tensor of the layer to the last.
     """
 
     def __init__(self, model: nn.Module, tensors: dict[str, Tensor]) -> None:

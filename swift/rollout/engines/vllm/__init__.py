@@ -14,10 +14,10 @@ __all__ = ["build", "require"]
 
 
 def build(spec: EngineSpec) -> VLLMEngine:
-    """Makes the engine in this process; with torch.distributed initialised, all ranks call this together.
+    """Build the engine in this process; with torch.distributed initialised, all ranks call this together.
 
     Raises:
-        ResourceError: vLLM is missing or not supported, or memory does not suffice.
+        ResourceError: vLLM is missing or not supported, or there is too little memory.
         ConfigError: arguments or a model that vLLM refuses.
         EngineError: vLLM failed to start.
     """

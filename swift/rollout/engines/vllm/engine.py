@@ -1,15 +1,15 @@
 """vLLM in this process: the engine shares the trainer's device and takes turns with it.
 
-One request is one sample with its own seed. Prompts of a group share their prefill through the prefix cache, whose
-blocks are told apart by the version of the weights, beside being dropped when these change. Only our end tokens end a
-completion, and the ending token belongs to it; log-probs are of the sampled token after temperature, penalties and
-truncation. What the trainer has in the same process (environment, process group) stays as it was; its random generators
-are those of before the start, and whoever samples keeps them (`same_randomness`), once for a phase.
+One request is one sample with its own seed. Prompts of a group share their prefill through the prefix cache. Its blocks
+are keyed by the version of the weights, and dropped when the weights change. Only the end tokens of the spec end a
+completion, which includes the ending token. Log-probs are those of the sampled tokens after temperature, penalties and
+truncation. The trainer's state in the same process (environment, process group) does not change. The start restores
+its random generators; callers that sample restore them once per phase (`same_randomness`).
 
-A step samples one token of every running request with one version of the weights, so that versions change between
-tokens only. Requests that are paused over an update are prefilled again with the new weights when they go on.
+A step samples one token of every running request with one version of the weights, so versions change between tokens
+only. Requests that are paused during an update are prefilled again with the new weights when they resume.
 
-On a CPU vLLM cannot sleep; the KV cache's pages are given back to the system here instead, and weights stay resident.
+On a CPU vLLM has no sleep mode: the engine returns the KV cache's pages to the system, and weights stay resident.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, lora_rank_at_least, shut_down
 from swift.rollout.engines.vllm.weights import Adapters, adapter_rank, packed_file
-from swift.rollout.weights.base import Ack, AdapterWeights, Live, WeightStream
+from swift.rollout.weights.base import Ack, AdapterWeights, PolicyParameters, WeightStream
 from swift.rollout.weights.broadcast import Announcement
 from swift.types import Completion, FinishReason, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""vLLM's finish reasons in our words; any other is an error."""
+"""vLLM's finish reason -> ours; any other is an error."""
 CLOSE_S = 10
-"""How long `close` waits for the step in progress, in seconds."""
+"""Maximum wait of `close` for the step in progress, in seconds."""
 
 
 class VLLMEngine(SteppedEngine, StatefulEngine):
@@ -72,9 +72,9 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._ready: deque[Completion] = deque()
         self._reset_states()
         self._single_copy: SingleCopy | None = None
-        self._parted = ""  # why a single copy ended
+        self._sharing_ended = ""  # reason why the single copy ended
         self._adapters = Adapters(self._vllm.LoRARequest)
-        self._busy = threading.Lock()  # held while vLLM works, so that `close` from another thread waits
+        self._busy = threading.Lock()  # held while vLLM works; `close` on another thread waits for it
         self.executor = start.executor_of(spec)
         self._config = model_config(spec)
         self.vocab_size = self._config.get_text_config().vocab_size
@@ -95,7 +95,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     # --- start and end ----------------------------------------------------------------------------------------
 
     def _try_out(self) -> None:
-        """Sample one token: a model that this device cannot run is refused here and not in the first step."""
+        """Sample one token. Raises ConfigError: this device cannot run the model."""
         try:
             with same_randomness():
                 list(self.sample([Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0))]))
@@ -115,10 +115,10 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._check_alive()
         self._invalidate("it is being rebuilt")
         self.abort()
-        self._settle()
+        self._end_aborted()
         self.separate()
         if self._asleep:
-            self.wake()  # CUDA cannot free memory that sleeps
+            self.wake()  # CUDA cannot free the memory of a sleeping engine
         try:
             self._shut_down()
             self._llm = start.start(self._vllm, self.spec, self._config, on_cpu=self._on_cpu)
@@ -130,7 +130,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._merge_adapters()
 
     def _shut_down(self) -> None:
-        """End vLLM's engine; its groups within torch.distributed remain, for `rebuild`."""
+        """End vLLM's engine; its groups in torch.distributed remain, for `rebuild`."""
         llm, self._llm = self._llm, None
         if llm is not None:
             shut_down(llm)
@@ -138,7 +138,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         gc.collect()
 
     def close(self) -> None:
-        """A process group that was there before the engine stays."""
+        """End the engine; a process group that existed before the engine stays."""
         if self._closed:
             return
         self._closed = True
@@ -159,11 +159,11 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def check_length(self, request: Request) -> None:
-        """Also refuses what vLLM would, as far as that can be known before it is submitted."""
+        """Also refuses sampling parameters that vLLM refuses."""
         super().check_length(request)
         try:
             self._parameters(request)
-        except Exception as error:  # which types these are changes with vLLM
+        except Exception as error:  # the types differ between versions of vLLM
             name = request.request_id
             raise RequestRefused(name, f"request: {name}: vLLM refuses it ({first_line(error)})") from error
 
@@ -179,10 +179,10 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
                 self._parameters(request),
                 lora_request=None if adapter is None else adapter.request,
             )
-        except Exception as error:
+        except Exception as error:  # such as a schema that cannot be compiled
             self._running.take(request.request_id)
-            self._llm.abort_request([request.request_id])  # it may have been noted by half
-            name = request.request_id  # such as a schema that cannot be compiled
+            self._llm.abort_request([request.request_id])  # vLLM may have added a part of it
+            name = request.request_id
             raise RequestRefused(name, f"request: {name}: vLLM refuses it ({first_line(error)})") from error
 
     def _parameters(self, request: Request) -> Any:
@@ -190,9 +190,12 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         return settings.sampling_parameters(self._vllm, request.sampling, room=room, end_token_ids=ends)
 
     def advance(self) -> list[Completion] | None:
-        """One token of every running request, unless some have ended already; raises for one after all are read."""
+        """Make a decode step unless completions are ready; returns those that have ended.
+
+        An error of one request is raised after the outputs of all requests are stored.
+        """
         self._check_alive()
-        self._settle()
+        self._end_aborted()
         if not self._ready:
             if not self._running or self._paused:
                 return None
@@ -201,7 +204,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             for output in self._outputs():
                 try:
                     self._take(output)
-                except Exception as error:  # the tokens of the others come only once
+                except Exception as error:  # vLLM returns the tokens of the other requests only once
                     problems.append(error)
             if problems:
                 raise problems[0]
@@ -210,7 +213,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         return ended
 
     def _outputs(self) -> list[Any]:
-        """What vLLM returns of a decode step."""
+        """The outputs of one decode step of vLLM."""
         try:
             with self._busy:
                 self._check_alive()
@@ -224,10 +227,10 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         return outputs
 
     def _take(self, output: Any) -> None:
-        """Note what a step gave one request; it is ready when that was the end."""
+        """Add a step's output to its request; a request that ends with it becomes ready."""
         running = self._running.get(output.request_id)
         if running is None:
-            return  # aborted meanwhile
+            return  # it was aborted
         part, first = output.outputs[0], not running.token_ids
         tokens = list(part.token_ids)
         try:
@@ -235,7 +238,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             running.add(tokens, logprobs, self.version)
             if most := running.request.sampling.top_logprobs:
                 running.tops += [settings.likeliest(entry, most) for entry in part.logprobs or ()]
-        except (NumericError, ValueError):  # what it has sampled is lost
+        except (NumericError, ValueError):  # the request ends without a completion
             self._running.take(output.request_id)
             self._llm.abort_request([output.request_id])
             raise
@@ -260,11 +263,11 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._paused = False
 
     def _outstanding(self) -> int:
-        self._settle()
+        self._end_aborted()
         return len(self._running)
 
-    def _settle(self) -> None:
-        """End the requests that `abort` named: their tokens so far are their completions."""
+    def _end_aborted(self) -> None:
+        """End the requests that `abort` named; their completions are the tokens so far."""
         ended = self._running.take_aborted()
         if ended and not self._invalid and not self._dead:
             self._llm.abort_request([running.request.request_id for running in ended])
@@ -277,7 +280,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         return ExpectedWeights.of_model(self.spec.model, self._config)
 
     def _check_takes_weights(self) -> None:
-        """In 0.26 vLLM cannot replace weights below LoRA layers."""
+        """Also raises Unsupported: vLLM 0.26 cannot replace weights below LoRA layers."""
         if self.spec.lora and not self._vllm.reloads_under_adapters:
             raise Unsupported(
                 f"--vllm_enable_lora: true: vLLM {self._vllm.version} cannot replace the weights below LoRA layers; "
@@ -293,15 +296,15 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._check_takes("other adapters")
 
     def update(self, stream: WeightStream) -> Ack:
-        if self._single_copy is not None:  # writing it could overwrite values that the trainer has put aside
+        if self._single_copy is not None:  # an update would write into the trainer's parameters
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
         return super().update(stream)
 
     def _load(self, stream: WeightStream) -> str:
-        """One layerwise reload in all workers.
+        """Make one layerwise reload in all workers.
 
-        A single worker gets tensors as they are; several take them out of a broadcast, or out of a file in shared
-        memory.
+        A worker in this process gets the tensors themselves. Worker processes receive them in a broadcast, or read
+        them from a file in shared memory.
         """
         expected = self.expected
         self._check_fits(stream, expected.check(stream.manifest))
@@ -331,36 +334,36 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     def receivers(self) -> int:
         return self.spec.tensor_parallel_size if self.executor == "mp" else 1
 
-    def share(self, live: Live) -> str:
-        """To be called when both have the same weights."""
-        if self._parted:
-            return self._parted
+    def share(self, parameters: PolicyParameters) -> str:
+        """See `InferenceEngine.share`; engine and trainer must hold equal weights."""
+        if self._sharing_ended:
+            return self._sharing_ended
         if self.spec.sleep and not self._on_cpu:
             return "its weights leave the device while it sleeps (--sleep_level)"
         if self.spec.tensor_parallel_size > 1:
             return "its weights are cut for tensor parallelism"
-        made = self._call("swift_share", live, self.expected.tied, self.expected.embedding)[0]
-        if isinstance(made, str):
-            return made
-        self._single_copy = made
+        single_copy = self._call("swift_share", parameters, self.expected.tied, self.expected.embedding)[0]
+        if isinstance(single_copy, str):
+            return single_copy
+        self._single_copy = single_copy
         return ""
 
-    def take_shared(self, live: Live, version: int) -> Ack | None:
+    def take_shared(self, parameters: PolicyParameters, version: int) -> Ack | None:
         if self._single_copy is None:
             return None
         self._check_takes_weights()
-        if not self._single_copy.holds(live):
+        if not self._single_copy.holds(parameters):
             self.separate()
-            self._parted = "the trainer's parameters have moved to other memory"
-            logger.warning("vllm: %s; updates are copied from now on", self._parted)
+            self._sharing_ended = "the trainer's parameters have moved to other memory"
+            logger.warning("vllm: %s; updates are copied from now on", self._sharing_ended)
             return None
         try:
             self._weights_arrived(version)
         except EngineError as error:
             self._invalidate(f"the update to version {version} failed ({first_line(error)})")
             raise
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
-        return Ack(version, len(live), nbytes, digest="")
+        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in parameters.values())
+        return Ack(version, len(parameters), nbytes, digest="")
 
     def separate(self) -> None:
         if self._single_copy is not None:
@@ -368,15 +371,15 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._single_copy = None
 
     def _weights_arrived(self, version: int) -> None:
-        """All weights are in: adapters and what was computed with the old ones are gone, then the version changes."""
+        """After all weights have arrived: drop adapters and caches, then set the version."""
         self._adapters.drop(self._llm)
         if not self._on_cpu and self.executor != "mp":
-            torch.accelerator.synchronize()  # vLLM may run on another stream than what has written them
+            torch.accelerator.synchronize()  # vLLM may use another stream than the one that wrote the weights
         self._reset_awake_caches()
         super()._weights_arrived(version)
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Requests kept by a pause end with the adapter they have."""
+        """See `InferenceEngine.load_adapter`; paused requests finish with the adapter that they began with."""
         self._check_takes_adapters()
         rank, limit = adapter_rank(adapter), lora_rank_at_least(self.spec.max_lora_rank)
         if rank > limit:
@@ -400,13 +403,13 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self.version = self._base_version
 
     def _merge_adapters(self) -> None:
-        """Bring the merged weights of `spec.adapters` in, as version 0."""
+        """Load the weights with `spec.adapters` merged, as version 0."""
         if self.spec.adapters:
             with same_randomness():
                 self.load_weights(merged_adapters(self.spec), 0)
 
     def reset_caches(self) -> None:
-        """Requests kept by a pause are computed again when they go on."""
+        """See `InferenceEngine.reset_caches`; paused requests are prefilled again when they resume."""
         self._check_valid()
         self._llm.reset_mm_cache()
         self._llm.reset_encoder_cache()
@@ -414,7 +417,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             raise EngineError("engine: vllm: the prefix cache was not reset: a request still holds a part of it")
 
     def _reset_awake_caches(self) -> None:
-        """After a change of weights; a cache that sleeps was emptied before."""
+        """Reset the caches after a change of weights; a sleeping KV cache is empty already."""
         if "kv_cache" not in self._asleep:
             self.reset_caches()
 
@@ -423,13 +426,14 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     def _fall_asleep(self, level: SleepLevel) -> tuple[int, list[str]]:
         self.reset_caches()
         if not self._on_cpu:
-            own = self.executor != "mp"  # else its workers have devices, and this process none
-            before = torch.cuda.mem_get_info()[0] if own else 0
+            has_device = self.executor != "mp"  # with "mp" the devices belong to the worker processes
+            before = torch.cuda.mem_get_info()[0] if has_device else 0
             self._llm.sleep(level)
-            return torch.cuda.mem_get_info()[0] - before if own else 0, []
+            return torch.cuda.mem_get_info()[0] - before if has_device else 0, []
         freed, obstacles = zip(*self._call("swift_release_kv"), strict=True)
         size = sum(self._call("swift_kv_bytes")) >> 20
-        notes = [f"KV cache of {size} MiB cannot be released: {one}" for one in dict.fromkeys(obstacles) if one]
+        reasons = [obstacle for obstacle in dict.fromkeys(obstacles) if obstacle]
+        notes = [f"KV cache of {size} MiB cannot be released: {reason}" for reason in reasons]
         if level == 2:
             notes.append(f"weights stay resident ({self._weight_bytes() >> 20} MiB)")
         return sum(freed), notes
@@ -441,17 +445,17 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     def memory(self) -> dict[str, int]:
         if not self.health().alive:
             return {}
-        gone = not self._on_cpu and "weights" in self._asleep
+        released = not self._on_cpu and "weights" in self._asleep
         kv = 0 if "kv_cache" in self._asleep else sum(self._call("swift_kv_bytes"))
-        return {"weights": 0 if gone else self._weight_bytes(), "kv": kv}
+        return {"weights": 0 if released else self._weight_bytes(), "kv": kv}
 
     def _weight_bytes(self) -> int:
-        """Bytes of this process's weights in the engine's type; vLLM's parameters do not say once they are repacked."""
+        """Bytes of this process's weights in the engine's dtype, computed because vLLM repacks its parameters."""
         total = self.expected.numbers * getattr(torch, self.capabilities.dtype).itemsize
         return total // (self.spec.tensor_parallel_size if self.executor == "external_launcher" else 1)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every worker; their replies."""
+        """Call a method of every worker; returns their replies."""
         with self._busy, same_randomness():
             self._check_alive()
             replies: list[Any] = self._llm.collective_rpc(method, timeout=self.spec.limit_s, args=args)

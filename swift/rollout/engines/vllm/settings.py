@@ -1,4 +1,4 @@
-"""From an `EngineSpec` to vLLM's own arguments: pure arithmetic over the spec, the model's config and the device."""
+"""vLLM's arguments, computed from an `EngineSpec`, the model's config and the device."""
 
 from __future__ import annotations
 
@@ -14,44 +14,53 @@ from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import Alternatives, SamplingParams
 
 CPU_BLOCK_TOKENS = 32
-"""KV block on a CPU: vLLM's default of 128 would share no prompt shorter than that."""
+"""Size of a KV block on a CPU; with vLLM's default of 128, shorter prompts would not be shared."""
 CPU_BATCH_TOKENS = 16384
-"""Prompt tokens of one step on a CPU, where seeded requests cannot be prefilled in chunks."""
+"""Maximum number of tokens of one step on a CPU, where seeded requests cannot be prefilled in chunks."""
 CPU_KV_SHARE = 0.25
-"""Most of the free main memory (times the spec's share) that the KV cache takes."""
+"""Maximum share of the free main memory (times the spec's share) for the KV cache."""
 CPU_KV_BYTES = 4 << 30
-"""Most bytes of KV cache on a CPU; more requests than fit wait, and lose nothing but time."""
+"""Maximum size of the KV cache on a CPU; requests that do not fit wait."""
 CPU_KV_MINIMUM = 16 << 20
-"""Least bytes of KV cache on a CPU."""
+"""Minimum size of the KV cache on a CPU."""
 HELD_ADAPTERS = 2
-"""Adapters that vLLM holds: the one in use and the one before it."""
+"""Number of adapters that vLLM holds: the current one and the one before it."""
 
 
 def context_limit(spec: EngineSpec, config: Any) -> int:
-    """Longest prompt and completion together, in tokens: the spec's limit, or the model's."""
+    """Maximum tokens of prompt and completion together: the spec's limit, or the model's."""
     own = getattr(config, "max_position_embeddings", None) or 4096
     return spec.max_model_len or int(own)
 
 
 def cpu_kv_bytes(spec: EngineSpec, token_bytes: int, limit: int, free: int) -> int:
-    """KV cache on a CPU: every sequence at full length if that is modest, in any case room for one."""
+    """Size of the KV cache on a CPU: every sequence at full length, up to a bound.
+
+    It has room for at least one sequence if the spec has a `max_model_len`.
+
+    Args:
+        spec: the engine.
+        token_bytes: size of one token in the KV cache; 0 if not known.
+        limit: see `context_limit`.
+        free: free main memory, in bytes.
+    """
     blocks = -(-limit // CPU_BLOCK_TOKENS) + 1
-    one = blocks * CPU_BLOCK_TOKENS * token_bytes
+    sequence_bytes = blocks * CPU_BLOCK_TOKENS * token_bytes
     bound = min(CPU_KV_BYTES, int(free * spec.memory_share * CPU_KV_SHARE))
-    wanted = one * (spec.max_num_seqs or USUAL_NUM_SEQS) if token_bytes else bound
-    return max(CPU_KV_MINIMUM, min(wanted, bound), one if spec.max_model_len else 0)
+    wanted = sequence_bytes * (spec.max_num_seqs or USUAL_NUM_SEQS) if token_bytes else bound
+    return max(CPU_KV_MINIMUM, min(wanted, bound), sequence_bytes if spec.max_model_len else 0)
 
 
 def engine_arguments(
     spec: EngineSpec, *, on_cpu: bool, limit: int, kv_bytes: int | None, executor: str
 ) -> dict[str, Any]:
-    """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` come last and win.
+    """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` override the others.
 
     Args:
         spec: the engine.
         on_cpu: the device has no memory of its own.
         limit: see `context_limit`.
-        kv_bytes: size of the KV cache; None leaves it to the share of the device's memory.
+        kv_bytes: size of the KV cache; None: from the share of the device's memory.
         executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
     """
     arguments: dict[str, Any] = {
@@ -59,18 +68,18 @@ def engine_arguments(
         "tokenizer": spec.model,
         "dtype": spec.dtype,
         "seed": spec.seed,
-        "max_model_len": spec.max_model_len or -1,  # -1: the model's, shortened to what the KV cache holds
-        "enforce_eager": spec.enforce_eager or on_cpu,  # compiling takes minutes there and gains little
+        "max_model_len": spec.max_model_len or -1,  # -1: the model's, at most what the KV cache holds
+        "enforce_eager": spec.enforce_eager or on_cpu,  # compilation takes minutes on a CPU and gains little
         "enable_prefix_caching": spec.prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": spec.tensor_parallel_size,
         "distributed_executor_backend": executor,
         "worker_extension_cls": "swift.rollout.engines.vllm.worker.WorkerExtension",
         "trust_remote_code": spec.trust_remote_code,
-        "generation_config": "vllm",  # the request says everything
+        "generation_config": "vllm",  # all sampling parameters come from the request
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "async_scheduling": False,  # a step's tokens are out before weights change: each has one version
+        "async_scheduling": False,  # a step returns its tokens before weights change, so each has one version
     }
     sequences = spec.max_num_seqs or (USUAL_NUM_SEQS if on_cpu else None)
     if sequences is not None:
@@ -78,7 +87,7 @@ def engine_arguments(
     if on_cpu:
         arguments |= {
             "block_size": CPU_BLOCK_TOKENS,
-            "enable_chunked_prefill": False,  # a seeded request in chunks: "CPU Generator does not use offset"
+            "enable_chunked_prefill": False,  # fails for seeded requests: "CPU Generator does not use offset"
             "max_num_batched_tokens": max(limit, CPU_BATCH_TOKENS, arguments["max_num_seqs"]),
             "kv_cache_memory_bytes": kv_bytes,
         }
@@ -97,21 +106,21 @@ def engine_arguments(
 
 
 def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
-    """What of `SamplingParams.unusual` the installed vLLM takes; 0.26 lacks some fields."""
-    own = set(inspect.signature(vllm.SamplingParams).parameters)
+    """The fields of `SamplingParams.unusual` that the installed vLLM supports; 0.26 lacks some."""
+    known = set(inspect.signature(vllm.SamplingParams).parameters)
     common = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
-    return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in own))
+    return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in known))
 
 
 def sampling_parameters(
     vllm: SimpleNamespace, wanted: SamplingParams, *, room: int, end_token_ids: Sequence[int]
 ) -> Any:
-    """A request's sampling in vLLM's words; a regular expression beats what `structured_outputs` asks for.
+    """A request's `SamplingParams` of vLLM; a regular expression overrides `structured_outputs`.
 
     Raises TypeError or ValueError for values that vLLM refuses.
     """
     extra = dict(wanted.extra)
-    if "logit_bias" in extra:  # the keys of a JSON object are texts
+    if "logit_bias" in extra:  # the keys of a JSON object are strings
         extra["logit_bias"] = {int(token): float(bias) for token, bias in extra["logit_bias"].items()}
     if "structured_outputs" in extra:
         extra["structured_outputs"] = vllm.StructuredOutputsParams(**extra["structured_outputs"])
@@ -130,7 +139,7 @@ def sampling_parameters(
         seed=wanted.seed if wanted.temperature > 0 and wanted.exact else None,
         stop=list(wanted.stop) or None,
         stop_token_ids=sorted({*end_token_ids, *wanted.stop_token_ids}),
-        ignore_eos=True,  # the model's own; ours are among the stop ids
+        ignore_eos=True,  # the model's end tokens; those of the spec are in `stop_token_ids`
         detokenize=bool(wanted.stop),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
@@ -141,6 +150,9 @@ def sampling_parameters(
 
 
 def likeliest(entry: Mapping[int, Any], most: int) -> Alternatives:
-    """Of what vLLM tells at one place, without the sampled token where that is not among the likeliest."""
-    ranked = sorted((one.rank, token, one.logprob) for token, one in entry.items() if one.rank <= most)
+    """The `most` likeliest tokens at one position and their log-probs.
+
+    entry: vLLM's log-probs at this position; they include the sampled token, also if it is not among the likeliest.
+    """
+    ranked = sorted((found.rank, token, found.logprob) for token, found in entry.items() if found.rank <= most)
     return [(token, logprob) for _, token, logprob in ranked if logprob > -math.inf]

@@ -1,15 +1,15 @@
-"""One copy of the weights for trainer and engine, which take turns on one device.
+"""One copy of the weights for a trainer and an engine that take turns on one device.
 
-The trainer's parameters become views of the engine's, and not the other way around, because captured graphs of vLLM
-hold the addresses of its own. vLLM fuses rows (q, k, v; gate, up) and pads vocabularies:
+The trainer's parameters become views of the engine's, not the other way around, because captured graphs of vLLM hold
+the addresses of its parameters. vLLM fuses rows (q, k, v; gate, up) and pads vocabularies:
 
     checkpoint      q_proj  k_proj  v_proj      down_proj      embed_tokens  (lm_head, tied: the same memory)
                       |       |       |             |               |
     engine          [ rows .. rows .. rows ]     [ whole ]      [ whole | padding ]
 
-Nothing is guessed: weights are shared right after a reload, and only if every tensor is found bit for bit at its place.
-What is packed (vLLM on a CPU), quantised, cut for tensor parallelism, below LoRA layers, in another order or has
-values derived from weights beside it keeps two copies.
+Weights are shared right after a reload, and only if every tensor is equal bit for bit to its part of the engine's
+parameters. Two copies remain for packed weights (vLLM on a CPU), quantised weights, tensor parallelism, LoRA layers,
+another order of rows, and layers that keep values derived from weights.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from swift.rollout.weights.base import Live
+from swift.rollout.weights.base import PolicyParameters
 
 ALIGNED = 64
-"""Bytes. A parameter of the trainer that began elsewhere could be multiplied by other kernels than before."""
+"""Required alignment of shared parameters, in bytes; with another one, matrix products may use other kernels."""
 
 
 class NotShareable(Exception):
-    """Why engine and trainer keep two copies."""
+    """The reason why engine and trainer keep two copies."""
 
 
 class SingleCopy:
-    """The trainer's tensors as views of the engine's memory, which holds the same bits at this moment.
+    """Makes the trainer's tensors views of the engine's memory; both must hold equal weights.
 
     Args:
         model: vLLM's.
-        live: the trainer's parameters by the names of an update; tied ones are one object under two names.
-        tied: name of the head when it is the embedding, or "".
-        embedding: name of the embedding then.
+        parameters: the trainer's, by their names in an update; tied ones are one object under two names.
+        tied: name of the head if it is tied to the embedding, or "".
+        embedding: name of the embedding if the head is tied to it.
 
     Raises:
-        NotShareable: nothing has changed.
+        NotShareable: the weights cannot be shared; nothing has changed.
     """
 
-    def __init__(self, model: nn.Module, live: Live, *, tied: str = "", embedding: str = "") -> None:
+    def __init__(self, model: nn.Module, parameters: PolicyParameters, *, tied: str = "", embedding: str = "") -> None:
         _check_derived(model)
-        self._owners: list[tuple[nn.Module, str, Tensor, int]] = []  # parameters that were shared, and where
-        self._places = self._find_places(model, live, tied, embedding)
+        self._owners: list[tuple[nn.Module, str, Tensor, int]] = []  # module, name, parameter, address
+        self._places = self._find_places(model, parameters, tied, embedding)
         chosen: dict[int, tuple[Tensor, Tensor]] = {}
-        for name, tensor in live.items():
+        for name, tensor in parameters.items():
             place = self._places[name]
             _check_shareable(name, tensor, place)
-            former = chosen.setdefault(id(tensor), (tensor, place))
-            if former[1].data_ptr() != place.data_ptr():
+            _, first_place = chosen.setdefault(id(tensor), (tensor, place))
+            if first_place.data_ptr() != place.data_ptr():
                 raise NotShareable(f"{name} is one tensor in the trainer and two in the engine")
         if len({place.data_ptr() for _, place in chosen.values()}) != len(chosen):
             raise NotShareable("the engine ties tensors that the trainer does not")
@@ -59,48 +59,50 @@ class SingleCopy:
             tensor.data = place
         self._shared = list(chosen.values())
 
-    def holds(self, live: Live) -> bool:
-        """Whether all tensors of the trainer still are the engine's memory, and that is where it was."""
-        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are slow to ask otherwise
-            stayed = all(
+    def holds(self, parameters: PolicyParameters) -> bool:
+        """Whether the trainer's tensors still are views of the engine's memory, and this has not moved."""
+        with torch._C.DisableTorchFunctionSubclass():  # faster access to vLLM's parameters
+            unmoved = all(
                 module._parameters.get(key) is parameter and parameter.data_ptr() == address
                 for module, key, parameter, address in self._owners
             )
             return (
-                stayed
-                and live.keys() == self._places.keys()
-                and all(tensor.data_ptr() == self._places[name].data_ptr() for name, tensor in live.items())
+                unmoved
+                and parameters.keys() == self._places.keys()
+                and all(tensor.data_ptr() == self._places[name].data_ptr() for name, tensor in parameters.items())
             )
 
     def separate(self) -> None:
-        """Give the trainer's tensors memory of their own wherever they still have the engine's."""
+        """Give the trainer's tensors that still are views memory of their own."""
         for tensor, place in self._shared:
             if tensor.data_ptr() == place.data_ptr():
                 tensor.data = tensor.data.clone()
         self._shared = []
 
-    def _find_places(self, model: nn.Module, live: Live, tied: str, embedding: str) -> dict[str, Tensor]:
-        """Name of a tensor -> the part of an engine parameter that it is, by name and shape."""
-        parameters = _parameters(model)
-        targets = _targets(model, list(live))
+    def _find_places(
+        self, model: nn.Module, parameters: PolicyParameters, tied: str, embedding: str
+    ) -> dict[str, Tensor]:
+        """Name of a tensor -> its part of an engine parameter, found by name and shape."""
+        engine_parameters = _parameters(model)
+        targets = _targets(model, list(parameters))
         parts: dict[str, list[tuple[int, str]]] = {}
         for name, (owner, part) in targets.items():
-            if owner in parameters:
+            if owner in engine_parameters:
                 parts.setdefault(owner, []).append((part, name))
             elif name != tied:
                 raise NotShareable(f"the engine has no parameter for {name}")
         places: dict[str, Tensor] = {}
         for owner, named in parts.items():
-            module, key, parameter = parameters[owner]
-            shapes = {name: tuple(live[name].shape) for _, name in sorted(named)}
+            module, key, parameter = engine_parameters[owner]
+            shapes = {name: tuple(parameters[name].shape) for _, name in sorted(named)}
             if len({part for part, _ in named}) != len(named):
                 raise NotShareable(f"two tensors belong to the same part of {owner}")
             places |= _cut(owner, parameter.detach(), shapes, padded=hasattr(module, "num_embeddings_padded"))
             self._owners.append((module, key, parameter, parameter.data_ptr()))
-        without = sorted(set(parameters) - set(parts))
-        if without:
-            raise NotShareable(f"no tensor of the trainer belongs to {without[0]}")
-        if tied in live and tied not in places:
+        unmatched = sorted(set(engine_parameters) - set(parts))
+        if unmatched:
+            raise NotShareable(f"no tensor of the trainer belongs to {unmatched[0]}")
+        if tied in parameters and tied not in places:
             if embedding not in places:
                 raise NotShareable(f"{tied} is tied to {embedding}, which the trainer does not have")
             places[tied] = places[embedding]
@@ -108,22 +110,22 @@ class SingleCopy:
 
 
 def _check_shareable(name: str, tensor: Tensor, place: Tensor) -> None:
-    """Raises NotShareable unless one memory can serve as both."""
+    """Raises NotShareable unless the tensor can become a view of its place with equal values."""
     same = (tensor.device, tensor.dtype, tensor.shape) == (place.device, place.dtype, place.shape)
     if not same or not tensor.is_contiguous():
         raise NotShareable(f"{name} has another device, type or layout in the trainer")
     if tensor.is_inference() or place.is_inference():
-        raise NotShareable(f"{name} was made under inference mode and cannot be trained")
+        raise NotShareable(f"{name} was created in inference mode and cannot be trained")
     if place.data_ptr() % ALIGNED:
-        raise NotShareable(f"{name} begins at an odd address in the engine")
+        raise NotShareable(f"{name} is not aligned to {ALIGNED} bytes in the engine")
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         raise NotShareable(f"{name} is a part of a larger piece of memory in the trainer")
-    if not torch.equal(*(one.detach().view(-1).view(torch.uint8) for one in (tensor, place))):
+    if not torch.equal(*(values.detach().view(-1).view(torch.uint8) for values in (tensor, place))):
         raise NotShareable(f"{name} differs from the engine's")
 
 
 def _parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
-    """Parameters of vLLM's model by name, tied ones once, each with its module and its name there."""
+    """Parameters of vLLM's model by name, tied ones once: (module, name in the module, parameter)."""
     found: dict[str, tuple[nn.Module, str, Tensor]] = {}
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -135,9 +137,9 @@ def _parameters(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
 
 
 def _targets(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Name of a tensor -> the engine's parameter that takes it, and the position of its part in that one."""
+    """Name of a tensor -> name of its engine parameter, and the index of its part of a fused parameter."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is not None and hasattr(mapper, "get_rename_mapper"):  # 0.32's also fuses, which is done below
+    if mapper is not None and hasattr(mapper, "get_rename_mapper"):  # 0.32: without fused names
         mapper = mapper.get_rename_mapper()
     parts = {
         part: (fused, place)
@@ -149,7 +151,7 @@ def _targets(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int
     for name in names:
         mapped = mapper.apply_list([name]) if mapper is not None else [name]
         if len(mapped) != 1:
-            raise NotShareable(f"the engine does not say where {name} belongs")
+            raise NotShareable(f"the engine has no name mapping for {name}")
         module, _, key = mapped[0].rpartition(".")
         parent, _, last = module.rpartition(".")
         fused, place = parts.get(last, (last, 0))
@@ -158,9 +160,9 @@ def _targets(model: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, int
 
 
 def _cut(owner: str, data: Tensor, shapes: Mapping[str, tuple[int, ...]], *, padded: bool) -> dict[str, Tensor]:
-    """The rows of a parameter that its tensors are, in order. They fill it, unless the rest pads a vocabulary."""
+    """Name of a tensor -> its rows of an engine parameter, in order; only a vocabulary may have more rows (padding)."""
     if data.is_meta or not data.is_contiguous():
-        raise NotShareable(f"{owner} is stored in another way")
+        raise NotShareable(f"{owner} is not stored as a contiguous tensor")
     if [tuple(data.shape)] == list(shapes.values()):
         return {name: data.view_as(data) for name in shapes}
     start, places = 0, {}
@@ -175,17 +177,18 @@ def _cut(owner: str, data: Tensor, shapes: Mapping[str, tuple[int, ...]], *, pad
 
 
 def _check_derived(model: nn.Module) -> None:
-    """Raises NotShareable when a layer keeps values that vLLM computes from weights after loading them.
+    """Raises NotShareable if a layer keeps values that vLLM computes from weights after loading them.
 
-    Such values are tensors that are neither parameters nor buffers, in a layer or in what does its attention (absorbed
-    projections of latent attention, say). The KV cache, single numbers and tables of integers are none.
+    Such values are tensors that are neither parameters nor buffers, in a layer or in its attention implementation
+    (absorbed projections of latent attention). The KV cache, scalars and integer tables are not checked.
     """
     weights = {parameter.untyped_storage().data_ptr() for _, _, parameter in _parameters(model).values()}
     for name, module in model.named_modules():
-        beside = getattr(getattr(module, "impl", None), "__dict__", {})
-        for key, value in [*vars(module).items(), *beside.items()]:
-            some = value if isinstance(value, list | tuple) else [value]
-            for one in some if not key.startswith("kv_cache") else []:
-                matrix = isinstance(one, Tensor) and one.is_floating_point() and one.dim() > 0
-                if matrix and one.untyped_storage().data_ptr() not in weights:
+        implementation = getattr(getattr(module, "impl", None), "__dict__", {})
+        for key, value in [*vars(module).items(), *implementation.items()]:
+            if key.startswith("kv_cache"):
+                continue
+            for item in value if isinstance(value, list | tuple) else [value]:
+                is_matrix = isinstance(item, Tensor) and item.is_floating_point() and item.dim() > 0
+                if is_matrix and item.untyped_storage().data_ptr() not in weights:
                     raise NotShareable(f"{name} keeps values beside its weights ({key})")

@@ -1,11 +1,11 @@
-"""Starting vLLM for an `EngineSpec`: who runs the model, on what, and what a failure to start means for the user.
+"""Starts vLLM for an `EngineSpec`, and turns start failures into errors for the user. The executors:
 
 uni                 this process, on one device
-external_launcher   the training ranks together, each of them one tensor-parallel part; all of them call this
-mp                  processes that vLLM starts, one for each tensor-parallel part
+external_launcher   the training ranks, each of them one tensor-parallel rank; all of them call `start`
+mp                  processes that vLLM starts, one per tensor-parallel rank
 
-The trainer may live in this process, too. Besides what `engines/process.py` undoes, vLLM destroys torch.distributed at
-its end and leaves names of shared memory behind.
+The trainer may run in this process too. Besides what `engines/process.py` restores, vLLM destroys torch.distributed at
+its end and leaves shared-memory files behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Executor = Literal["uni", "external_launcher", "mp"]
 
 
 def executor_of(spec: EngineSpec) -> Executor:
-    """Who runs the model. Raises ConfigError: the training ranks should, but there are none."""
+    """The executor of an engine. Raises ConfigError: `in_ranks` without torch.distributed."""
     if spec.tensor_parallel_size == 1:
         return "uni"
     if spec.in_ranks and not default_group_exists():
@@ -50,30 +50,32 @@ def executor_of(spec: EngineSpec) -> Executor:
 
 
 def start(vllm: SimpleNamespace, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Any:
-    """Make vLLM's engine, first weights loaded; the process is otherwise as before. Raises: see `_start_error`."""
+    """Build vLLM's engine with its first weights and restore the process's state. Raises: see `_start_error`."""
     executor = executor_of(spec)
     arguments = arguments_for(vllm, spec, config, executor, on_cpu=on_cpu)
     with same_randomness(), same_environment(environment(spec, executor)):
         try:
             with quiet_logs():
-                # as its offline class: budgets of a server, its default, are made for short answers
-                made = vllm.EngineArgs(**arguments).create_engine_config(usage_context=vllm.UsageContext.LLM_CLASS)
-                if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM takes the first of the machine
-                    made.device_config.device = torch.device(spec.devices[0])
-                llm = vllm.LLMEngine.from_vllm_config(made, disable_log_stats=True)
+                # LLM_CLASS: vLLM's defaults for offline inference; those for servers suit short completions
+                vllm_config = vllm.EngineArgs(**arguments).create_engine_config(
+                    usage_context=vllm.UsageContext.LLM_CLASS
+                )
+                if executor == "uni" and spec.devices[0].startswith("cuda:"):  # vLLM would use cuda:0
+                    vllm_config.device_config.device = torch.device(spec.devices[0])
+                llm = vllm.LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         except SwiftError:
             raise
         except Exception as error:
             gc.collect()
             raise _start_error(spec, error) from error
-    # everybody has joined them: without a name they end with the last process that has them, however it ends
+    # all processes have mapped the segments; unlinked, they are freed when the last of these processes ends
     in_ranks = executor == "external_launcher"
     remove_segments({SEGMENTS_IN_RANKS} if in_ranks else set(llm.collective_rpc("swift_segments")) - {""})
     return llm
 
 
 def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any, *, on_cpu: bool) -> Capabilities:
-    """What an engine can do, as vLLM settled it."""
+    """The capabilities of a started engine."""
     model = llm.vllm_config.model_config
     if spec.max_model_len is None and model.max_model_len < settings.context_limit(spec, config.get_text_config()):
         logger.warning("vllm: prompt and completion are limited to %d tokens by the KV cache", model.max_model_len)
@@ -97,17 +99,17 @@ def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any,
 def arguments_for(
     vllm: SimpleNamespace, spec: EngineSpec, config: Any, executor: Executor, *, on_cpu: bool
 ) -> dict[str, Any]:
-    """Keyword arguments of `EngineArgs`. Raises ConfigError: this vLLM lacks one that the user gave."""
+    """Keyword arguments of `EngineArgs`. Raises ConfigError: this vLLM does not have one of `engine_kwargs`."""
     text = config.get_text_config()
     limit = settings.context_limit(spec, text)
     kv_bytes = None
     if on_cpu:
         width = getattr(torch, spec.dtype).itemsize
-        each = kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
-        kv_bytes = settings.cpu_kv_bytes(spec, each, limit, available_bytes())
+        token_bytes = kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
+        kv_bytes = settings.cpu_kv_bytes(spec, token_bytes, limit, available_bytes())
     arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
-    known = {one.name for one in dataclasses.fields(vllm.EngineArgs)}
-    for name in [one.replace("-", "_") for one in spec.engine_kwargs]:
+    known = {argument.name for argument in dataclasses.fields(vllm.EngineArgs)}
+    for name in (key.replace("-", "_") for key in spec.engine_kwargs):
         if name not in known:
             near = suggest(name, sorted(known))
             raise ConfigError(f"--vllm_engine_kwargs: {name}: vLLM {vllm.version} has no such argument; {near}")
@@ -115,26 +117,27 @@ def arguments_for(
 
 
 def environment(spec: EngineSpec, executor: Executor) -> dict[str, str]:
-    """Variables that vLLM reads while it is made.
+    """Environment variables for the start of vLLM.
 
-    In this process threads are bound to cores by `bind_to_cores`; vLLM binds those of its own processes.
+    `bind_to_cores` binds the threads of this process to cores; vLLM binds those of its own processes.
     """
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     if executor != "mp":
-        return wanted
-    wanted["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a process that has counted its GPUs cannot fork; vLLM would
+        return variables
+    # vLLM's default, fork, fails after CUDA is initialised
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if spec.cores:
-        each = max(1, len(spec.cores) // spec.tensor_parallel_size)
-        parts = [spec.cores[index : index + each] for index in range(0, len(spec.cores), each)]
-        shares = [parts[rank % len(parts)] for rank in range(spec.tensor_parallel_size)]
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        size = max(1, len(spec.cores) // spec.tensor_parallel_size)
+        parts = [spec.cores[start : start + size] for start in range(0, len(spec.cores), size)]
+        cores_by_rank = [parts[rank % len(parts)] for rank in range(spec.tensor_parallel_size)]
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, cores)) for cores in cores_by_rank)
     if spec.devices[0].startswith("cuda:"):
-        wanted["CUDA_VISIBLE_DEVICES"] = visible_devices(spec.devices)
-    return wanted
+        variables["CUDA_VISIBLE_DEVICES"] = visible_devices(spec.devices)
+    return variables
 
 
 def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
-    """What a failure to start means."""
+    """The error for the user after vLLM failed to start."""
     line = first_line(error)
     if re.search("expandable.segments", str(error), re.IGNORECASE):
         return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
@@ -147,8 +150,8 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
         )
     if "create shm" in line and "errno: 17" in line:
         return ResourceError(
-            f"engine: vllm: its shared memory is there already ({line}): remove /dev/shm/*-cpushm_*, which a run left "
-            "that was killed while it started, unless another run starts just now"
+            f"engine: vllm: its shared memory exists already ({line}): a run was killed during its start; remove "
+            "/dev/shm/*-cpushm_* unless another run is starting now"
         )
     if isinstance(error, ValueError | NotImplementedError):
         return ConfigError(f"--model: {spec.model}: vLLM refuses it ({line}); --infer_backend transformers")
@@ -156,14 +159,14 @@ def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
 
 
 SEGMENTS_IN_RANKS = "//"
-"""Prefix of the shared-memory names of an engine over training ranks: vLLM takes what follows the colon of `env://`,
-and the variable that it keeps this in is gone once the engine is made."""
+"""Prefix of the shared-memory names of an engine over training ranks: what follows the colon of `env://`. vLLM removes
+the variable with this prefix after the start."""
 
 
 class SharedGroups:
-    """The groups that vLLM makes in torch.distributed: one set per process, for all engines in it.
+    """The groups that vLLM creates in torch.distributed: one set per process, shared by its engines.
 
-    The last engine that leaves removes them; the default group goes with them only if the first engine made it.
+    They are destroyed when the last engine ends; the default group only if the first engine created it.
     """
 
     def __init__(self) -> None:
@@ -171,21 +174,24 @@ class SharedGroups:
         self._made_default = False
 
     def enter(self) -> None:
-        """An engine is about to be made."""
+        """Count an engine that is about to start."""
         if self._engines == 0:
             self._made_default = not default_group_exists()
         self._engines += 1
 
     def leave(self, *destroy: Callable[[], None]) -> None:
-        """An engine has ended. destroy: vLLM's functions that remove its groups, and the default group at the end."""
+        """Count an engine that has ended; after the last one, destroy the groups.
+
+        destroy: vLLM's functions that destroy its groups, at last the default group.
+        """
         self._engines -= 1
         if self._engines > 0:
             return
-        default = dist.destroy_process_group
+        destroy_group = dist.destroy_process_group
 
         def destroy_other(group: Any = None) -> None:
             if group is not None and group is not dist.group.WORLD:
-                default(group)
+                destroy_group(group)
 
         if not self._made_default:
             dist.destroy_process_group = destroy_other
@@ -193,23 +199,23 @@ class SharedGroups:
             for step in destroy:
                 step()
         finally:
-            dist.destroy_process_group = default
+            dist.destroy_process_group = destroy_group
 
 
 groups = SharedGroups()
-"""Those of this process."""
+"""The groups of this process."""
 
 
 def default_group_exists() -> bool:
-    """Whether torch.distributed is initialised, by whomever."""
+    """Whether torch.distributed is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def remove_segments(idents: Iterable[str]) -> None:
-    """Unlink the shared memory by which the parts of one engine talk; processes that have mapped it keep it.
+    """Unlink the shared memory between the processes of one engine; processes that have mapped it keep it.
 
-    Left to vLLM, the names stay when a process is killed, and those of an engine over training ranks are the same for
-    every run: the next one could not start.
+    vLLM unlinks it at its end only, so it would stay after a kill. Its names are equal in all runs over training ranks,
+    and the next run could not start.
     """
     folder = Path("/dev/shm")
     if folder.is_dir():

