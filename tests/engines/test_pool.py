@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from given_weights import Watched
 from local_engines import engines_of, local_pool
 from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers, weights_of
@@ -390,6 +391,10 @@ def test_an_update_reaches_every_engine(pool_of):
     assert [engine.version for engine in engines] == [3, 3, 3]
     assert {engine.weights for engine in engines} == {weights_of(two_layers(5))}
     assert pool.version == 3
+
+
+def test_a_bucket_is_freed_before_the_next_one_is_gathered(pool_of):
+    assert pool_of(Member(), Member()).load_weights(Watched(), 1).tensors == 3
 
 
 @pytest.mark.parametrize("stage", ["send", "commit"])

@@ -179,6 +179,8 @@ class ScriptedEngine(SteppedEngine):
                     for name, tensor in bucket.tensors:
                         content.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
                         digest.add(name, tensor)
+                        del tensor
+                    del bucket
                 if stage == "commit":
                     raise error
                 ack = Ack(stream.version, stream.count, stream.nbytes, digest.hexdigest())

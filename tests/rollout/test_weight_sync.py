@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from given_weights import Watched
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers
 from small_runs import OneRank
 from threaded_ranks import on_ranks
@@ -187,6 +188,12 @@ def test_an_engine_that_cannot_take_over_is_rebuilt_and_sent_the_weights():
     made.sync(1)
     assert kinds(engine) == ["update", "share", "rebuild", "update", "share"]
     assert walked == [WALKED, WALKED, WALKED], "the other ranks are followed through the gathers of a failed try"
+
+
+def test_a_bucket_is_freed_before_the_next_one_is_gathered():
+    engine = ScriptedEngine()
+    assert WeightSync(engine, source=Watched, ranks=OneRank()).sync(1).tensors == 3
+    assert WeightSync(None, source=Watched, ranks=OneRank()).sync(1) is None
 
 
 # --- over a resume ------------------------------------------------------------------------------------------------

@@ -254,6 +254,7 @@ class EnginePool(InferenceEngine):
             self._prepare_broadcast(list(feeds), stream)
             for bucket in stream:
                 taken = [feed.give(bucket) for feed in feeds.values()]
+                del bucket  # before the next one is gathered
                 raise_first([outcome_of(future.result) for future in taken])
             all_sent = True
         finally:
@@ -287,7 +288,7 @@ class EnginePool(InferenceEngine):
 
         In a server the trainer is the sender, and each of these engines has ranks of its own.
         """
-        first = stream.first
+        first = stream.first()
         if isinstance(first, Announcement):
             offsets = itertools.accumulate((client.receivers() for client in clients), initial=0)
             for client, offset in zip(clients, offsets, strict=False):

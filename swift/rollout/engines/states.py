@@ -105,6 +105,7 @@ class StatefulEngine(InferenceEngine):
         """The buckets; this process takes those out of a broadcast that are announced."""
         for bucket in stream:
             yield self._receiver.receive(bucket) if isinstance(bucket, Announcement) else bucket
+            del bucket  # before the next one is gathered
 
     @functools.cached_property
     def _receiver(self) -> BroadcastReceiver:

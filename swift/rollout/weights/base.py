@@ -11,8 +11,6 @@ matrix that arrives in two parts is silently wrong.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,12 +179,11 @@ class WeightStream:
         """The weights of a source."""
         return cls(source.manifest(), source.buckets(), version, first_hand=True)
 
-    @functools.cached_property
     def first(self) -> Bucket:
-        """The first bucket, before it is iterated; an empty one if there is none."""
-        found = next((bucket for bucket in self._buckets if bucket.infos), None)
-        self._buckets = itertools.chain([] if found is None else [found], self._buckets)
-        return found or Bucket([])
+        """The first bucket, before the stream is iterated; an empty one if there is none."""
+        found = next((bucket for bucket in self._buckets if bucket.infos), Bucket([]))
+        self._buckets = _preceded(found, self._buckets)
+        return found
 
     def through(self, buckets: Iterable[Bucket]) -> WeightStream:
         """The same update for one of several receivers, which gets its buckets in another way."""
@@ -206,6 +203,7 @@ class WeightStream:
                 if self._digest is not None:
                     bucket.add_to(self._digest)
                 yield bucket
+            del bucket  # before the next one is gathered
         if missing := [info.name for info in self.missing[:3]]:
             raise SyncFailed(
                 f"weights: version {self.version}: {self.count} of {len(self.manifest)} tensors were sent; missing "
@@ -228,6 +226,15 @@ class WeightStream:
                 f"tensors, {ack.nbytes} bytes, digest {ack.digest}; sent were {sent.tensors} tensors, {sent.nbytes} "
                 f"bytes, digest {sent.digest}"
             )
+
+
+def _preceded(first: Bucket, others: Iterator[Bucket]) -> Iterator[Bucket]:
+    """`first`, which is not kept while the others are gathered, and the others; closing it leaves `others` open."""
+    yield first
+    del first
+    for bucket in others:
+        yield bucket
+        del bucket
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -71,6 +71,7 @@ class Feed:
             if isinstance(item, Exception):
                 raise item
             yield item
+            del item  # before the next one is gathered
 
     def _next(self) -> Bucket | Exception | None:
         while (left_s := self.touched_at + self.silence_s - time.monotonic()) > 0:

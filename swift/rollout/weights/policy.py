@@ -100,9 +100,10 @@ class PolicyWeights:
                     for unit in group
                     for name, tensor in read_unit(self.model, unit, whole).items()
                 ]
-            # the bucket keeps the storage of gathered tensors
-            yield Bucket(tensors)
-            del tensors
+            bucket = Bucket(tensors)  # it keeps the storage of gathered tensors
+            del tensors, whole
+            yield bucket
+            del bucket
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.dtype == self._main_dtype else tensor

@@ -71,6 +71,7 @@ def send_update(client: EngineClient, stream: WeightStream) -> Ack:
         for bucket in stream:
             client.weights_change(f"the update to version {stream.version} is incomplete")
             sending.send(bucket, stream.version)
+            del bucket  # before the next one is gathered
         sending.confirm()
         sending.phase = "commit"
         reply = client.call("commit", _left(deadline), update=number)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -204,8 +205,7 @@ class WeightSync:
         if engine is not None:
             stream = WeightStream(source.manifest(), buckets, version, first_hand=True)
             outcome = _outcome(version, lambda: _confirmed(engine, stream))
-        for _ in buckets:  # also after a failure: the other ranks take part in the gathers
-            pass
+        deque(buckets, maxlen=0)  # also after a failure: the other ranks take part in the gathers
         if self._gather_error is not None:  # not a failure of an engine, so none is rebuilt
             raise self._gather_error
         return outcome
@@ -216,6 +216,7 @@ class WeightSync:
         try:
             for bucket in source.buckets():
                 yield bucket
+                del bucket  # before the next one is gathered
                 self.progress()
         except Exception as error:
             self._gather_error = error

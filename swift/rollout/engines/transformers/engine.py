@@ -283,6 +283,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._check_fits(stream, weights.problems(stream.manifest))
         for bucket in self._received(stream):
             weights.write(bucket)
+            del bucket  # before the next one is gathered
         return weights.digest.hexdigest()
 
     def _weights_arrived(self, version: int) -> None:

@@ -321,6 +321,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             else:
                 with packed_file(bucket) as (path, entries):
                     self._call("swift_load_file", path, entries, copies)
+            del bucket  # before the next one is gathered
         reply, *others = self._call("swift_end_update")
         if any(other != reply for other in others):
             raise ValueError(f"the workers disagree: {[reply, *others]}")
