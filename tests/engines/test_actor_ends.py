@@ -131,3 +131,41 @@ def test_when_the_trainer_is_killed_no_process_is_left(tmp_path):
     assert wait_for(lambda: not any(alive(one.pid) for one in started), 20), [
         one for one in started if one.is_running()
     ]
+
+
+SLOW_KILL = """
+import os, signal, sys, time
+from pathlib import Path
+from actor_parts import pid_of, scripted_engine_in_actor
+from processes import wait_for
+from swift.errors import EngineDead
+if __name__ == "__main__":
+    import ray
+    worker = scripted_engine_in_actor(Path(sys.argv[1]), restarts=0)
+    (client,) = worker.engines
+    kill, again = client._kill, []
+    ray.init = lambda *_, **__: again.append("started")  # what Ray does for a call without a cluster
+
+    def slowly(instance):
+        time.sleep(1.0)
+        kill(instance)
+
+    client._kill = slowly
+    os.kill(pid_of(worker), signal.SIGKILL)
+    assert wait_for(lambda: client.instance.lost)
+    try:
+        worker.reset_caches()
+    except EngineDead:
+        worker.close()
+    time.sleep(1.5)
+    print("clusters:", again)
+"""
+
+
+def test_a_thread_that_still_uses_ray_is_waited_for_before_the_cluster_is_left(tmp_path):
+    """A call to Ray after `ray.shutdown` starts another cluster; one at the same time may end the process."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SLOW_KILL, str(tmp_path)], env={**os.environ, "PYTHONPATH": PATHS}, text=True,
+        capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout.strip().splitlines()[-1:]) == (0, ["clusters: []"]), ran.stderr[-3000:]

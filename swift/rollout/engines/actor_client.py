@@ -113,6 +113,8 @@ class ActorClient(EngineClient):
         self.spec, self.log_file, self.devices = spec, Path(log_file), spec.devices
         self.restarts, self.options, self.cluster = restarts, options or {}, uses
         self._restarted: deque[float] = deque()
+        self._listeners: list[threading.Thread] = []
+        self._released = False
         self.instance = self._launch()
 
     # --- instances ------------------------------------------------------------------------------------------------
@@ -151,7 +153,9 @@ class ActorClient(EngineClient):
         except Late:
             raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(instance)}") from None
         instance.on_this_node = node == cluster.this_node()
-        threading.Thread(target=self._listen, args=(instance,), name=f"events of {self.name}", daemon=True).start()
+        listener = threading.Thread(target=self._listen, args=(instance,), name=f"events of {self.name}", daemon=True)
+        self._listeners.append(listener)
+        listener.start()
         return capabilities
 
     def replace(self, how: str) -> EngineCounters:
@@ -351,7 +355,17 @@ class ActorClient(EngineClient):
             with contextlib.suppress(Exception):  # `_lose` kills the actor
                 ray.get(instance.actor.close.remote(), timeout=self.timeouts.close_s)
         self._lose(instance, "is closed")
-        self.cluster.close()
+
+    def release(self) -> None:
+        """Leave the cluster. Ray ends a process of which one thread calls it after another one has left."""
+        recovered = self._replacing.acquire(timeout=self.timeouts.close_s)
+        for listener in self._listeners:
+            listener.join(2 * self.timeouts.heartbeat_s)
+        first, self._released = not self._released, True
+        if first:
+            self.cluster.close()
+        if recovered:
+            self._replacing.release()
 
 
 def _variables(spec: EngineSpec, marker: str, *, ray_places: bool) -> dict[str, str]:

@@ -531,6 +531,9 @@ class EngineClient(ABC):
         self._kept = self._adapter = None
         self.deliver(None, Lost("it is closed"))
 
+    def release(self) -> None:  # noqa: B027 - most share nothing
+        """Give up what it shares with other engines; called once all of them are closed. Idempotent."""
+
     def _end_once(self) -> None:
         first, self.ended = not self.ended, True
         if first:

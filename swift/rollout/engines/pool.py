@@ -382,6 +382,8 @@ class EnginePool(InferenceEngine):
             sender.close()
         in_parallel([client.close for client in self._clients])
         futures.wait(self._ending, max((client.timeouts.close_s for client in self._gone), default=0.0))
+        for client in [*self._clients, *self._gone]:
+            client.release()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
