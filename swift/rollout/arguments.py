@@ -453,7 +453,9 @@ class EngineArguments:
     deterministic_rollout: bool | None = flag(everyday=False, unset="true, except for vLLM on GPUs of its own")
     """Whether each sample has a seed of its own, so that a run can be repeated; vLLM on GPUs samples faster without."""
 
-    engine_timeout: float | None = flag(above=0, everyday=False, unset="300 + 1 for each 50 MB of the checkpoint")
+    engine_timeout: float | None = flag(
+        above=0, everyday=False, unset="300 + 1 for each 50 MB of the checkpoint, at most 1500"
+    )
     """Time limit of a weight sync, of sleep and wake, and of any other call to an engine, in seconds."""
 
     use_lmdeploy: bool = flag(False, everyday=False)

@@ -182,7 +182,7 @@ def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
 def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
     worker = start(timeouts={"sync_s": 1.0}, bucket_s=30.0)
     assert worker.capabilities
-    with pytest.raises(SyncFailed, match=r"bucket 1: did not answer bucket in time; its thread is in slowly"):
+    with pytest.raises(SyncFailed, match=r"bucket 1: did not answer bucket in time; its thread is in take"):
         worker.load_weights(CountingSource(two_layers(1)), 1)
 
 

@@ -451,6 +451,28 @@ def test_an_engine_that_dies_during_an_update_in_flight_loses_no_request(pool_of
         assert engines_of(pool) == [alive]
 
 
+def test_an_engine_may_begin_long_after_the_others(pool_of):
+    class Begins(Member):
+        def update(self, stream):
+            time.sleep(0.6)
+            return super().update(stream)
+
+    pool = pool_of(Member(), Begins(), sync_s=0.5)
+    assert pool.load_weights(CountingSource(two_layers(5)), 1).version == 1
+
+
+def test_no_thread_waits_for_an_engine_that_dies_after_its_begin(pool_of):
+    class Dies(Member):
+        def update(self, stream):
+            time.sleep(0.2)
+            pool.engines[0].dead = EngineDead("engine 0: gone")
+            return super().update(stream)
+
+    pool = pool_of(Member(), Dies())
+    assert pool.load_weights(CountingSource(two_layers(5)), 1).version == 1
+    assert wait_for(lambda: not [one for one in threading.enumerate() if one.name.startswith("weights of")])
+
+
 def test_an_adapter_that_every_engine_refuses_changes_nothing(pool_of):
     class Refusing(Member):
         def load_adapter(self, adapter, version):

@@ -1,7 +1,9 @@
 """The request queue of an engine: exactly once, jobs at rest, weight updates, limits; over scripted engines."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -459,6 +461,22 @@ def test_an_update_that_is_refused_is_not_begun(made):
     with pytest.raises(SyncFailed, match="is not open"):
         queue.updates.missing(update.number)
     Box(queue, some(1)).wait(1)
+
+
+def test_the_error_of_an_update_is_not_kept(made):
+    """It refers to the memory of the engine, which a rebuild frees."""
+    queue = made(ScriptedEngine(update_failures=[("send", lost())]))
+    source = CountingSource(two_layers(1.0))
+    bucket = next(source.buckets())
+    kept = weakref.ref(bucket.tensors[0][1])
+    del source.tensors
+    number = begun(queue, CountingSource(two_layers(1.0)).manifest())
+    taken = queue.updates.send(number, bucket)
+    del bucket
+    with pytest.raises(SyncFailed, match="lost on the way"):
+        taken.result(LIMIT_S)
+    del taken
+    until(lambda: gc.collect() >= 0 and kept() is None)
 
 
 def test_an_update_that_gets_no_bucket_is_given_up(made):

@@ -159,8 +159,9 @@ class Receivers:
                 in_thread(lambda end=end, rank=rank: end.receive(announced.for_rank(rank)).tensors)
                 for rank, end in enumerate(self.ends[name])
             ]
-            self.sender.send()
-            return [wait() for wait in waits]
+            received = []
+            self.sender.send(lambda: received.extend(wait() for wait in waits))
+            return received
 
         waits = [in_thread(lambda name=name: deliver(name)) for name in names or self.ends]
         return [tensors for wait in waits for tensors in wait()]
@@ -199,16 +200,43 @@ def test_one_engine_that_fails_frees_the_threads_of_the_others():
         sending()
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_engine_that_refuses_a_bucket_ends_the_broadcast_at_once(joined):
+    """Also when its thread is the one that sends, in the rendezvous or in the middle of a broadcast."""
+    group = Receivers({"a": 1, "b": 1}, timeout_s=300)
+    if joined:
+        group.deliver(Bucket(tensors()))
+    bucket, began = Bucket(tensors()), time.monotonic()
+
+    def refuse():
+        raise SyncFailed("weights: b: out of memory")
+
+    def deliver(name):
+        header = group.sender.announce(name, bucket)
+        end, announced = group.ends[name][0], Announcement([], header=header)
+        group.sender.send(refuse if name == "b" else lambda: end.receive(announced))
+
+    waits = [in_thread(lambda name=name: deliver(name)) for name in ("a", "b")]
+    with pytest.raises(SyncFailed, match="out of memory"):
+        waits[0]()
+    with pytest.raises(SyncFailed, match="out of memory"):
+        waits[1]()
+    group.sender.close()
+    assert time.monotonic() - began < 5
+    with pytest.raises(SyncFailed, match="out of memory"):
+        group.sender.announce("a", bucket)
+
+
 def test_a_receiver_that_never_comes_is_waited_for_in_bounds():
     began = time.monotonic()
     with pytest.raises(SyncFailed, match="gloo"):
         sender = BroadcastSender({"a": 1}, timeout_s=1.0)
         sender.announce("a", Bucket(tensors()))
-        sender.send()
+        sender.send(lambda: time.sleep(5))
     with pytest.raises(SyncFailed, match="another engine was not told in time"):
         sender = BroadcastSender({"a": 1, "b": 1}, timeout_s=1.0)
         sender.announce("a", Bucket(tensors()))
-        sender.send()
+        sender.send(lambda: time.sleep(5))
     assert time.monotonic() - began < 30
     place = Invitation("127.0.0.1", port=1, rank=1, size=2, backend="gloo", timeout_s=0.5)
     receiver = BroadcastReceiver(torch.device("cpu"))

@@ -40,7 +40,7 @@ LAST_LINES = 6
 """Number of lines of the log in error messages."""
 HEALTH_S = 5.0
 """Timeout of a health check, in seconds."""
-ENGINE_METHODS = ("load_adapter", "drop_adapter", "sleep", "wake")
+ENGINE_METHODS = ("load_adapter", "drop_adapter", "sleep", "wake", "leave_broadcast")
 """Calls that the actor forwards to the method of its engine with the same name."""
 TOLERATED = ("health", "pause", "resume")
 """Calls whose timeout does not end the actor."""

@@ -266,6 +266,9 @@ class InferenceEngine(ABC):
         """How many processes of it take part in a broadcast."""
         return 1
 
+    def leave_broadcast(self) -> None:  # noqa: B027 - most are in no group
+        """Release the group of former broadcasts; the next one invites to another."""
+
     def share(self, parameters: PolicyParameters) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
 

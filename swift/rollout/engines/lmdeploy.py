@@ -305,7 +305,7 @@ class LMDeployEngine(StatefulEngine):
                 "update_params",
                 SyncFailed,
             )
-            del bucket  # before the next one is gathered
+            del bucket, copies, handles, request  # before the next one is gathered
         if self._asleep:  # sampling needs the KV cache
             self._unconfirmed = digest.hexdigest()
         else:

@@ -41,7 +41,7 @@ from swift.rollout.engines.events import Late, Lost
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.wire import ReturnedCompletion, Spans, digest_of
 from swift.rollout.weights.base import WeightStream
-from swift.rollout.weights.broadcast import Announcement
+from swift.rollout.weights.broadcast import Announcement, BroadcastSender
 from swift.rollout.weights.feed import Feed
 from swift.rollout.weights.sending import new_sender
 from swift.types import Completion, Request
@@ -75,7 +75,8 @@ class EnginePool(InferenceEngine):
         self._waiting: list[asyncio.Future[None]] = []  # for `release`, or an engine that is usable
         self._looking: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
-        self._in_group: dict[EngineClient, object] = {}  # instances of the engines in the group of broadcasts
+        self._sender: BroadcastSender | None = None
+        self._in_group: dict[EngineClient, object] = {}  # what `receiving_processes` was of its members
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -245,11 +246,11 @@ class EnginePool(InferenceEngine):
         self._check_at_rest("new weights")
         feeds = {client: Feed() for client in self.engines}
         updates: dict[EngineClient, Future[Ack]] = {}
-        for client, feed in feeds.items():
-            updates[client] = on_thread(partial(client.update, stream.through(feed)), f"weights of {client.name}")
-            feed.given_to(updates[client])
         all_sent = False
         try:
+            for client, feed in feeds.items():
+                updates[client] = on_thread(partial(client.update, stream.through(feed)), f"weights of {client.name}")
+                feed.given_to(updates[client])
             self._await_begun(feeds)
             self._prepare_broadcast(list(feeds), stream)
             for bucket in stream:
@@ -260,9 +261,9 @@ class EnginePool(InferenceEngine):
         finally:
             for feed in feeds.values():
                 feed.end() if all_sent else feed.fail(SyncFailed("the update was given up"))
-            outcomes = {client: outcome_of(updates[client].result) for client in feeds}
+            outcomes = [outcome_of(update.result) for client, update in updates.items() if client in feeds]
         try:
-            acks = raise_first(list(outcomes.values()))
+            acks = raise_first(outcomes)
             for client, ack in zip(feeds, acks, strict=True):
                 stream.check(ack, client.name)
                 if ack != acks[0]:  # in a server, which does not see what the trainer broadcasts
@@ -279,7 +280,7 @@ class EnginePool(InferenceEngine):
         alive = self.engines
         for client, outcome in outcomes.items():
             if client not in alive:
-                del feeds[client]
+                feeds.pop(client).fail(SyncFailed("the engine is dead"))
             elif isinstance(outcome, Exception):
                 raise outcome
 
@@ -297,14 +298,24 @@ class EnginePool(InferenceEngine):
         members = [client for client in clients if first.infos and client.way_of(first) == "broadcast"]
         if not members:
             return
-        sender = members[0].broadcaster
-        instances = {client: client.instance for client in members}
-        if sender is None or not sender.is_open or instances != self._in_group:
-            if sender is not None:
-                sender.close()
-            sender, self._in_group = new_sender(members, first.tensors[0][1].device), instances
+        try:
+            processes = {client: client.receiving_processes() for client in members}
+            if self._sender is None or not self._sender.is_open or processes != self._in_group:
+                self._leave_broadcast()
+                self._sender, self._in_group = new_sender(members, first.tensors[0][1].device), processes
+        except (Lost, OSError) as error:
+            raise SyncFailed(f"weights: version {stream.version}: broadcast: {error}") from error
         for client in members:
-            client.broadcaster = sender
+            client.broadcaster = self._sender
+
+    def _leave_broadcast(self) -> None:
+        sender, self._sender, self._in_group = self._sender, None, {}
+        if sender is not None:
+            sender.close()
+
+    def leave_broadcast(self) -> None:
+        """Release the groups that the engines are in; in a server, the trainer makes them."""
+        self._call_all(lambda client: client.safe_call("leave_broadcast", client.timeouts.sync_s))
 
     def invalidate(self, why: str) -> None:
         """The engines' weights may differ from now on."""
@@ -314,6 +325,7 @@ class EnginePool(InferenceEngine):
     def rebuild(self) -> None:
         """Outstanding requests stay so, and begin anew."""
         self._check_open()
+        self._leave_broadcast()  # engines that are made anew are in no group
         self._call_all(lambda client: client.rebuild())
         self.version = 0
 
@@ -378,8 +390,7 @@ class EnginePool(InferenceEngine):
     def close(self) -> None:
         """End all engines at the same time; whoever waits for a completion gets `EngineDead`."""
         self._closed = True
-        for sender in {client.broadcaster for client in self._clients if client.broadcaster is not None}:
-            sender.close()
+        self._leave_broadcast()
         in_parallel([client.close for client in self._clients])
         futures.wait(self._ending, max((client.timeouts.close_s for client in self._gone), default=0.0))
         for client in [*self._clients, *self._gone]:

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swift.errors import SyncFailed, first_line
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.weights.base import Ack, Bucket, TensorInfo, WeightStream
-from swift.rollout.weights.feed import Feed
+from swift.rollout.weights.feed import Feed, pending
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class QueueUpdates:
         self._do = do
         self.silence_s = silence_s
         self._latest: OpenUpdate | None = None
+        self._number = 0
 
     @property
     def progress(self) -> Any:
@@ -52,13 +54,21 @@ class QueueUpdates:
         `feed.asked` and `job` raise as `InferenceEngine.update`.
         """
         self.abort()
-        number, feed = self._latest.number + 1 if self._latest is not None else 1, Feed(self.silence_s)
+        self._number += 1
+        feed = Feed(self.silence_s)
         stream = WeightStream(manifest, feed, version)
         job = self._do(lambda engine: engine.update(stream))
         feed.given_to(job)
-        job.add_done_callback(_log_failure)
-        self._latest = OpenUpdate(number, feed, stream, job)
-        return self._latest
+        update = self._latest = OpenUpdate(self._number, feed, stream, job)
+        job.add_done_callback(partial(self._ended, self._number))
+        return update
+
+    def _ended(self, number: int, job: Future[Ack]) -> None:
+        """Forget the update: its error refers to the engine's memory, which a rebuild must be able to free."""
+        if self._latest is not None and self._latest.number == number:
+            self._latest = None
+        if not job.cancelled() and (error := job.exception()) is not None:
+            logger.warning("%s", first_line(error))  # a client that is gone does not read it
 
     def send(self, number: int, bucket: Bucket) -> Future[None]:
         """Deliver the next bucket; done when the engine has taken it."""
@@ -72,7 +82,7 @@ class QueueUpdates:
 
     def abort(self, number: int | None = None) -> Future[None]:
         """Give an update up, whichever is open with None; done when it has ended. Idempotent."""
-        ended: Future[None] = Future()
+        ended = pending()
         update = self._latest
         if update is None or number not in (None, update.number) or update.job.cancel():
             ended.set_result(None)
@@ -88,12 +98,7 @@ class QueueUpdates:
         return update.stream.missing
 
     def _open(self, number: int) -> OpenUpdate:
-        if self._latest is None or self._latest.number != number or self._latest.job.done():
+        update = self._latest
+        if update is None or update.number != number or update.job.done():
             raise SyncFailed(f"weights: update {number}: is not open; it ended or expired: begin another")
-        return self._latest
-
-
-def _log_failure(job: Future[Ack]) -> None:
-    """For the log of a server: whose client is gone has nobody who reads the error."""
-    if not job.cancelled() and (error := job.exception()) is not None:
-        logger.warning("%s", first_line(error))
+        return update

@@ -309,6 +309,10 @@ class ServerClient(ServerCalls):
     def receivers(self) -> int:
         return self._info(self.timeouts.reply_s).receivers
 
+    def receiving_processes(self) -> object:
+        info = self._info(self.timeouts.reply_s)
+        return self.instance, info.receivers, info.counters.restarts
+
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
         if way == "http":
             return bucket.once("safetensors", lambda: disk.as_bytes(bucket.tensors))

@@ -71,9 +71,12 @@ class EngineSpec:
 
 
 def call_limit_s(model: str) -> float:
-    """Default of `--engine_timeout` for a checkpoint folder, in seconds: 300, and its size at 50 MB/s."""
+    """Default of `--engine_timeout` for a checkpoint folder, in seconds: 300, and its size at 50 MB/s, 1500 at most.
+
+    That is below `--ddp_timeout`: the other ranks wait for the one with the engine.
+    """
     files = [file for pattern in ("*.safetensors", "*.bin") for file in Path(model).glob(pattern)]
-    return 300.0 + sum(file.stat().st_size for file in files) / 50e6
+    return min(1500.0, 300.0 + sum(file.stat().st_size for file in files) / 50e6)
 
 
 def visible_devices(devices: Sequence[str]) -> str:

@@ -107,6 +107,9 @@ class StatefulEngine(InferenceEngine):
             yield self._receiver.receive(bucket) if isinstance(bucket, Announcement) else bucket
             del bucket  # before the next one is gathered
 
+    def leave_broadcast(self) -> None:
+        self._receiver.close()
+
     @functools.cached_property
     def _receiver(self) -> BroadcastReceiver:
         """This process's end of broadcasts."""

@@ -43,7 +43,7 @@ class Limits:
 
     body_bytes: size of a JSON body. bodies_bytes: total size of the JSON bodies over `LARGE_BYTES` that are being read.
     prompts, samples_per_prompt: per request. queue: waiting and running samples of all clients. adapter_bytes: size of
-    an uploaded adapter. update_idle_s: time without a bucket after which a weight update is aborted, in seconds.
+    an uploaded adapter.
     """
 
     body_bytes: int = 64 << 20
@@ -52,7 +52,6 @@ class Limits:
     samples_per_prompt: int = 1024
     queue: int = 20_000
     adapter_bytes: int = 8 << 30
-    update_idle_s: float = 300.0
 
 
 LIMITS = Limits()

@@ -75,6 +75,11 @@ class Settings:
         """Timeout of a job, in seconds; the longest job rebuilds the engines."""
         return START_S + self.specs[0].limit_s
 
+    @property
+    def silence_s(self) -> float:
+        """Time without a bucket after which a weight update is aborted: other servers of the run may drain first."""
+        return self.drain_s + self.specs[0].limit_s
+
 
 class RestartWanted(EngineDead):
     """The run that owns the server has requested a new process."""
@@ -105,7 +110,7 @@ class Service:
         self.boot_id = secrets.token_hex(8)
         self.started_at = time.time()
         self.queue = RequestQueue(
-            engine, limit=LIMITS.queue, request_limit_s=settings.request_s, silence_s=LIMITS.update_idle_s
+            engine, limit=LIMITS.queue, request_limit_s=settings.request_s, silence_s=settings.silence_s
         )
         self.lease = Lease()
         self.sampled_versions = SampledVersions()
@@ -352,6 +357,7 @@ class Service:
 
     async def _restore(self, engine: InferenceEngine) -> None:
         """A job: restore the base weights, without adapter and caches, and check the fingerprint."""
+        engine.leave_broadcast()
         engine.wake()
         if self._weights_changed or engine.version != 0 or not engine.health().alive or self._asleep():
             engine.rebuild()

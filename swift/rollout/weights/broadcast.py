@@ -16,10 +16,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,6 +39,8 @@ POLL_S = 0.001
 """How often a NCCL collective is looked at; its own wait has no bound."""
 ABORT_S = 10.0
 """How long NCCL may take to abort a group."""
+JOIN_S = 120.0
+"""How long a group may take to be made: each member joins as soon as it is invited."""
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that says what torch does when a collective fails; 0 is nothing."""
 
@@ -69,13 +73,14 @@ class BroadcastGroup:
     def __init__(self, store: dist.Store, invitation: Invitation, device: torch.device) -> None:
         rank, size, backend = invitation.rank, invitation.size, invitation.backend
         self.device, self.timeout_s, self._backend = device, invitation.timeout_s, backend
+        self._join_s = min(self.timeout_s, JOIN_S)
         self._group: Any = None
         try:
             prefixed = dist.PrefixStore(f"swift-weights-{backend}", store)
             if backend == "gloo":
                 options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = timedelta(seconds=self.timeout_s)
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=invitation.host)]
+                options._timeout = timedelta(seconds=self._join_s)
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(invitation))]
                 self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
             else:
                 self._group = _nccl_group(prefixed, rank, size, self.timeout_s)
@@ -92,16 +97,16 @@ class BroadcastGroup:
         if rank != SOURCE:
             store.set(f"joins/{rank}", "1")
         else:
-            store.wait([f"joins/{one}" for one in range(size) if one != SOURCE], timedelta(seconds=self.timeout_s))
+            store.wait([f"joins/{one}" for one in range(size) if one != SOURCE], timedelta(seconds=self._join_s))
 
         def connect() -> None:
             with torch.cuda.device(self.device):
                 self._group.eager_connect_single_device(self.device)
 
         try:
-            on_thread(connect, "weights: nccl").result(self.timeout_s)
+            on_thread(connect, "weights: nccl").result(self._join_s)
         except TimeoutError:
-            raise SyncFailed(f"the others did not connect within {self.timeout_s:g} s") from None
+            raise SyncFailed(f"the others did not connect within {self._join_s:g} s") from None
 
     def broadcast(self, flat: Tensor) -> None:
         """Send (trainer) or fill (engine) a tensor. After a failure the group is gone.
@@ -112,7 +117,7 @@ class BroadcastGroup:
         if self._group is None:
             raise SyncFailed(f"{what}: its group is gone")
         options = dist.BroadcastOptions()
-        options.rootRank = SOURCE
+        options.rootRank, options.timeout = SOURCE, timedelta(seconds=self.timeout_s)
         try:
             if self._backend == "gloo":
                 self._group.broadcast([flat], options).wait()
@@ -184,10 +189,14 @@ class BroadcastSender:
         ends = list(itertools.accumulate(members.values(), initial=SOURCE + 1))
         self._first_rank = dict(zip(members, ends, strict=False))
         self._store = _store(host, ends[-1], timeout_s)
-        self._mine = Invitation(host, self._store.port, SOURCE, ends[-1], backend, timeout_s)
+        self._own = Invitation(host, self._store.port, SOURCE, ends[-1], backend, timeout_s)
         self._group: BroadcastGroup | None = None
-        self._flat: Tensor | None = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
         self._all_announced = threading.Barrier(len(members), timeout=timeout_s)
+        self._sending: Future[None] = Future()  # of the last bucket
+        self._sending.set_result(None)
+        self._failing = threading.Lock()
+        self._failed: Future[Any] = Future()
         self._failure = ""
 
     @property
@@ -195,42 +204,77 @@ class BroadcastSender:
         return not self._failure
 
     def announce(self, member: str, bucket: Bucket) -> dict[str, Any]:
-        """What the engine is told before `send` (JSON-safe); with the first bucket it is invited into the group."""
+        """The message to an engine before `send` (JSON-safe); the first one invites it into the group."""
+        self._check_open()
         self._flat, entries = bucket.once("broadcast", lambda: pack(bucket, self.device))
         header: dict[str, Any] = {"entries": [list(entry) for entry in entries], "size": self._flat.numel()}
         if self._group is None:
-            header["invitation"] = asdict(replace(self._mine, rank=self._first_rank[member]))
+            header["invitation"] = asdict(replace(self._own, rank=self._first_rank[member]))
         return header
 
-    def send(self) -> None:
-        """Wait until every engine was told; one of the threads sends then. Raises SyncFailed."""
+    def send(self, arrived: Callable[[], object]) -> None:
+        """Have the bucket sent once every engine has its announcement, and wait until this engine has the bucket.
+
+        Args:
+            arrived: waits until the engine has it; a failure there ends the broadcast for all.
+
+        Raises:
+            SyncFailed: the broadcast failed, or what `arrived` raises.
+        """
+        arriving: Future[Any] = on_thread(arrived, "weights: broadcast arrives")
+        arriving.add_done_callback(self._check_arrival)
         try:
             if self._all_announced.wait() == 0:
-                self._broadcast()
+                flat, self._flat = self._flat, torch.empty(0, dtype=torch.uint8)
+                self._sending = on_thread(partial(self._broadcast, flat, self._sending), "weights: broadcast")
         except threading.BrokenBarrierError:
             self.fail("another engine was not told in time")
-        except SyncFailed as error:
+        futures.wait([arriving, self._failed], return_when=futures.FIRST_COMPLETED)
+        if arriving.done():
+            arriving.result()
+        self._check_open()
+
+    def _check_arrival(self, arriving: Future[Any]) -> None:
+        if (error := arriving.exception()) is not None:
             self.fail(first_line(error))
+
+    def _broadcast(self, flat: Tensor, former: Future[None]) -> None:
+        """Send to all engines, after the former bucket."""
+        try:
+            former.result()
+            if self._group is None:
+                group = BroadcastGroup(self._store, self._own, self.device)
+                with self._failing:
+                    self._group = group
+            self._group.broadcast(flat)
+        except Exception as error:  # every thread that sends raises it
+            self.fail(first_line(error))
+
+    def _check_open(self) -> None:
         if self._failure:
             raise SyncFailed(f"weights: {self.backend} broadcast: {self._failure}")
 
-    def _broadcast(self) -> None:
-        if self._group is None:
-            self._group = BroadcastGroup(self._store, self._mine, self.device)
-        assert self._flat is not None
-        self._group.broadcast(self._flat)
-        self._flat = None
-
     def fail(self, why: str) -> None:
-        """End the group: an engine that waits in it fails, and so does every thread that sends. Idempotent."""
-        self._failure = self._failure or why
+        """End the group: engines that wait in it fail, and so does every thread that sends. Idempotent, never waits."""
+        with self._failing:
+            self._failure = self._failure or why
+            group, self._group = self._group, None
+            if not self._failed.done():
+                self._failed.set_result(None)
         self._all_announced.abort()
-        group, self._group, self._flat = self._group, None, None
         if group is not None:
-            group.close()
+            on_thread(group.close, "weights: end of a group")  # gloo waits for what is under way
 
     def close(self) -> None:
         self.fail("it is closed")
+
+
+def _own_address(invitation: Invitation) -> str:
+    """The address of this host on the way to the trainer, where the others reach it."""
+    if invitation.rank == SOURCE:
+        return invitation.host
+    with socket.create_connection((invitation.host, invitation.port), timeout=JOIN_S) as connection:
+        return str(connection.getsockname()[0])
 
 
 def _store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
@@ -293,8 +337,9 @@ class BroadcastReceiver:
 
 
 def _join(mine: Invitation, device: torch.device) -> BroadcastGroup:
+    join = timedelta(seconds=min(mine.timeout_s, JOIN_S))
     try:
-        store = dist.TCPStore(mine.host, mine.port, mine.size, False, timeout=timedelta(seconds=mine.timeout_s))
+        store = dist.TCPStore(mine.host, mine.port, mine.size, False, timeout=join)
     except RuntimeError as error:
         raise SyncFailed(f"weights: store at {mine.host}:{mine.port}: {first_line(error)}") from error
     return BroadcastGroup(store, mine, device)

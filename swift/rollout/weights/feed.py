@@ -25,7 +25,7 @@ class Feed:
     """
 
     def __init__(self, silence_s: float = float("inf")) -> None:
-        self.asked = _uncancellable()
+        self.asked = pending()
         self.silence_s = silence_s
         self._items: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Feed:
             if not self.asked.done():
                 raise SyncFailed("weights: a bucket came before the last one was taken; send one at a time")
             if self._ended is None:
-                self.asked = _uncancellable()
+                self.asked = pending()
                 self.touch()
                 self._items.put(bucket)
             return self.asked
@@ -88,12 +88,12 @@ class Feed:
         with self._lock:
             self._ended = error if isinstance(error, Exception) else SyncFailed(f"weights: {first_line(error)}")
             if self.asked.done():
-                self.asked = _uncancellable()
+                self.asked = pending()
             self.asked.set_exception(self._ended)
 
 
-def _uncancellable() -> Future[None]:
-    """A future that stays pending where a caller that waits for it is cancelled."""
+def pending() -> Future[None]:
+    """A future that cannot be cancelled, as by a caller that stops waiting for it."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -43,7 +43,8 @@ class Kept:
         """
         timeout_s = client.timeouts.sync_s
         deadline = time.monotonic() + timeout_s
-        number = client.call("begin_update", timeout_s, manifest=self.manifest, version=self.version)
+        begin_s = client.timeouts.drain_s + timeout_s
+        number = client.call("begin_update", begin_s, manifest=self.manifest, version=self.version)
         for way, payload in self.parts:
             client.send_bucket(number, way, payload, _left(deadline))()
         reply = client.call("commit", _left(deadline), update=number)
@@ -65,8 +66,7 @@ def send_update(client: EngineClient, stream: WeightStream) -> Ack:
     bounds = client.timeouts
     what = {"manifest": stream.manifest, "version": stream.version}
     number = client.safe_call("begin_update", bounds.drain_s + bounds.sync_s, **what)
-    deadline = time.monotonic() + bounds.sync_s
-    sending = _Sending(client, number, deadline)
+    sending = _Sending(client, number)
     try:
         for bucket in stream:
             client.weights_change(f"the update to version {stream.version} is incomplete")
@@ -74,7 +74,7 @@ def send_update(client: EngineClient, stream: WeightStream) -> Ack:
             del bucket  # before the next one is gathered
         sending.confirm()
         sending.phase = "commit"
-        reply = client.call("commit", _left(deadline), update=number)
+        reply = client.call("commit", sending.left_s(), update=number)
     except BaseException as error:
         sending.give_up()
         if not isinstance(error, Lost | SwiftError):
@@ -92,22 +92,21 @@ def send_update(client: EngineClient, stream: WeightStream) -> Ack:
 
 
 class _Sending:
-    """The buckets of one update. phase: for messages. parts: what is kept."""
+    """The buckets of one update. phase: for messages. parts: what is kept for a restart."""
 
-    def __init__(self, client: EngineClient, number: int, deadline: float) -> None:
-        self.client, self.number, self.deadline = client, number, deadline
-        self.phase, self.way = "bucket 1", ""
+    def __init__(self, client: EngineClient, number: int) -> None:
+        self.client, self.number = client, number
+        self.phase, self.way, self.keeps = "bucket 1", "", False
         self.parts: list[tuple[str, Any]] = []
+        self._deadline: float | None = None
         self._count = 0
-        self._forwards = False  # what the trainer broadcasts, in its server
         self._unconfirmed: Callable[[], object] | None = None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether what is sent is kept for a restart."""
-        if self.way == "broadcast" and (self._forwards or not self.client.alone):
-            return False
-        return self.client.keeps_weights
+    def left_s(self) -> float:
+        """Seconds that are left; they count from the first bucket, which may wait for the begin of other engines."""
+        now = time.monotonic()
+        self._deadline = self._deadline or now + self.client.timeouts.sync_s
+        return max(0.1, self._deadline - now)
 
     def send(self, bucket: Bucket, version: int) -> None:
         """Returns once the memory of the bucket may be reused."""
@@ -115,7 +114,10 @@ class _Sending:
         self.confirm()
         self._count += 1
         self.phase = f"bucket {self._count}"
-        self.way = self.way or client.way_of(bucket)
+        if not self.way:
+            self.way = client.way_of(bucket)
+            copied = self.way != "broadcast" or (client.alone and not isinstance(bucket, Announcement))
+            self.keeps = client.keeps_weights and copied
         if self.way == "broadcast":
             self._broadcast(bucket)
             if self.keeps:
@@ -124,21 +126,17 @@ class _Sending:
         payload = client.payload(self.way, bucket, version)
         if self.keeps:
             self.parts.append((self.way, payload))
-        self._unconfirmed = client.send_bucket(self.number, self.way, payload, _left(self.deadline))
+        self._unconfirmed = client.send_bucket(self.number, self.way, payload, self.left_s())
 
     def _broadcast(self, bucket: Bucket) -> None:
         """Take part in a broadcast of this process, or, in a server, have the engine take part in the trainer's."""
         client, sender = self.client, self.client.broadcaster
-        self._forwards = isinstance(bucket, Announcement)
         if isinstance(bucket, Announcement):
-            header = bucket.for_rank(client.rank_offset).header
-        else:
-            assert sender is not None
-            header = sender.announce(client.name, bucket)
-        arrived = client.send_bucket(self.number, "broadcast", header, _left(self.deadline))
-        if sender is not None and not self._forwards:
-            sender.send()
-        arrived()
+            client.send_bucket(self.number, "broadcast", bucket.for_rank(client.rank_offset).header, self.left_s())()
+            return
+        assert sender is not None
+        header = sender.announce(client.name, bucket)
+        sender.send(client.send_bucket(self.number, "broadcast", header, self.left_s()))
 
     def confirm(self) -> None:
         """Wait until the engine has taken the last bucket."""
@@ -150,6 +148,7 @@ class _Sending:
         """The engine gets no more of it; never raises."""
         with contextlib.suppress(Lost, SwiftError):  # what is on its way must not arrive after the end
             self.confirm()
+        self.parts.clear()  # the error may be kept, and refers to them
         if self.way == "broadcast" and self.client.broadcaster is not None:  # engines that wait in it fail at once
             self.client.broadcaster.fail(f"{self.client.name} failed")
         self.client.abort_update(self.number)

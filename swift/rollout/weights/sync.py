@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from swift.errors import EngineDead, SwiftError, SyncFailed
 from swift.rollout.engines.base import Ack, InferenceEngine
-from swift.rollout.weights.base import AdapterWeights, Bucket, PolicyParameters, WeightSource, WeightStream
+from swift.rollout.weights.base import AdapterWeights, Bucket, PolicyParameters, TensorInfo, WeightSource, WeightStream
 
 if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
@@ -203,8 +203,7 @@ class WeightSync:
         buckets = self._gathered(source)
         outcome: Outcome[Ack] = (None, None)
         if engine is not None:
-            stream = WeightStream(source.manifest(), buckets, version, first_hand=True)
-            outcome = _outcome(version, lambda: _confirmed(engine, stream))
+            outcome = _outcome(version, lambda: _confirmed(engine, source.manifest(), buckets, version))
         deque(buckets, maxlen=0)  # also after a failure: the other ranks take part in the gathers
         if self._gather_error is not None:  # not a failure of an engine, so none is rebuilt
             raise self._gather_error
@@ -234,10 +233,11 @@ class WeightSync:
         self._lost = True
 
 
-def _confirmed(engine: InferenceEngine, stream: WeightStream) -> Ack:
-    """Update an engine and check its ack."""
+def _confirmed(engine: InferenceEngine, manifest: Sequence[TensorInfo], buckets: Iterator[Bucket], version: int) -> Ack:
+    """Send the buckets; the ack of the engine. Raises as `InferenceEngine.update`."""
+    stream = WeightStream(manifest, buckets, version, first_hand=True)
     ack = engine.update(stream)
-    stream.check(ack, engine.capabilities.name)  # also of engines of plugins
+    stream.check(ack, engine.capabilities.name)  # also of engines that users bring
     return ack
 
 

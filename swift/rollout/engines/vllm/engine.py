@@ -310,9 +310,11 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._check_fits(stream, expected.check(stream.manifest))
         head = [expected.tied] if expected.lacks_head(stream.manifest) else []
         buckets = stream if self.executor == "mp" else self._received(stream)
-        for number, bucket in enumerate(buckets):
-            if number == 0:
+        begun = False
+        for bucket in buckets:
+            if not begun:
                 self._call("swift_begin_update")
+                begun = True
             copies = {name: info.name for name in head for info in bucket.infos if expected.is_embedding(info.name)}
             if self.executor != "mp":
                 self._call("swift_load", bucket.tensors, copies, bucket.checksums())
@@ -330,6 +332,11 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         if (count := reply["tensors"]) != stream.count:
             raise ValueError(f"{count} of {stream.count} tensors were loaded")
         return str(reply["digest"])
+
+    def leave_broadcast(self) -> None:
+        if self.executor == "mp" and self.health().alive:
+            self._call("swift_leave_broadcast")
+        super().leave_broadcast()
 
     @property
     def receivers(self) -> int:

@@ -89,6 +89,11 @@ class WorkerExtension:
         bucket = self._swift_receiver.receive(Announcement([], header=header).for_rank(self.rank))
         self.swift_load(bucket.tensors, copies)
 
+    def swift_leave_broadcast(self) -> None:
+        """Release the group of former broadcasts."""
+        if self._swift_receiver is not None:
+            self._swift_receiver.close()
+
     def swift_end_update(self) -> dict[str, Any]:
         """End the update; returns counts, digest, and the engine's parameters that were not loaded."""
         runner = self.model_runner
