@@ -133,7 +133,6 @@ SYNCED = way(
 SENT = (
     *way(TRAINER, "rollout/engines/pool.py:EnginePool.update", "rollout/weights/base.py:WeightStream.__iter__"),
     *way(TRAINER, "rollout/weights/feed.py:Feed.give"),
-    *way(SENDER, "rollout/engines/client.py:EngineClient.update"),
     *way(SENDER, "rollout/weights/sending.py:send_update _Sending.send"),
 )
 LOADED = (

@@ -1,5 +1,6 @@
 """Several engines as one: who gets what, and what happens when one of them fails. The engines are scripted."""
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from given_weights import Watched
 from local_engines import engines_of, local_pool
+from oracle import load, with_noise
 from processes import wait_for
 from scripted_engine import CountingSource, ScriptedEngine, lost, two_layers, weights_of
 from sources import asking, nothing_left, outcomes
@@ -15,7 +17,9 @@ from sources import asking, nothing_left, outcomes
 from swift.errors import ConfigError, EngineDead, EngineError, NumericError, PromptTooLong, RequestRefused, SyncFailed
 from swift.rollout.engines.base import Capabilities, SleepReport
 from swift.rollout.engines.pool import common_capabilities
+from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.base import Ack, AdapterWeights, Bucket, WeightStream
+from swift.rollout.weights.policy import PolicyWeights
 from swift.types import Request, SamplingParams
 
 
@@ -528,3 +532,23 @@ def test_close_ends_all_engines_at_the_same_time_and_whoever_waits_is_told(pool_
     thread.join(5)
     assert ended
     assert ended[0] - began < 4
+
+
+def test_engines_that_were_made_anew_are_invited_into_a_new_group_of_broadcasts(nano_folders, pool_of):
+    model = load(nano_folders["llama"])
+    spec = EngineSpec(backend="transformers", model=str(nano_folders["llama"]), max_model_len=64)
+    pool = pool_of(build_engine(spec), build_engine(spec), sync_s=20.0)
+    for client in pool.engines:
+        client.weight_transport = "broadcast"
+    groups = []
+    for version in range(1, 5):
+        pool.load_weights(PolicyWeights(with_noise(model, seed=version), move_model_batches=2), version)
+        groups.append(pool.engines[0].broadcaster)
+        assert pool.engines[1].broadcaster is groups[-1]
+        if version == 2:
+            pool.rebuild()
+        if version == 3:
+            pool.engines[1].instance = object()  # another process
+    assert [one is other for one, other in itertools.pairwise(groups)] == [True, False, False]
+    for client in pool.engines:
+        assert all(torch.equal(a, b) for a, b in zip(client.engine.model.parameters(), model.parameters(), strict=True))

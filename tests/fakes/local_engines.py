@@ -10,6 +10,7 @@ from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.client import EngineClient
 from swift.rollout.engines.events import Lost, Timeouts
 from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.ray_actor import EngineHost
 from swift.rollout.weights.object_store import byte_arrays_of
 
@@ -59,8 +60,9 @@ class LocalClient(EngineClient):
             self.host._live.do(lambda engine: None).result(60)  # it has taken effect
 
     def send_bucket(self, update, way, payload, timeout_s):
-        self.call("bucket", timeout_s, update=update, way=way, payload=payload)
-        return lambda: None
+        return on_thread(
+            lambda: self.call("bucket", timeout_s, update=update, way=way, payload=payload), "bucket"
+        ).result
 
     def choose(self, device):
         return "object_store"

@@ -34,9 +34,9 @@ from swift.rollout.engines.completion_stream import Failure
 from swift.rollout.engines.events import Event, Lost, Returned, Timeouts
 from swift.rollout.engines.process import on_thread
 from swift.rollout.engines.running import logprob_problem
-from swift.rollout.weights.base import Bucket, WeightStream
+from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.broadcast import Announcement, BroadcastSender
-from swift.rollout.weights.sending import Kept, send_update
+from swift.rollout.weights.sending import Kept
 from swift.types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -443,10 +443,6 @@ class EngineClient(ABC):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def update(self, stream: WeightStream) -> Ack:
-        """See `InferenceEngine.update`."""
-        return send_update(self, stream)
-
     def way_of(self, bucket: Bucket) -> str:
         """How the buckets of an update travel that begins with this one."""
         if isinstance(bucket, Announcement):
@@ -531,17 +527,14 @@ class EngineClient(ABC):
     def close(self) -> None:
         """Idempotent."""
         self._closed = True
-        self._end_once()
+        first, self.ended = not self.ended, True
+        if first:
+            self.end()
         self._kept = self._adapter = None
         self.deliver(None, Lost("it is closed"))
 
     def release(self) -> None:  # noqa: B027 - most share nothing
         """Give up what it shares with other engines; called once all of them are closed. Idempotent."""
-
-    def _end_once(self) -> None:
-        first, self.ended = not self.ended, True
-        if first:
-            self.end()
 
     def check_alive(self) -> None:
         """Raises EngineDead when it is closed, else what it died of."""

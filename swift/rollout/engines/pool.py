@@ -43,7 +43,7 @@ from swift.rollout.engines.wire import ReturnedCompletion, Spans, digest_of
 from swift.rollout.weights.base import WeightStream
 from swift.rollout.weights.broadcast import Announcement, BroadcastSender
 from swift.rollout.weights.feed import Feed
-from swift.rollout.weights.sending import new_sender
+from swift.rollout.weights.sending import new_sender, send_update
 from swift.types import Completion, Request
 
 T = TypeVar("T")
@@ -249,8 +249,9 @@ class EnginePool(InferenceEngine):
         all_sent = False
         try:
             for client, feed in feeds.items():
-                updates[client] = on_thread(partial(client.update, stream.through(feed)), f"weights of {client.name}")
-                feed.given_to(updates[client])
+                fed = WeightStream(stream.manifest, feed, stream.version)
+                updates[client] = on_thread(partial(send_update, client, fed), f"weights of {client.name}")
+                updates[client].add_done_callback(feed.leave)
             self._await_begun(feeds)
             self._prepare_broadcast(list(feeds), stream)
             for bucket in stream:

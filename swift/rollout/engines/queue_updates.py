@@ -58,7 +58,7 @@ class QueueUpdates:
         feed = Feed(self.silence_s)
         stream = WeightStream(manifest, feed, version)
         job = self._do(lambda engine: engine.update(stream))
-        feed.given_to(job)
+        job.add_done_callback(feed.leave)
         update = self._latest = OpenUpdate(self._number, feed, stream, job)
         job.add_done_callback(partial(self._ended, self._number))
         return update

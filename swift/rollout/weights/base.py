@@ -185,10 +185,6 @@ class WeightStream:
         self._buckets = _preceded(found, self._buckets)
         return found
 
-    def through(self, buckets: Iterable[Bucket]) -> WeightStream:
-        """The same update for one of several receivers, which gets its buckets in another way."""
-        return WeightStream(self.manifest, buckets, self.version)
-
     def __iter__(self) -> Iterator[Bucket]:
         for bucket in self._buckets:
             for info in bucket.infos:

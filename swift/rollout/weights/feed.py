@@ -32,10 +32,6 @@ class Feed:
         self._ended: Exception | None = None
         self.touched_at = time.monotonic()
 
-    def given_to(self, receiver: Future[Any]) -> None:
-        """Whose end is the end of the feed."""
-        receiver.add_done_callback(self._left)
-
     def give(self, bucket: Bucket) -> Future[None]:
         """Hand the next bucket over; returns `asked`. Raises SyncFailed: the last one is not taken yet."""
         with self._lock:
@@ -81,7 +77,8 @@ class Feed:
                 pass
         return SyncFailed(f"weights: no bucket came for {self.silence_s:g} s; the update is given up")
 
-    def _left(self, receiver: Future[Any]) -> None:
+    def leave(self, receiver: Future[Any]) -> None:
+        """The receiver, which has ended, takes no more buckets: a callback of its future."""
         error: BaseException = SyncFailed("weights: the update was not begun")
         if not receiver.cancelled():
             error = receiver.exception() or SyncFailed("weights: the update is over; begin another")
