@@ -93,9 +93,11 @@ def test_engines_end_with_a_server_that_is_killed(nano_folders, tmp_path):
 
 HANGS = """
     if spec.tensor_parallel_size > 1:  # as vLLM's, whose title is where its environment was
-        worker = "import time, setproctitle; setproctitle.setproctitle('title' * 1000); time.sleep(1000)"
+        worker = (  # vLLM's has imported for seconds by then
+            "import time, setproctitle; time.sleep(1.5); setproctitle.setproctitle('title' * 1000); time.sleep(1000)"
+        )
         subprocess.Popen([sys.executable, "-c", worker])
-        time.sleep(2)
+        time.sleep(3)
     engine = build(replace(spec, tensor_parallel_size=1, devices=spec.devices[:1]))
     submit = engine.submit
 
