@@ -1,6 +1,6 @@
-"""Atropos as a source of rollouts: environments sample with the policy server, and training takes what they scored.
+"""Atropos as a source of rollouts: environments sample with the policy server; their scored groups are trained on.
 
 environments -> message API -> AtroposSource -> rounds, rewards, batches as with every engine
       |
-      +-> `swift rollout`, whose weights the trainer keeps up to date
+      +-> `swift rollout`, which receives the weights of the trainer
 """

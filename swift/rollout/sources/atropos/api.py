@@ -1,11 +1,11 @@
-"""The trainer's side of the Atropos message API (atroposlib 0.4): registration, batches, and what can be wrong there.
+"""Client of the Atropos message API (atroposlib 0.4) for the trainer: registration, batches, diagnosis of failures.
 
-    open()    /info -> /register -> /info says the same -> one /batch, which lets environments in
-    next()    the oldest group that has come; polls /batch when there is none, never more often than every `POLL_S`
+    open()    /info -> /register -> /info, compared with the registration -> one /batch, which admits environments
+    next()    the oldest group received; without any, polls /batch, at most once per `POLL_S`
 
-The API knows one trainer, registers it once, and checks little of what passes through it, so its state is compared with
-what was sent. Batches that it forms together come newest first: they are drained and turned around. Every wait is
-bounded: a time without data, with the cause as far as it can be seen from here, ends the run.
+The API registers one trainer, once, and validates little, so its state is compared with the registration. It returns
+batches that it forms together newest first: they are drained and reversed. Every wait is bounded: after a time without
+data the run ends, and the error names likely causes.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ logger = logging.getLogger("swift.rollout")
 POLL_S = 1.0
 REPLY_S = 10.0
 START_S = 30.0
-"""How long the API may take to answer for the first time."""
+"""Time limit of the first answer of the API."""
 BACKOFF_S = (2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pauses after failed calls in a row; the last one stays."""
+"""Pauses after consecutive failed calls; the last pause repeats."""
 HINT_S = 60.0
-"""Time without data after which possible causes are named."""
+"""Time without data after which a warning names possible causes."""
 STARVED_S = 300.0
 """Time without data, although enough is queued, after which the run ends."""
 UNREGISTERED = {"batch_size": -1, "max_token_len": -1}
 BATCH_S = 60.0
-"""Bound on one batch, and on all that are taken at once."""
+"""Time limit of one /batch call, and of draining all batches."""
 TAKEN_BYTES = 256 << 20
-"""After so much is taken at once, the rest waits at the API."""
+"""Number of bytes after which draining stops; further batches stay at the API."""
 TOKEN_BYTES = 128
-"""Most bytes of a token in a batch: its id, mask, and numbers of three kinds."""
+"""Maximum bytes of a token in a batch: its id, mask, log-prob, reference log-prob and advantage."""
 COUNTED_ENVIRONMENTS = 64
-"""Groups of further ones are counted together."""
+"""Maximum number of environments whose groups are counted separately."""
 
 
 class Group(msgspec.Struct):
-    """One group of scored sequences, as an environment sent it; what no sequence has is null, or an empty list."""
+    """One group of scored sequences, as an environment sent it; a missing field is null or an empty list."""
 
     tokens: list[list[int]]
     masks: list[list[int]]
@@ -85,10 +85,10 @@ class _Reply(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """What the API wants to know of a trainer; it refuses one without any of these.
+    """The registration of a trainer; the API requires every field.
 
-    batch_size: sequences of a batch. max_token_len: environments drop sequences of so many tokens. starting_step,
-    num_steps: in batches, as the API counts them.
+    batch_size: sequences per batch. max_token_len: environments drop sequences of this length or more.
+    starting_step, num_steps: in batches, as the API counts them.
     """
 
     batch_size: int
@@ -106,7 +106,7 @@ class Registration:
 
 
 class _Unreachable(Exception):
-    """A call failed in a way that may pass."""
+    """A call failed, and a retry may succeed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -114,13 +114,14 @@ class MessageAPI:
     """A connection to the message API.
 
     Attributes:
-        url: of the API.
-        registration: of this trainer.
-        group_size: sequences of a group.
+        url: URL of the API.
+        registration: the registration of this trainer.
+        group_size: sequences per group.
         timeout_s: longest time without data.
-        clock, sleep: of the process.
-        queue_size: groups that wait at the API, as last seen.
-        counters: what happened since somebody took them; `received` counts groups by environment.
+        clock, sleep: functions of time, in seconds.
+        queue_size: groups queued at the API at the last check.
+        counters: events since the source last drained its metrics.
+        received: number of groups by environment.
     """
 
     url: str
@@ -137,22 +138,22 @@ class MessageAPI:
     _failures: int = 0
     _taken: int = 0
     _poll_at: float = 0.0
-    _look_at: float = 0.0
+    _check_at: float = 0.0
     _data_at: float = 0.0
     _hinted: bool = False
-    _last: str = "nothing"
+    _last_answer: str = "nothing"
 
     def __post_init__(self) -> None:
         self._http = httpx.Client(base_url=self.url.rstrip("/"), trust_env=False)
 
     def close(self) -> None:
-        """End the connection; the API keeps no lease."""
+        """Close the connection; the API needs no deregistration."""
         self._http.close()
 
     # --- registration -----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Register, and let environments begin. Raises EngineError: no answer in time, or another trainer is served."""
+        """Register, and admit environments. Raises EngineError: no answer in time, or another trainer is registered."""
         limit = self.clock() + START_S
         while True:
             try:
@@ -170,9 +171,9 @@ class MessageAPI:
                 self.sleep(0.2)
 
     def _register(self) -> None:
-        """The API takes the first registration only, and none at all if data came before it."""
+        """Register. The API keeps the first registration only, and rejects it if data arrived earlier."""
         wanted = self.registration.info
-        if (seen := self._signed_up()) == wanted:
+        if (seen := self._registered_info()) == wanted:
             return
         why = "data came before any trainer" if seen == UNREGISTERED else "it is registered for another trainer"
         raise EngineError(
@@ -180,7 +181,7 @@ class MessageAPI:
             f"instead of {wanted['batch_size']}, {wanted['max_token_len']}: {why}; restart the API"
         )
 
-    def _signed_up(self) -> dict[str, int]:
+    def _registered_info(self) -> dict[str, int]:
         self._call("POST", "/register", _Registered, json=asdict(self.registration))
         info = self._call("GET", "/info", _Info)
         return {name: getattr(info, name) for name in UNREGISTERED}
@@ -188,12 +189,12 @@ class MessageAPI:
     # --- data -------------------------------------------------------------------------------------------------------
 
     def begin_wait(self) -> None:
-        """Somebody waits from now on: earlier time without data does not count."""
-        self._data_at = self._look_at = self.clock()
+        """Restart the measurement of time without data."""
+        self._data_at = self._check_at = self.clock()
         self._hinted = False
 
     def next(self, patience_s: float) -> Group | None:
-        """The oldest group that is there, waited for up to `patience_s`. Raises EngineError: no data for too long."""
+        """The oldest group; None after one poll or a pause of `patience_s`. Raises EngineError: data timeout."""
         if not self._groups:
             now = self.clock()
             if now < self._poll_at:
@@ -206,64 +207,65 @@ class MessageAPI:
         return self._groups.popleft()
 
     def give_back(self, group: Group) -> None:
+        """Make a group the next one again."""
         self._groups.appendleft(group)
 
-    def batches_there(self) -> int:
-        """Whole batches that wait, here and at the API; those that it does not tell about now are not counted."""
+    def ready_batches(self) -> int:
+        """Number of whole batches, received or queued at the API; if it does not answer, with the last queue size."""
         with contextlib.suppress(_Unreachable):
-            self._ask_queue()
+            self._update_queue_size()
         return (len(self._groups) + self.queue_size) * self.group_size // self.registration.batch_size
 
     def _poll(self) -> None:
         try:
             self._drain()
             if not self._groups:
-                self._look_around()
+                self._check_starvation()
             self._failures = 0
             self._poll_at = self.clock() + POLL_S
         except _Unreachable as error:
             pause = BACKOFF_S[min(self._failures, len(BACKOFF_S) - 1)]
-            self._failures, self._last = self._failures + 1, str(error)
+            self._failures, self._last_answer = self._failures + 1, str(error)
             self._poll_at = self.clock() + pause
         if self.clock() - self._data_at > self.timeout_s and not self._groups:
             raise EngineError(
                 f"--atropos_timeout: {self.timeout_s:g} s: no data from {self.url} for so long; {self.queue_size} "
-                f"groups are queued there, its last answer was {self._last}; {self._causes()}"
+                f"groups are queued there, its last answer was {self._last_answer}; {self._causes()}"
             )
 
     def _drain(self) -> None:
-        """All batches that are there, up to some size. Those formed together come newest first."""
-        batches, again, began = [], False, self.clock()
-        whole = self.registration.batch_size * self.registration.max_token_len * TOKEN_BYTES + replies.REPLY_BYTES
+        """Receive all batches, up to a size and a time; the API returns those formed together newest first."""
+        batches, registered_again, began = [], False, self.clock()
+        limit_bytes = self.registration.batch_size * self.registration.max_token_len * TOKEN_BYTES + replies.REPLY_BYTES
         self._taken = 0
         try:
             while self._taken < TAKEN_BYTES and self.clock() - began < BATCH_S:
-                reply = self._call("GET", "/batch", _Reply, BATCH_S, whole)
-                if reply.status == "error":  # it was restarted
-                    if again:
+                reply = self._call("GET", "/batch", _Reply, BATCH_S, limit_bytes)
+                if reply.status == "error":  # the API was restarted
+                    if registered_again:
                         raise _Unreachable("/batch: not registered")
-                    again = True
+                    registered_again = True
                     self.counters["health/atropos_reregister"] += 1
                     self._register()
                     continue
-                self._last = "a batch" if reply.batch else "no batch"
+                self._last_answer = "a batch" if reply.batch else "no batch"
                 if not reply.batch:
                     return
                 batches.append(reply.batch)
-        finally:  # the API no longer has them, whatever a later call does
+        finally:  # the API has removed them, even if a later call fails
             for group in (group for batch in reversed(batches) for group in batch):
-                known = group.env_id in self.received or len(self.received) < COUNTED_ENVIRONMENTS
-                self.received[group.env_id if known else None] += 1
+                counted = group.env_id in self.received or len(self.received) < COUNTED_ENVIRONMENTS
+                self.received[group.env_id if counted else None] += 1
                 self._groups.append(group)
 
-    def _look_around(self) -> None:
-        """Without data: what is queued, and whether that should have been enough."""
+    def _check_starvation(self) -> None:
+        """Without data: read the queue size; warn, and raise EngineError if enough groups are queued for a batch."""
         now = self.clock()
         idle = now - self._data_at
-        if now < self._look_at or idle < POLL_S:
+        if now < self._check_at or idle < POLL_S:
             return
-        self._look_at = now + REPLY_S
-        self._ask_queue()
+        self._check_at = now + REPLY_S
+        self._update_queue_size()
         starved = self.queue_size * self.group_size >= self.registration.batch_size
         if idle >= HINT_S and not self._hinted:
             self._hinted = True
@@ -277,18 +279,20 @@ class MessageAPI:
                 f"{self.registration.batch_size} sequences comes out of them for {STARVED_S:g} s; {self._causes()}"
             )
 
-    def _ask_queue(self) -> None:
+    def _update_queue_size(self) -> None:
         self.queue_size = self._call("GET", "/status", _Status).queue_size
 
     def _causes(self) -> str:
-        came = ", ".join(f"{count} of environment {number}" for number, count in sorted(self.received.items(), key=str))
+        received = ", ".join(
+            f"{count} of environment {number}" for number, count in sorted(self.received.items(), key=str)
+        )
         if self.queue_size * self.group_size >= self.registration.batch_size:
             return (
                 f"groups of more than --num_generations {self.group_size} sequences block the queue, and so does an "
                 "environment with min_batch_allocation that sends nothing"
             )
         return (
-            f"groups so far: {came or 'none'}; environments keep back groups of equal scores and sequences of "
+            f"groups so far: {received or 'none'}; environments keep back groups of equal scores and sequences of "
             f"{self.registration.max_token_len} tokens or more, and the API groups of another size than an "
             f"environment's group_size (--num_generations {self.group_size})"
         )

@@ -1,6 +1,6 @@
 """Message API, policy server and environments of one run, started in this order by `--atropos_env`.
 
-before the model is connected    message API, then `swift rollout`, unless addresses of others are given
+before the model is connected    message API, then `swift rollout`, each unless its address is given
 after the parity check           registration, then the environments
 """
 
@@ -21,20 +21,20 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 API, SERVER = "atropos-api", "rollout-server"
 API_START_S = 60.0
 ADVICE = "correct what its last lines say"
-"""Where a command that was not the user's has ended."""
+"""Advice after a process ended whose command is not the user's."""
 OF_TRAINER = (
     "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout",
     "vllm_server_api_key", "num_infer_workers", "async_generate", "offload_model", "offload_optimizer",
     "gc_collect_after_offload", "move_model_batches", "sleep_level", "parity_check", "adapters", "weight_transport",
 )  # fmt: skip
-"""Settings of engines that are not the server's."""
+"""Engine settings of the trainer, which are not passed to the server."""
 
 
 @dataclass(slots=True)
 class Sources:
-    """What this run has of Atropos, on rank 0.
+    """The Atropos processes of this run, on rank 0.
 
-    api_url, server_url: of what environments talk to; the latter "" before it is known.
+    api_url, server_url: URLs of the message API and of the policy server; server_url is "" until it is set.
     """
 
     args: Any
@@ -46,6 +46,7 @@ class Sources:
         self.api_url = self.args.atropos_url or DEFAULT_URL
 
     def start_api(self) -> None:
+        """Start the message API and wait until it answers."""
         port = free_port()
         self.api_url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
@@ -65,7 +66,7 @@ class Sources:
         settings |= {"host": "127.0.0.1", "port": port, "weights_folder": str(weights), "seed": self.args.seed}
         settings |= {
             "model": served_name(self.args),
-            "system": "",  # chats are the environment's
+            "system": "",  # environments send whole chats
             "use_vllm": self.args.use_vllm,
             "external_plugins": self.args.external_plugins,
         }
@@ -75,11 +76,11 @@ class Sources:
         self.server_url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "swift", "rollout", "--config", str(config)]
         self.processes.start(SERVER, command, advice=ADVICE)
-        limit_s, more = self.args.vllm_server_timeout, "raise --vllm_server_timeout; "
-        self.processes.wait_until(lambda: answers(f"{self.server_url}/health"), SERVER, limit_s, more)
+        limit_s, advice = self.args.vllm_server_timeout, "raise --vllm_server_timeout; "
+        self.processes.wait_until(lambda: answers(f"{self.server_url}/health"), SERVER, limit_s, advice)
 
     def start_environments(self) -> None:
-        """Start the environments; what they need to know is in their variables, and in `$NAME` of their commands."""
+        """Start the environments, with URLs and settings in environment variables and for `$NAME` in their commands."""
         variables = with_library() | {
             "ATROPOS_URL": self.api_url,
             "OPENAI_BASE_URL": f"{self.server_url}/v1",

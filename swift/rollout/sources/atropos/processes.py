@@ -1,11 +1,11 @@
-"""What `--atropos_env` starts: message API, policy server, environments, each in a process group with a log of its own.
+"""Processes of `--atropos_env`: message API, policy server, environments, each with its own process group and log.
 
-    start(...)   on the way in, one after the other
-    check()      raises when one has died, with its name and its last lines
-    close()      ends all, the last started first
+    start(...)   starts a process
+    check()      raises if a process has died, with its name and its last lines
+    close()      ends all processes in reverse order of their start
 
-A thread watches. When a process has died and nobody has asked by `check` within `NOTICE_S` (the trainer may wait for
-the very process), it ends the run itself.
+A thread watches the processes. If one has died and `check` is not called within `NOTICE_S`, because the trainer waits
+for that process, the thread ends the run.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Processes:
         advice: str = "correct the command",
         may_end: bool = False,
     ) -> None:
-        """Start one.
+        """Start a process.
 
         Args:
             name: for messages and the log.
             command: words; no shell.
-            variables: of its environment, beside those of this process.
-            advice: what to do when it has died.
-            may_end: whether it may end by itself, with code 0.
+            variables: environment variables, besides those of this process.
+            advice: advice of the error after its death.
+            may_end: whether it may end with code 0 before `close`.
 
         Raises:
             ResourceError: it cannot be started.
@@ -84,15 +84,15 @@ class Processes:
         return Path(self._folders[-1].name)
 
     def log_to(self, folder: Path) -> None:
-        """From now on all print into `folder`, what they have printed so far included."""
+        """Write the output of all processes to `folder`, including earlier output."""
         self._logs = folder
         for name, child in self._children.items():
             child.log_to(folder / f"{name}.log")
 
     def wait_until(self, is_ready: Callable[[], bool], name: str, limit_s: float, advice: str = "") -> None:
-        """Until one that was started answers. `advice` is given when it takes too long.
+        """Wait until a started process is ready; `advice` is for the error after the time limit.
 
-        Raises EngineError: it has died, or takes longer than `limit_s`.
+        Raises EngineError: a process has died, or `limit_s` has passed.
         """
         limit = time.monotonic() + limit_s
         while not is_ready():
@@ -102,12 +102,13 @@ class Processes:
             time.sleep(LOOK_S)
 
     def check(self) -> None:
-        if (died := self._died()) is not None:
+        """Raises EngineError: a process has died."""
+        if (died := self._dead_child()) is not None:
             self._noticed.set()
             died.check()
 
     def close(self) -> None:
-        """End all, environments first; repeatable."""
+        """End all processes, environments first; repeatable."""
         self._closing.set()
         with self._lock:
             children, self._children = list(self._children.values())[::-1], {}
@@ -119,7 +120,7 @@ class Processes:
         for folder in self._folders:
             folder.cleanup()
 
-    def _died(self) -> Child | None:
+    def _dead_child(self) -> Child | None:
         with self._lock:
             children = list(self._children.items())
         ended = ((name, child) for name, child in children if child.code is not None)
@@ -127,7 +128,7 @@ class Processes:
 
     def _watch(self) -> None:
         while not self._closing.wait(LOOK_S):
-            if (died := self._died()) is None:
+            if (died := self._dead_child()) is None:
                 continue
             if not self._noticed.wait(NOTICE_S) and not self._closing.is_set():
                 try:
@@ -139,7 +140,7 @@ class Processes:
 
 
 def library() -> Path | None:
-    """The folder that holds atroposlib: of this environment, or the one beside it that `make install` fills."""
+    """The folder that holds atroposlib, in this environment or where `make install` puts it; None without one."""
     spec = find_spec("atroposlib")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin).parents[1]
@@ -148,13 +149,13 @@ def library() -> Path | None:
 
 
 def with_library(variables: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
-    """Variables of a process that finds atroposlib."""
-    given, folder = os.environ.get("PYTHONPATH"), library()
-    return {**variables, "PYTHONPATH": os.pathsep.join(str(one) for one in (given, folder) if one)}
+    """Environment variables with which a process can import atroposlib."""
+    paths = (os.environ.get("PYTHONPATH"), library())
+    return {**variables, "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path)}
 
 
 def answers(url: str) -> bool:
-    """Whether a GET succeeds."""
+    """Whether a GET of the URL returns status 200."""
     try:
         return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
     except httpx.HTTPError:
@@ -162,15 +163,15 @@ def answers(url: str) -> bool:
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody has now."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A free port of the loopback address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def words(command: str, variables: Mapping[str, str]) -> list[str]:
-    """A command as words, with `$NAME` and `${NAME}` of these variables filled in.
+    """Split a command into words, and substitute `$NAME` and `${NAME}` of these variables.
 
-    Raises ConfigError: a quotation mark is missing, or there is no such program.
+    Raises ConfigError: a quotation mark is missing, or the program does not exist.
     """
     try:
         found = [string.Template(word).safe_substitute(variables) for word in shlex.split(command)]

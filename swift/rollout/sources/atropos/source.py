@@ -1,4 +1,4 @@
-"""Completions that Atropos environments made with the policy server.
+"""Completions that Atropos environments sample with the policy server.
 
     generate    the requests of a launch wait for a group; their prompts are placeholders
              <- the next group of the message API, as the completions of the launch that has waited longest
@@ -27,28 +27,28 @@ from swift.types import Completion, Request
 logger = logging.getLogger("swift.rollout")
 
 LOOK_S = 0.5
-"""How often a wait for a group looks around."""
+"""Maximum pause between two checks for a group, an abort or a dead process, in seconds."""
 IDLE_LOOK_S = 1.0
-"""How often, while nothing is waited for, it is seen whether environments have made enough."""
+"""Interval between two checks of `max_batches` while no request waits, in seconds."""
 LEAKED_FRAC, LEAKED_ROWS = 0.01, 2
-"""Share and least number of sequences with positive log-probs that end the run."""
+"""Share and minimum number of sequences with positive log-probs that end the run."""
 
 
 @dataclass(eq=False)
 class AtroposSource(Source):
     """See the module's docstring.
 
-    Nothing is too old to be trained on. With `max_batches` the policy server holds back what environments ask for while
-    nothing is waited for and so many batches are there already; weights are newer when it goes on.
+    Staleness has no limit. With `max_batches` the policy server holds requests of environments back while no request
+    waits here and that many batches are ready; held requests are sampled later, with newer weights.
 
     Attributes:
         inner: the policy server's client.
-        api: of the environments.
-        reader: makes completions of groups.
-        check: raises if a process that this run needs has died.
-        versions: the policy server's memory of what sampled which tokens.
-        hold_back: has the policy server keep requests of environments waiting, or not.
-        max_batches: batches that may be there; None for any number.
+        api: the message API.
+        reader: converts groups to completions.
+        check: raises if a process of this run has died.
+        versions: policy versions of sampled tokens, as recorded by the policy server.
+        hold_back: makes the policy server hold requests of environments back (True) or continue them (False).
+        max_batches: number of ready batches at which requests are held back; None is no limit.
     """
 
     inner: InferenceEngine
@@ -60,11 +60,11 @@ class AtroposSource(Source):
     max_batches: int | None = None
     _paused: bool = False
     _held: bool = False
-    _holding: threading.Lock = field(default_factory=threading.Lock)
+    _hold_lock: threading.Lock = field(default_factory=threading.Lock)
     _watching: threading.Thread | None = None
     _closed: threading.Event = field(default_factory=threading.Event)
     _waiting: dict[str, dict[str, asyncio.Future[Completion]]] = field(default_factory=dict)
-    """Launch -> its requests that have no completion yet."""
+    """Launch -> its requests without a completion."""
     _reading: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class AtroposSource(Source):
         self.api.close()
 
     async def generate(self, request: Request) -> Completion:
-        """A sequence of the group for its launch: environments have prompts and distributions of their own."""
+        """A sequence of the group for its launch, with the environment's prompt and sampling settings."""
         launch, loop = request.request_id.rpartition("/")[0], asyncio.get_running_loop()
         if request.request_id in self._waiting.get(launch, {}):
             raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
@@ -109,7 +109,7 @@ class AtroposSource(Source):
             await self._reading
 
     async def _read_while_asked(self) -> None:
-        """Groups for the launches that wait, one after the other; then environments may have to wait."""
+        """Deliver groups to the waiting launches in order; then hold environments back if enough batches are ready."""
         try:
             while self._waiting:
                 group = await asyncio.wrap_future(on_thread(self._next, "atropos"))
@@ -128,23 +128,23 @@ class AtroposSource(Source):
             self._reading = None
 
     def _next(self) -> Group | None:
-        """On a thread: the next group, if one comes soon."""
+        """On a thread: the next group, or None after one poll or pause."""
         if not self._paused:
             self._hold(False)
         self.check()
         return self.api.next(LOOK_S)
 
     async def _take(self, group: Group) -> None:
-        """A group becomes the completions of the launch that has waited longest."""
-        if not self._waiting:  # aborted while the API was asked
+        """Deliver a group as the completions of the launch that has waited longest."""
+        if not self._waiting:  # aborted during the poll
             self.api.give_back(group)
             return
         wanted = dict(next(iter(self._waiting.values())))
-        made = await asyncio.wrap_future(on_thread(lambda: self._made(group, list(wanted)), "atropos"))
-        for completion in made:
+        read = on_thread(lambda: self._completions(group, list(wanted)), "atropos")
+        for completion in await asyncio.wrap_future(read):
             if not wanted[completion.request_id].done():
                 wanted[completion.request_id].set_result(completion)
-        await idle()  # those who have their completions leave
+        await idle()  # callers with a completion remove their requests
 
     def drain_metrics(self) -> dict[str, float]:
         counted, self.api.counters = self.api.counters, type(self.api.counters)()
@@ -154,10 +154,10 @@ class AtroposSource(Source):
             **{f"atropos/groups/{name}": float(count) for name, count in self.api.received.copy().items()},
         }
 
-    def _made(self, group: Group, names: list[str]) -> list[Completion]:
+    def _completions(self, group: Group, names: list[str]) -> list[Completion]:
         """On a thread: the completions of a group, for these requests."""
-        made = self.reader.completions(group, names, self.versions)
-        if all(one.episode is not None and one.episode.problem for one in made):
+        completions = self.reader.completions(group, names, self.versions)
+        if all(completion.episode is not None and completion.episode.problem for completion in completions):
             self.api.counters["atropos/invalid_groups"] += 1
         reader = self.reader
         if reader.leaked >= LEAKED_ROWS and reader.leaked > LEAKED_FRAC * reader.rows:
@@ -165,20 +165,20 @@ class AtroposSource(Source):
                 f"atropos: {reader.leaked} of {reader.rows} sequences have log-probs above 0 at trained tokens: the "
                 "environment sends the filler of masked tokens for them; correct its inference_logprobs"
             )
-        return made
+        return completions
 
     def _hold(self, idle: bool) -> None:
-        """Hold requests of environments back, or continue them; repeated, as a restarted server has no such state."""
-        with self._holding:
+        """Hold requests of environments back, or continue them; sent again each time, for a restarted server."""
+        with self._hold_lock:
             if self._closed.is_set():
                 return
-            held = idle and self.max_batches is not None and self.api.batches_there() >= self.max_batches
+            held = idle and self.max_batches is not None and self.api.ready_batches() >= self.max_batches
             if held or self._held:
                 self.hold_back(held)
             self._held = held
 
     def _watch(self) -> None:
-        """From the end of the first round on, see to `max_batches` while the trainer trains."""
+        """Start the thread that applies `max_batches` during training, once."""
         if self.max_batches is not None and self._watching is None:
             self._watching = threading.Thread(target=self._hold_while_idle, name="atropos", daemon=True)
             self._watching.start()
@@ -188,6 +188,6 @@ class AtroposSource(Source):
             if self._paused or self._waiting:
                 continue
             try:
-                self._hold(True)  # a round that has begun since lets them go on
-            except SwiftError as error:  # the trainer's next call finds an engine that is lost
+                self._hold(True)  # if a round begins meanwhile, `_next` continues them
+            except SwiftError as error:  # the trainer's next call raises for a lost engine
                 logger.warning("warning: atropos: environments are not held back: %s", first_line(error))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from swift.flags import flag
 from swift.rollout.arguments import ENVIRONMENT_REWARDS
@@ -30,8 +32,8 @@ class NemoGymArguments:
     nemo_gym_head: str = flag("http://127.0.0.1:11000", aliases=("nemo_gym_head_port",), needs=NEEDS, everyday=False)
     """URL of the head server; a number is a port of this machine."""
 
-    nemo_gym_agent: str | None = flag(needs=NEEDS, everyday=False, unset="the only one there is")
-    """Name of the agent or resources server for rows whose `agent_ref` names none that runs."""
+    nemo_gym_agent: str | None = flag(needs=NEEDS, everyday=False, unset="the only server")
+    """Name of the default agent or resources server, for rows without a running server in `agent_ref`."""
 
     nemo_gym_verify_timeout: float = flag(30.0, above=0, needs=NEEDS, everyday=False)
     """Time limit of a /verify call, in seconds."""
@@ -87,8 +89,20 @@ class NemoGymArguments:
             )
         if self.nemo_gym_config_paths and self.nemo_gym_command is None:
             yield "--nemo_gym_config_paths: nothing is started with them; --nemo_gym_auto_start true, or leave them out"
+        if self.nemo_gym_command is not None:
+            yield from self._command_problems(self.nemo_gym_command)
         if self.nemo_gym_mode == "run":
             yield from self._run_problems(given)
+
+    def _command_problems(self, command: str) -> Iterator[str]:
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            yield f"--nemo_gym_command: {command}: {error}; correct the quotation marks"
+            return
+        local = self.nemo_gym_head.isdigit() or urlsplit(self.nemo_gym_head).port is not None
+        if words and Path(words[0]).name == "ng_run" and not local:
+            yield f"--nemo_gym_head: {self.nemo_gym_head}: ng_run is started at its port; give one, such as 11000"
 
     def _run_problems(self, given: Any) -> Iterator[str]:
         flag = "--nemo_gym_mode: run"
@@ -97,6 +111,6 @@ class NemoGymArguments:
         for name in UNSENT:
             if getattr(given, name) not in (type(given).__dataclass_fields__[name].default, [], {}):
                 yield (
-                    f"--{name}: {getattr(given, name)}: agents are told temperature, top_p and max_completion_length "
+                    f"--{name}: {getattr(given, name)}: agents receive temperature, top_p and max_completion_length "
                     "only; leave it out, or --nemo_gym_mode verify"
                 )

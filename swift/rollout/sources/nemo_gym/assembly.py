@@ -1,4 +1,4 @@
-"""From the output of an agent to one trajectory: token ids, masks and log-probs of each call of the policy."""
+"""Conversion of an agent's output to a trajectory: token ids, masks and log-probs of each call of the policy."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Call:
 
     @property
     def key(self) -> ReturnedCompletion:
-        """By which the policy server knows it."""
+        """Key of this call for `versions_of` of the policy server."""
         return self.prompt_ids, self.token_ids, self.logprobs
 
 
 def calls_of(output: Sequence[Item], vocab_size: int) -> list[Call]:
-    """The calls in an agent's output; their ids sit on the last item of each, and results of tools have none.
+    """The calls in an agent's output; the last item of each has its ids, and tool results have none.
 
     Raises Excluded: "ids_missing", "empty" or "misaligned".
     """
@@ -50,10 +50,10 @@ def _call(item: Item, vocab_size: int) -> Call:
     if not isinstance(prompt, list) or not prompt or not isinstance(logprobs, list) or not isinstance(ids, list):
         raise Excluded("ids_missing")
     tokens = all(type(token) is int and 0 <= token < vocab_size for token in [*prompt, *ids])
-    numbers = all(isinstance(one, int | float) and -sys.float_info.max <= one <= 0 for one in logprobs)
+    numbers = all(isinstance(value, int | float) and -sys.float_info.max <= value <= 0 for value in logprobs)
     if len(logprobs) != len(ids) or not tokens or not numbers:
         raise Excluded("misaligned")
-    return Call(prompt, ids, [float(one) for one in logprobs])
+    return Call(prompt, ids, [float(value) for value in logprobs])
 
 
 def assemble(
@@ -63,22 +63,22 @@ def assemble(
     versions: Sequence[list[tuple[int, int, int]] | None],
     end_token_ids: Collection[int],
 ) -> None:
-    """Make the trajectory one of these calls.
+    """Fill a new trajectory with the turns of these calls.
 
     Args:
-        trajectory: new.
-        output: all items, for people.
-        calls: in order.
-        versions: of the weights that sampled each; None is unknown.
-        end_token_ids: tokens that end an answer; without one it was cut off.
+        trajectory: the new trajectory.
+        output: all items, recorded as messages.
+        calls: calls of the policy, in order.
+        versions: spans of policy versions per call; None is unknown.
+        end_token_ids: end tokens; an answer without one at its end is truncated.
 
     Raises:
         Excluded, OutOfRoom: see `Trajectory.add_turn`; "too_long".
     """
     trajectory.messages += chat_of_items(output)
-    for call, known in zip(calls, versions, strict=True):
+    for call, spans in zip(calls, versions, strict=True):
         reason = "stop" if call.token_ids[-1] in end_token_ids else "length"
-        done = Completion("", call.token_ids, call.logprobs, reason, versions=known or [])  # type: ignore[arg-type]
-        trajectory.add_turn(call.prompt_ids, done)
+        answer = Completion("", call.token_ids, call.logprobs, reason, versions=spans or [])  # type: ignore[arg-type]
+        trajectory.add_turn(call.prompt_ids, answer)
     if len(trajectory.prompt_ids) + len(trajectory.token_ids) > trajectory.limits.max_model_len:
         raise Excluded("too_long")

@@ -1,8 +1,8 @@
-"""Plays trajectories with NeMo Gym: the engine answers and a server verifies, or an agent does all of it.
+"""Trajectories with NeMo Gym: the engine samples and a server verifies, or an agent samples and scores.
 
-A call that fails leaves its sample out, with the reason: connection, timeout, http_<status>, bad_json, reward_missing,
-reward_invalid, reply_too_long, failure_<class>, and those of `assembly`. Connection errors and answers of 500 and above
-get one more try within the same time limit. A row that names no known server ends the run.
+A failed call excludes its sample, with the reason: connection, timeout, http_<status>, bad_json, reward_missing,
+reward_invalid, reply_too_long, failure_<class>, and those of `assembly`. Connection errors and statuses from 500 are
+retried once within the same time limit. A row without a known server ends the run.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from swift.rollout.sources.nemo_gym.assembly import assemble, calls_of
 from swift.rollout.sources.nemo_gym.servers import Servers
 
 CALLS = {"verify": (64, 256), "run": (256, 512)}
-"""Most calls at a time: to one host, and in all."""
+"""Maximum concurrent calls: per host, and in total."""
 RETRY_S = 0.25
 """Pause before the second try."""
-MOST_COMPONENTS = 64
-"""Of a reward; each is a metric."""
+MAX_COMPONENTS = 64
+"""Maximum number of components of a reward; each is a metric."""
 FAILURE = "_ng_failure_class"
-"""Key of an answer that says that its reward is none."""
+"""Key of an answer without a valid reward; its value is the class of the failure."""
 
 
 @dataclass(eq=False)
 class NemoGym:
-    """How trajectories are played; a `Play`.
+    """Plays trajectories; a `Play`.
 
-    mode: "verify" or "run". agent: of rows that name none. limit_s: of a call. model: the name of the policy.
-    reward_names: of the reward functions, which no component of a reward may share. servers, vocab_size, versions_of:
-    known once the engine is there. child: what serves NeMo Gym, if the run has started it.
+    mode: "verify" or "run". agent: default agent or resources server. limit_s: time limit of a call. model: name of the
+    policy. reward_names: names of the reward functions, which a reward component may not have. servers, vocab_size,
+    versions_of: set after the engine is created. child: the process that serves NeMo Gym, if this run started it.
     """
 
     mode: str
@@ -56,15 +56,15 @@ class NemoGym:
     vocab_size: int = 0
     versions_of: Versions | None = None
     child: Child | None = None
-    _http: httpx.AsyncClient | None = None  # of the loop that plays
-    _all: asyncio.Semaphore = field(init=False)
+    _http: httpx.AsyncClient | None = None  # used by one event loop
+    _total: asyncio.Semaphore = field(init=False)
     _hosts: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._all = asyncio.Semaphore(CALLS[self.mode][1])
+        self._total = asyncio.Semaphore(CALLS[self.mode][1])
 
     def attach(self, engine: InferenceEngine, vocab_size: int) -> None:
-        """What samples for the agents, once it is there."""
+        """Set the engine that samples for the agents."""
         self.vocab_size, self.versions_of = vocab_size, getattr(engine, "versions_of", None)
 
     async def __call__(self, trajectory: Trajectory) -> None:
@@ -83,8 +83,8 @@ class NemoGym:
 
     async def _run(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
         url, sampling = self.servers.url("agents", *self._names(row)), trajectory.request.sampling
-        most = min(sampling.max_new_tokens, row[COLUMN].get("max_output_tokens", sampling.max_new_tokens))
-        params = {"max_output_tokens": most, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        max_tokens = min(sampling.max_new_tokens, row[COLUMN].get("max_output_tokens", sampling.max_new_tokens))
+        params = {"max_output_tokens": max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
         reply = await self._post(trajectory, f"{url}/run", {**row, COLUMN: {**row[COLUMN], **params}})
         self._score(trajectory, reply)
         response = reply.get("response")
@@ -98,11 +98,11 @@ class NemoGym:
         assemble(trajectory, output, calls, versions, trajectory.template.stop_token_ids)
 
     def _names(self, row: Mapping[str, Any]) -> tuple[str | None, str | None]:
-        """Of the agent or resources server of a row, and of those that name none that runs."""
+        """Name of the agent or resources server of a row, and the default name."""
         return (row.get("agent_ref") or {}).get("name"), self.agent
 
     def _response(self, params: Mapping[str, Any], text: str) -> dict[str, Any]:
-        """A completion as the answer of a Responses API."""
+        """A completion as a response of the Responses API."""
         part = {"type": "output_text", "text": text, "annotations": []}
         item = {"id": "msg", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
         return {
@@ -117,7 +117,7 @@ class NemoGym:
         }
 
     def _score(self, trajectory: Trajectory, reply: Mapping[str, Any]) -> None:
-        """Take the reward of an answer, and its components for the log. Raises Excluded: it has none."""
+        """Record the reward of an answer, and its components as metrics. Raises Excluded: no valid reward."""
         if (failure := reply.get(FAILURE)) is not None:
             raise Excluded("failure_" + (re.sub(r"\W+", "_", str(failure))[:40] or "unknown"))
         reward = reply.get("reward")
@@ -125,7 +125,7 @@ class NemoGym:
             raise Excluded("reward_missing")
         components = reply.get("reward_components")
         components = without_nulls(components) if isinstance(components, Mapping) else {}
-        if len(components) > MOST_COMPONENTS or not all(map(is_reward, (reward, *components.values()))):
+        if len(components) > MAX_COMPONENTS or not all(map(is_reward, (reward, *components.values()))):
             raise Excluded("reward_invalid")
         if shared := sorted(set(components) & set(self.reward_names)):
             raise ConfigError(
@@ -135,17 +135,17 @@ class NemoGym:
         trajectory.metrics |= {f"rewards/{name}/mean": float(value) for name, value in components.items()}
 
     async def _post(self, trajectory: Trajectory, url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to a call; only its own limit bounds it, and waiting until it may be made takes nothing from that.
+        """The answer to a call. `limit_s` starts with the call, after the wait for the semaphores.
 
-        Raises Excluded: it failed. Raises EngineError: what serves NeMo Gym has ended.
+        Raises Excluded: the call failed. Raises EngineError: the process that serves NeMo Gym has ended.
         """
         host = self._hosts.setdefault(urlsplit(url).netloc, asyncio.Semaphore(CALLS[self.mode][0]))
         with trajectory.untimed():
-            async with host, self._all:  # in this order: who waits for a host keeps no other one waiting
+            async with host, self._total:  # in this order: a wait for one host does not block calls to others
                 began = time.monotonic()
                 try:
                     async with asyncio.timeout(self.limit_s):
-                        reply = await self._tried(url, body)
+                        reply = await self._post_with_retry(url, body)
                 except TimeoutError:
                     raise Excluded("timeout") from None
                 except httpx.TransportError:
@@ -163,23 +163,23 @@ class NemoGym:
             raise Excluded("bad_json")
         return answer
 
-    async def _tried(self, url: str, body: Mapping[str, Any]) -> replies.Reply:
-        """An answer, of the second try if the first one failed."""
+    async def _post_with_retry(self, url: str, body: Mapping[str, Any]) -> replies.Reply:
+        """The reply to a POST; after a failure, that of a second try."""
         if self._http is None:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=CALLS[self.mode][0])
             self._http = httpx.AsyncClient(timeout=None, limits=limits, headers=replies.HEADERS, trust_env=False)
         try:
-            reply = await _whole(self._http, url, body)
+            reply = await _post_once(self._http, url, body)
             if reply.status_code < 500:
                 return reply
         except httpx.TransportError:
             pass
         await asyncio.sleep(RETRY_S)
-        return await _whole(self._http, url, body)
+        return await _post_once(self._http, url, body)
 
 
-async def _whole(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> replies.Reply:
-    """An answer as it came. Raises Excluded: it is too long."""
+async def _post_once(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> replies.Reply:
+    """The raw reply to one POST. Raises Excluded: it is too long."""
     content = bytearray()
     async with http.stream("POST", url, json=body) as reply:
         async for part in reply.aiter_raw():

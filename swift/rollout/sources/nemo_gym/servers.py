@@ -1,4 +1,4 @@
-"""Which servers of NeMo Gym there are, by the config that its head server gives, and whether they answer."""
+"""Servers of NeMo Gym: their URLs from the config of the head server, and the wait until they answer."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from swift.rollout.engines.events import Lost
 
 HEAD_TRIES = 3
 HEAD_S = 30.0
-"""Bound on each try to read the config."""
+"""Time limit of each try to read the config."""
 CONFIG_BYTES = 8 << 20
 POLL_S = 2.0
 LOCAL = ("0.0.0.0", "127.0.0.1", "localhost", "")
-"""Hosts that mean the head server's own machine."""
+"""Hosts that stand for the host of the head server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Names to URLs. `resource_of`: the resources server that an agent works with."""
+    """URLs by name. `resource_of`: name of the resources server of each agent."""
 
     resources: dict[str, str] = field(default_factory=dict)
     agents: dict[str, str] = field(default_factory=dict)
     resource_of: dict[str, str] = field(default_factory=dict)
 
     def url(self, kind: str, *names: str | None) -> str:
-        """The URL of the first of these that is there; without names, of the only one.
+        """The URL of the first name that exists; without names, that of the only server.
 
-        kind: "agents" or "resources". names: of servers of that kind; of a resources server also that of its agent.
-        Raises ConfigError: none of them is there, or none is named of several.
+        kind: "agents" or "resources". names: of servers of that kind; an agent's name stands for its resources server.
+        Raises ConfigError: no name exists, or there is no name and not exactly one server.
         """
         urls: Mapping[str, str] = getattr(self, kind)
         named = [name for name in names if name is not None]
         for name in named:
-            known = self.resource_of.get(name, name) if kind == "resources" else name
-            if known in urls:
-                return urls[known]
+            server = self.resource_of.get(name, name) if kind == "resources" else name
+            if server in urls:
+                return urls[server]
         if not named and len(set(urls.values())) == 1:
             return next(iter(urls.values()))
         problem = f"no {kind} of that name" if named else "rows name none in agent_ref"
@@ -58,7 +58,7 @@ def head_url(head: str) -> str:
 
 
 def read_config(text: str, head: str) -> Servers:
-    """The servers of a config: a JSON string that holds YAML. Raises ValueError: it is something else."""
+    """The servers of a config: a JSON string that holds YAML. Raises ValueError: another format."""
     config = parse_json(text)
     if isinstance(config, str):
         config = yaml.safe_load(config)
@@ -79,7 +79,7 @@ def read_config(text: str, head: str) -> Servers:
 def _entries(entry: Any, kind: str) -> list[tuple[str, Mapping[str, Any]]]:
     found = entry.get(kind) if isinstance(entry, Mapping) else None
     pairs = found.items() if isinstance(found, Mapping) else ()
-    return [(str(name), one) for name, one in pairs if isinstance(one, Mapping) and one.get("port")]
+    return [(str(name), server) for name, server in pairs if isinstance(server, Mapping) and server.get("port")]
 
 
 def _url(server: Mapping[str, Any], host: str) -> str:
@@ -97,12 +97,12 @@ def find_servers(
     Args:
         head: URL or port of the head server.
         kind: "agents" or "resources".
-        limit_s: for all of it.
-        starting: whether the head server may not be there yet.
-        check: called while it waits; what it raises ends that.
+        limit_s: time limit in total.
+        starting: whether the head server is starting, so that it is tried until the time limit.
+        check: called during the wait; its exceptions end the wait.
 
     Raises:
-        EngineError: the head server or another one does not answer.
+        EngineError: the head server or another server does not answer.
     """
     url, deadline = head_url(head), time.monotonic() + limit_s
     with httpx.Client(headers=replies.HEADERS, trust_env=False) as http:
@@ -127,20 +127,20 @@ def find_servers(
         found: dict[str, str] = getattr(servers, kind)
         if not found:
             raise EngineError(f"--nemo_gym_head: {head}: NeMo Gym runs no {kind} there; start it with their configs")
-        for name, one in found.items():
-            while not _answers(http, one):
+        for name, server_url in found.items():
+            while not _answers(http, server_url):
                 check()
                 if time.monotonic() + POLL_S > deadline:
                     raise EngineError(
-                        f"--nemo_gym_head: {head}: {name} at {one} does not answer within {limit_s:g} s; see its log, "
-                        "or raise --nemo_gym_server_timeout"
+                        f"--nemo_gym_head: {head}: {name} at {server_url} does not answer within {limit_s:g} s; "
+                        "see its log, or raise --nemo_gym_server_timeout"
                     )
                 time.sleep(POLL_S)
     return servers
 
 
 def _answers(http: httpx.Client, url: str) -> bool:
-    """Whether anything answers; which status is the server's business."""
+    """Whether the URL answers, with any status."""
     try:
         replies.whole(http, "GET", url, httpx.Timeout(POLL_S))
     except Lost:

@@ -1,4 +1,4 @@
-"""Has NeMo Gym ready before a model is loaded: starts its servers if the run is to, finds them, waits for them."""
+"""Start of NeMo Gym before a model is loaded: starts its servers if configured, finds them, waits until they answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def nemo_gym_of(args: Any, reward_names: list[str]) -> NemoGym:
-    """What plays the trajectories of these settings."""
+    """The `NemoGym` of these settings."""
     limit_s = args.nemo_gym_verify_timeout if args.nemo_gym_mode == "verify" else args.nemo_gym_run_timeout
     model = served_name(args)
     return NemoGym(args.nemo_gym_mode, args.nemo_gym_agent, limit_s, model, frozenset(reward_names))
@@ -31,14 +31,14 @@ def nemo_gym_of(args: Any, reward_names: list[str]) -> NemoGym:
 def serving(
     play: Any, args: Any, ranks: Collectives, *, policy_servers: Sequence[str], interrupted: Callable[[], None]
 ) -> Iterator[None]:
-    """Servers of NeMo Gym inside, if that is what plays; collective. Rank 0 starts and finds them for all.
+    """Serve NeMo Gym inside the context if `play` is a `NemoGym`; collective. Rank 0 starts and finds the servers.
 
     Args:
-        play: of the run.
-        args: its settings.
-        ranks: its processes.
-        policy_servers: URLs of its `swift rollout` servers.
-        interrupted: raises when it was asked to stop.
+        play: player of the trajectories.
+        args: settings of the run.
+        ranks: processes of the run.
+        policy_servers: URLs of the `swift rollout` servers.
+        interrupted: raises after a request to stop.
 
     Raises:
         ConfigError, ResourceError: the command cannot be started.
@@ -71,7 +71,7 @@ def serving(
 
 
 def _start(args: Any, policy_servers: Sequence[str]) -> Child:
-    """Start the command of the settings; `ng_run` gets the port of its head server, and the policy server."""
+    """Start the command of the settings; `ng_run` gets the port of the head server and the policy servers."""
     words = shlex.split(args.nemo_gym_command)
     folder = Path(args.nemo_gym_dir).expanduser() if args.nemo_gym_dir else None
     if folder is not None and not folder.is_dir():
