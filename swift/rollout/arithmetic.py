@@ -207,7 +207,7 @@ def _bad_generations(b: int, n: int, a: int, s: int, g: int, mini: int | None) -
     made_of = f"{b} per device x {counted(n, 'process')} x {a if window % g else s}"
     choices = _divisors(math.gcd(window, batch))[1:]
     fixes = [f"valid G: {', '.join(map(str, choices)) or 'none'}"]
-    values = range(1, g * s * (mini or 1) + 1)  # both searches are periodic in the last
+    values = range(1, g * s * (mini or 1) + 1)  # the rules are periodic in both values, with this period
     by_a = next((value for value in values if _valid(b, n, value, value if s == a else s, g, mini)), None)
     by_b = next((value for value in values if _valid(value, n, a, s, g, mini)), None)
     fixes += [f"a={by_a} (--gradient_accumulation_steps {by_a})"] * (by_a is not None)
@@ -236,7 +236,7 @@ def most_stale(depth: int, *, updates: int, interval: int) -> int:
     """The maximum age of a token at its last use, in optimizer steps.
 
     A rollout batch feeds U updates. Sampled `depth` batches ahead, with a weight sync every `interval` updates, its
-    first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last one
+    first update comes at most `depth * U + interval - 1` updates after the weights that sampled it, its last update
     U - 1 later.
     """
     return depth * updates + interval - 1 + updates - 1

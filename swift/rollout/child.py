@@ -47,12 +47,12 @@ class Child:
     Args:
         name: name of the command, for messages.
         command: words of the command.
-        folder: its working folder; None: that of this process.
-        variables: added to the environment.
-        advice: advice in the message if it ends.
+        folder: working folder; None is that of this process.
+        variables: environment variables, besides those of this process.
+        advice: advice of the error after the command has ended.
 
     Raises:
-        ResourceError: it cannot be started.
+        ResourceError: the command cannot be started.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Child:
         self._reader.start()
 
     def log_to(self, path: Path) -> None:
-        """Write its output to `path`, including that so far."""
+        """Write its output to `path`, including earlier output."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -129,7 +129,7 @@ class Child:
         """Wait for the command to end, then kill the whole group. Idempotent."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
-        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+        with contextlib.suppress(ProcessLookupError):  # all processes of the group have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         assert self._process.stdin is not None

@@ -28,11 +28,11 @@ def reasons_of(groups: Sequence[RolloutGroup]) -> Counter[str]:
 class ExclusionLimit:
     """Stops a run if too many samples are excluded.
 
-    That is all of the first `FIRST_SAMPLES` samples, or more than a share `most` of the samples of the last `BATCHES`
-    rollout batches. A share of 1 never stops a run. A resumed run starts counting from zero.
+    That is all of the first `FIRST_SAMPLES` samples, or more than a share `max_frac` of the samples of the last
+    `BATCHES` rollout batches. A `max_frac` of 1 never stops a run. A resumed run starts counting from zero.
     """
 
-    most: float
+    max_frac: float
     _batches: deque[tuple[int, Counter[str]]] = field(default_factory=partial(deque, maxlen=BATCHES))
     _any_trained: bool = False
 
@@ -41,19 +41,20 @@ class ExclusionLimit:
 
         Raises EngineError, with the most frequent reasons.
         """
-        if self.most >= 1:
+        if self.max_frac >= 1:
             return
         self._batches.append((num_samples, Counter(reasons)))
         total = sum(count for count, _ in self._batches)
         excluded = sum((found for _, found in self._batches), Counter[str]())
         self._any_trained = self._any_trained or excluded.total() < total
         if not self._any_trained and total >= FIRST_SAMPLES:
-            which = f"all of the first {total} samples"
-        elif len(self._batches) == BATCHES and excluded.total() > self.most * total:
-            which = f"{excluded.total()} of {total} samples of the last {BATCHES} rollout batches"
+            samples = f"all of the first {total} samples"
+        elif len(self._batches) == BATCHES and excluded.total() > self.max_frac * total:
+            samples = f"{excluded.total()} of {total} samples of the last {BATCHES} rollout batches"
         else:
             return
         shown = ", ".join(f"{reason} ({count})" for reason, count in excluded.most_common(SHOWN))
         raise EngineError(
-            f"--max_excluded_frac: {self.most:g}: {which} are excluded, mostly: {shown}; correct the cause, or raise it"
+            f"--max_excluded_frac: {self.max_frac:g}: {samples} are excluded, mostly: {shown}; correct the cause, "
+            "or raise it"
         )

@@ -1,11 +1,11 @@
-"""`swift infer`: ask a model, a checkpoint or an adapter, at the terminal or for every row of a dataset.
+"""`swift infer`: answers of a model, a checkpoint or an adapter, in a chat at the terminal or for a dataset.
 
-With `--val_dataset` or `--dataset` each row is answered once and written to `--result_path`, in the order of
-the rows, whatever order the engine finishes them in. Without a dataset it is a chat: answers appear as they
-are sampled, and `/reset`, `/system TEXT` and `/exit` are commands. `--temperature 0` takes the likeliest token.
+With `--val_dataset` or `--dataset` one answer per row is written to `--result_path`, in the order of the rows. Without
+a dataset it is a chat: answers are printed while they are sampled, and `/reset`, `/system TEXT` and `/exit` are
+commands. `--temperature 0` is greedy decoding.
 
-With several processes (NPROC_PER_NODE) each answers every N-th row; a row's seed depends on the row only, so
-the answers do not depend on the number of processes.
+With several processes (NPROC_PER_NODE) each answers every N-th row. The seed of a row depends on the row only, so the
+answers do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ HELP = "commands: /reset forgets the conversation, /system TEXT sets the system 
 
 
 def run(resolved: Resolved) -> int:
-    """The mode infer; returns the exit code.
+    """Run the mode infer; returns the exit code.
 
     Raises:
-        ConfigError: model, dataset or settings; also a `--result_path` that exists.
+        ConfigError: an invalid model, dataset or setting, or a `--result_path` that exists.
         ResourceError: the results cannot be written.
     """
     args: Any = resolved.args
-    asked = bool(args.val_dataset or args.dataset)
-    if not asked and os.environ.get("WORLD_SIZE", "1") != "1":
+    has_dataset = bool(args.val_dataset or args.dataset)
+    if not has_dataset and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"NPROC_PER_NODE: {os.environ['WORLD_SIZE']}: a chat runs in one process; unset it")
     if args.infer_backend == "vllm" and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
@@ -61,7 +61,7 @@ def run(resolved: Resolved) -> int:
         from swift.rollout.engines.guided import require
 
         require(args.infer_backend, args.vllm_guided_decoding_regex)
-    result_path = new_file(args.result_path, args) if asked else None
+    result_path = new_file(args.result_path, args) if has_dataset else None
     for line in take_trained(args, resolved.given):
         print(f"swift: {line}", file=sys.stderr)
     template, engine = load_engine(args)
@@ -75,7 +75,7 @@ def run(resolved: Resolved) -> int:
 
 
 def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
-    """Tokenizer, template and the engine for the model of the settings, in this process, adapters merged."""
+    """The chat template and an engine in this process for the model of the settings, with adapters merged."""
     with collector_resting():
         from swift.models import load_chat, load_for_inference
         from swift.rollout.engines.transformers import TransformersEngine
@@ -108,17 +108,17 @@ def _vllm_spec(args: Any, template: Template) -> EngineSpec:
 
 
 def answer_dataset(args: Any, template: Template, engine: InferenceEngine, result_path: Path) -> int:
-    """Answers every row of the dataset and writes one JSON object per row; returns the exit code."""
+    """Answer every row of the dataset, and write one JSON object per row; returns the exit code."""
     from swift.data.prompts import Tokenizer, load_prompts
 
     limit = engine.capabilities.max_model_len - 1
     tokenizer = Tokenizer(template.encode_prompt, min(args.max_length or limit, limit), args.truncation_strategy)
     prompts = load_prompts(args, tokenizer, "val" if args.val_dataset else "train")
 
-    def answered(rows: range) -> Iterator[dict[str, Any]]:
+    def results(rows: range) -> Iterator[dict[str, Any]]:
         return answers(prompts, rows, engine, template, args.sampling_params(), args.seed)
 
-    return write_results(result_path, len(prompts), answered, "answered", prompts.report.lines)
+    return write_results(result_path, len(prompts), results, "answered", prompts.report.lines)
 
 
 def write_results(
@@ -128,14 +128,14 @@ def write_results(
     done: str,
     notes: Callable[[], list[str]],
 ) -> int:
-    """Writes the results of `size` rows, of which each process makes a share; returns the exit code.
+    """Write the results of `size` rows, of which each process computes a part; returns the exit code.
 
     Args:
-        result_path: the file, which appears under its name when it is complete.
+        result_path: the file; it gets this name when it is complete.
         size: number of rows.
-        results: makes those of some rows, in their order.
-        done: what happened to the rows, for people.
-        notes: about the rows, known when all are done.
+        results: computes the results of some rows, in their order.
+        done: past participle for the summary, such as "answered".
+        notes: returns lines about the rows; called after the last row.
 
     Raises:
         ResourceError: the file cannot be written.
@@ -144,10 +144,10 @@ def write_results(
     started = time.monotonic()
     parts = [result_path.with_name(f".{result_path.name}.part-{number}") for number in range(ranks)]
     try:
-        with parts[rank].open("w", encoding="utf-8") as lines:
-            for line in results(range(rank, size, ranks)):
-                lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-                lines.flush()
+        with parts[rank].open("w", encoding="utf-8") as part:
+            for result in results(range(rank, size, ranks)):
+                part.write(json.dumps(result, ensure_ascii=False) + "\n")
+                part.flush()
         wait()
         if rank == 0:
             _merge(parts, result_path)
@@ -168,9 +168,9 @@ def answers(
     sampling: SamplingParams,
     seed: int,
 ) -> Iterator[dict[str, Any]]:
-    """The result of each of `rows`, in that order.
+    """Answer each of `rows`, and yield the results in that order.
 
-    Equal rows of a dataset share a prompt id; the seed counts them, so each is an answer of its own.
+    Equal rows of a dataset share a prompt id; the seed also depends on the occurrence, so that their answers differ.
 
     Yields:
         row, prompt_id, messages (the prompt), response, finish_reason, prompt_tokens, completion_tokens and
@@ -178,9 +178,9 @@ def answers(
     """
     order, launches = list(rows), launches_of(prompts)
     requests = []
-    for one in (launches[row] for row in order):
-        seeded = replace(sampling, seed=sample_seed(seed, one.prompt.prompt_id, one.launch, 0))
-        requests.append(Request(str(one.index), one.prompt.token_ids, seeded))
+    for launch in (launches[row] for row in order):
+        seeded = replace(sampling, seed=sample_seed(seed, launch.prompt.prompt_id, launch.launch, 0))
+        requests.append(Request(str(launch.index), launch.prompt.token_ids, seeded))
     finished: dict[int, Completion] = {}
     waiting = deque(order)
     for completion in engine.sample(requests):
@@ -192,7 +192,7 @@ def answers(
 
 
 def _join_processes() -> tuple[int, int, Callable[[], object]]:
-    """The number of this process, how many there are, and a call that waits for all of them."""
+    """The rank of this process, the number of processes, and a barrier."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1:
         return 0, 1, lambda: None
@@ -209,7 +209,7 @@ def _join_processes() -> tuple[int, int, Callable[[], object]]:
 class Chat:
     """A conversation at the terminal.
 
-    Each answer has a seed of its own: the same inputs give the same conversation.
+    Seeds depend on `seed` and on the number of the answer, so that equal inputs give equal conversations.
     """
 
     template: Template
@@ -221,7 +221,7 @@ class Chat:
     num_turns: int = 0
 
     def loop(self, source: TextIO, out: TextIO) -> int:
-        """Reads lines until /exit or the end of input; returns the exit code."""
+        """Read and handle lines until /exit or the end of input; returns the exit code."""
         if source.isatty():
             print(HELP, file=out)
         while True:
@@ -243,7 +243,7 @@ class Chat:
                 self.handle(text, out)
 
     def handle(self, text: str, out: TextIO) -> None:
-        """One line of the user: a command, or something to answer."""
+        """Handle a line of the user: a command, or a message to answer."""
         command, _, rest = text.partition(" ")
         if command == "/reset":
             self.history.clear()
@@ -257,7 +257,7 @@ class Chat:
             self.answer(text, out)
 
     def answer(self, text: str, out: TextIO) -> None:
-        """Prints the answer while it is sampled; Ctrl-C ends it early. The turn is remembered."""
+        """Print the answer while it is sampled, and add the turn to the history; Ctrl-C ends the answer early."""
         messages = [*self.history, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         seed = sample_seed(self.seed, "chat", self.num_turns, 0)
@@ -266,26 +266,26 @@ class Chat:
         printer = StreamPrinter(self.template, out)
 
         def show_so_far() -> None:
-            if token_ids := self.engine.so_far("chat")[0]:  # none once the request has ended
+            if token_ids := self.engine.so_far("chat")[0]:  # empty after the request has ended
                 printer.show(token_ids)
 
         try:
             self.engine.after_step = show_so_far
             for done in self.engine.sample([request]):
                 printer.show(done.token_ids)
-            said = printer.finish()
+            reply = printer.finish()
         except KeyboardInterrupt:
-            said = printer.finish()
+            reply = printer.finish()
             print(" [stopped]", end="", file=out)
         except PromptTooLong as error:
             print(f"{error.problems[0]}; /reset starts again", file=out)
             return
         print(file=out, flush=True)
-        self.history = [*messages, {"role": "assistant", "content": said}]
+        self.history = [*messages, {"role": "assistant", "content": reply}]
 
 
 class StreamPrinter:
-    """Prints text while its tokens arrive; a character whose bytes are not complete yet waits."""
+    """Prints text while its tokens arrive; a character is printed when its bytes are complete."""
 
     def __init__(self, template: Template, out: TextIO) -> None:
         self.template, self.out = template, out
@@ -293,7 +293,7 @@ class StreamPrinter:
         self._printed = 0
 
     def show(self, token_ids: Sequence[int]) -> None:
-        """The answer so far."""
+        """Print the new text of the answer. token_ids: all tokens so far."""
         self.text = self.template.decode(token_ids)
         complete = len(self.text.rstrip("\ufffd"))
         self.out.write(self.text[self._printed : complete])
@@ -301,7 +301,7 @@ class StreamPrinter:
         self._printed = max(self._printed, complete)
 
     def finish(self) -> str:
-        """Prints what still waits, bytes that never became a character included; the whole text."""
+        """Print the rest, including incomplete characters; returns the whole text."""
         self.out.write(self.text[self._printed :])
         self._printed = len(self.text)
         return self.text
@@ -321,12 +321,12 @@ def _result(row: int, prompt: Prompt, completion: Completion, template: Template
 
 
 def _merge(parts: list[Path], result_path: Path) -> None:
-    """Row r is line r // N of part r % N; the result appears under its name when it is complete."""
+    """Merge the parts of N processes: row r is line r // N of part r % N. A complete file gets its name."""
     merged = result_path.with_name(f".{result_path.name}.merging")
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(merged.open("w", encoding="utf-8"))
-        turns = itertools.cycle([stack.enter_context(part.open(encoding="utf-8")) for part in parts])
-        while line := next(turns).readline():
+        files = itertools.cycle([stack.enter_context(part.open(encoding="utf-8")) for part in parts])
+        while line := next(files).readline():
             out.write(line)
     merged.replace(result_path)
     for part in parts:
@@ -334,7 +334,12 @@ def _merge(parts: list[Path], result_path: Path) -> None:
 
 
 def new_file(given: str | None, args: Any) -> Path:
-    """`--result_path`, or a name made of the model's; its folder is there. Raises ConfigError: the file exists."""
+    """`--result_path`, by default a path with the model's name and the time; creates its folder.
+
+    Raises:
+        ConfigError: the file exists.
+        ResourceError: the folder cannot be created.
+    """
     if given:
         path = Path(given).expanduser().resolve()
     else:

@@ -5,7 +5,7 @@ finished, sample these groups next) are sent through the store. Any rank may wri
 position in it:
 
     post   ticket = add(channel)      key channel/ticket = message
-    read   the key after the last one that this rank has read, if it is there
+    read   the key after the last key that this rank has read, if it exists
 
 Every process that reaches the store can read and write it. So on one node it listens on loopback only
 (`swift.rendezvous`), and messages are data of known types: decoding them runs no code.
@@ -29,7 +29,7 @@ PREFIX = "swift/mailbox"
 class Sampled(msgspec.Struct, tag=True):
     """A completion of an engine's part of a launch, sent once the part is complete; messages are limited to 8 MiB.
 
-    last: whether it is the last one of the part.
+    last: whether it is the last completion of the part.
     """
 
     index: int
@@ -97,5 +97,5 @@ def decode(content: bytes) -> Message:
         return saved_state.decode(content, Message)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:  # msgspec's errors are of these types
         raise EngineError(
-            f"rendezvous store: a message that no rank of this run wrote ({error}); keep MASTER_PORT away from others"
+            f"rendezvous store: a message that no rank of this run wrote ({error}); restrict access to MASTER_PORT"
         ) from error

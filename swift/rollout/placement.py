@@ -64,8 +64,8 @@ class Placement:
     """Devices of all processes and engines of one node.
 
     trainer_devices[r]: device of local rank r. engines[e]: devices of engine e; () for in_process and server. cores[k]:
-    CPU cores of `cpu:k`; () with accelerators. spare_devices: unused devices. sleep_level: the effective one. notes:
-    one-line remarks and warnings for the user.
+    CPU cores of `cpu:k`; () with accelerators. spare_devices: unused devices. sleep_level: the level in effect. notes:
+    remarks and warnings for the user, one line each.
     """
 
     mode: Mode
@@ -90,11 +90,11 @@ TRANSPORTS: dict[str, tuple[str, ...]] = {
 def check_transport(mode: Mode, *, weight_transport: str, ray_address: str | None, ray_token_file: str | None) -> None:
     """Raises ConfigError for a weight transport or a Ray cluster that does not fit the placement."""
     problems = []
-    ways = TRANSPORTS.get(mode, ())
-    if weight_transport not in ("auto", *ways):
+    transports = TRANSPORTS.get(mode, ())
+    if weight_transport not in ("auto", *transports):
         problems.append(
             f"--weight_transport: {weight_transport}: not for engines that run {mode}; valid: "
-            + ", ".join(("auto", *ways))
+            + ", ".join(("auto", *transports))
         )
     if ray_address is not None and mode != "dedicated":
         problems.append(f"--ray_address: {ray_address}: engines run {mode} here; --vllm_mode dedicated")
@@ -149,8 +149,8 @@ def request_from(
 def has_own_engine(args: Any) -> bool:
     """Whether an engine generates, not the trainer's model: another backend, or another mode."""
     backend = getattr(args, "infer_backend", None)
-    asks = getattr(args, "use_vllm", False) or getattr(args, "use_lmdeploy", False)
-    return bool(asks or getattr(args, "vllm_mode", None) or backend not in (None, "transformers"))
+    is_requested = getattr(args, "use_vllm", False) or getattr(args, "use_lmdeploy", False)
+    return bool(is_requested or getattr(args, "vllm_mode", None) or backend not in (None, "transformers"))
 
 
 def _is_url(text: str) -> bool:
@@ -211,8 +211,10 @@ def place(request: PlacementRequest) -> Placement:
     """
     ranks = request.local_ranks
     kind = request.accelerator_kind if request.accelerators else "cpu"
-    apart = request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate)
-    engines = (request.num_infer_workers or 1) if apart else 0
+    dedicated = (
+        request.use_vllm and not request.servers and (request.vllm_mode == "dedicated" or request.async_generate)
+    )
+    engines = (request.num_infer_workers or 1) if dedicated else 0
     devices = request.accelerators or request.cpu_devices or ranks + engines
     if request.accelerators and ranks > devices:
         raise ConfigError(
@@ -375,7 +377,7 @@ def _bad_tensor_parallel(request: PlacementRequest, group: int, mode: Mode) -> l
         ]
     if tp > 1 and mode == "colocate" and not request.shares_ranks:
         return [
-            f"--vllm_tensor_parallel_size: {tp}: LMDeploy cannot spread an engine over training processes; 1, or "
+            f"--vllm_tensor_parallel_size: {tp}: LMDeploy cannot shard an engine over training processes; 1, or "
             "--vllm_mode dedicated"
         ]
     heads = request.num_attention_heads
@@ -408,7 +410,7 @@ def _notes(request: PlacementRequest, mode: Mode, spare: tuple[str, ...]) -> lis
     notes = []
     own_server = OWN_SERVER in request.servers  # it uses devices
     if spare and not own_server:
-        notes.append(f"warning: {', '.join(spare)}: used by nobody; raise NPROC_PER_NODE or --num_infer_workers")
+        notes.append(f"warning: {', '.join(spare)}: unused; raise NPROC_PER_NODE or --num_infer_workers")
     if mode == "server":
         if request.num_infer_workers is not None:
             notes.append(f"--num_infer_workers: {request.num_infer_workers}: ignored with a server")

@@ -237,6 +237,7 @@ FLAGS = [
     (f"{GYM} --nemo_gym_config_paths a.yaml", ["--nemo_gym_config_paths: nothing is started", "auto_start true"]),
     (f"{GYM} --nemo_gym_command it's", ["--nemo_gym_command: it's: No closing quotation; correct the quotation marks"]),
     (f"{GYM} --nemo_gym_command ng_run --nemo_gym_head http://gym", ["--nemo_gym_head: http://gym: ng_run is started"]),
+    (f"{GYM} --nemo_gym_command ng_run --nemo_gym_head http://h:abc", ["--nemo_gym_head: http://h:abc: ng_run is"]),
     (f"{GYM} --nemo_gym_datasets a.jsonl", ["--nemo_gym_datasets: a.jsonl: not JSON"]),
     (f'{GYM} --nemo_gym_datasets {{"file":"a"}}', ["--nemo_gym_datasets: {'file': 'a'}: names no file"]),
     (

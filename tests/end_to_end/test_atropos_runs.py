@@ -240,7 +240,7 @@ def test_a_part_that_is_killed_ends_the_run_with_its_name(cli, whole, part):
     code, _, err = run.wait()
     assert time.monotonic() - killed < 30
     name = {"api": "atropos-api", "server": "rollout-server", "environment": "environment-0"}[part]
-    advice = "correct the command" if part == "environment" else "correct what its last lines say"
+    advice = "correct the command" if part == "environment" else "correct the error in its last lines"
     assert (code, f"{name}: killed by SIGKILL; {advice}; its last lines:" in err) == (4, True), err
     assert_gone(family)
 

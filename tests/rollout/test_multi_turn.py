@@ -104,7 +104,7 @@ def test_an_answer_that_goes_on_loses_its_end_token(template, more):
     async def play():
         await trajectory.answer()
         *earlier, last = trajectory.messages
-        trajectory.become([*earlier, {**last, "content": last["content"] + more}])
+        trajectory.replace_chat([*earlier, {**last, "content": last["content"] + more}])
         await trajectory.answer()
 
     (request,) = requests(template, 1)

@@ -99,7 +99,7 @@ def test_too_few_cores_overlap_with_one_warning():
 def test_explicit_devices_may_leave_spares_which_a_warning_names():
     made = placed(accelerators=4, local_ranks=1, vllm_mode="dedicated", vllm_device=["cuda:2"])
     assert made.spare_devices == ("cuda:1", "cuda:3")
-    assert "cuda:1, cuda:3: used by nobody" in made.notes[0]
+    assert "cuda:1, cuda:3: unused" in made.notes[0]
 
 
 def test_sleeping_acts_in_colocate_only():

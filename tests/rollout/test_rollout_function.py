@@ -182,7 +182,7 @@ def test_trls_prompt_ids_are_accepted_where_they_are_those_of_the_prompt():
         ({"finish_reasons": ["eos"] * 4}, "finish_reasons[0] is 'eos'; valid: stop, length"),
         ({"score": [1, 2]}, "the column 'score' has 2 entries where 4 are wanted"),
         ({"request_id": [1] * 4}, "the column 'request_id' has a name that swift gives to reward functions"),
-        ({"score": [object()] * 4}, "the column 'score' holds what JSON cannot carry"),
+        ({"score": [object()] * 4}, "the column 'score' cannot be encoded as JSON"),
     ],
 )
 def test_a_wrong_result_is_an_error_that_names_the_place(entries, said):

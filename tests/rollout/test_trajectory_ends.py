@@ -34,7 +34,7 @@ def asking(wait):
     async def play(trajectory):
         await trajectory.answer()
         await wait()
-        trajectory.say({"role": "user", "content": "and?"})
+        trajectory.add_messages({"role": "user", "content": "and?"})
         await trajectory.answer()
 
     return play

@@ -47,7 +47,7 @@ ALL_TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 class EngineCounters:
     """Counters since construction.
 
-    `late` counts requests that took too long, once for each try, `restarts` processes that died and were replaced.
+    `late` counts tries that exceeded the time limit of a request, `restarts` processes that ended and were replaced.
     """
 
     prefill_tokens: int = 0
@@ -57,17 +57,17 @@ class EngineCounters:
     late: int = 0
 
     def __add__(self, other: EngineCounters) -> EngineCounters:
-        return EngineCounters(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return EngineCounters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: EngineCounters) -> EngineCounters:
-        return EngineCounters(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return EngineCounters(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a backend can do; callers ask instead of testing for its name.
+    """The features of a backend; callers test these, never its name.
 
-    name: of the backend, for people. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
+    name: name of the backend, for messages. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. shares_weights: reads the trainer's own parameters, so that a weight sync copies nothing.
     sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: holds
@@ -99,14 +99,14 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class SleepReport:
-    """What falling asleep gave back. freed_bytes: measured. note: one line for the log, or ""."""
+    """The result of `sleep`. freed_bytes: released device memory, measured. note: one line for the log, or ""."""
 
     freed_bytes: int = 0
     note: str = ""
 
 
 class InferenceEngine(ABC):
-    """What the rollout pipeline needs of an engine; optional parts raise `Unsupported` here.
+    """The interface of an engine for rollouts; optional methods raise `Unsupported` here.
 
     Attributes:
         version: policy version it samples with; 0 are the weights it was built with.
@@ -172,27 +172,27 @@ class InferenceEngine(ABC):
             loop.close(0.0)
 
     def hold(self) -> None:
-        """Begin nothing until `release`; for an engine that is about to be paused."""
+        """Begin no request until `release`; called before a pause."""
         raise self._unsupported("hold")
 
-    async def rest(self) -> None:  # noqa: B027 - most are at rest when they are paused
-        """Wait until the decode loop of a held engine stands."""
+    async def rest(self) -> None:  # noqa: B027 - most are at rest after `pause`
+        """Wait until the decode loop of a held engine has stopped."""
 
     def release(self) -> None:  # noqa: B027 - see `hold`
-        """Go on after `hold`."""
+        """Continue after `hold`."""
 
-    async def free(self) -> None:  # noqa: B027 - most have nothing left then
+    async def free(self) -> None:  # noqa: B027 - most need no wait
         """Wait until requests of cancelled callers are removed. Raises an error that no caller received."""
 
-    def empty(self) -> None:  # noqa: B027 - others abort what nobody waits for
-        """Abort whatever callers have left in an engine of this process, where no loop runs. Never raises."""
+    def empty(self) -> None:  # noqa: B027 - others abort requests of cancelled callers
+        """Abort the remaining requests of an engine of this process, while no loop runs. Never raises."""
 
     def so_far(self, request_id: str) -> SoFar:
-        """Tokens of an outstanding request so far; nothing where that is not known."""
+        """Tokens of an outstanding request so far; empty if unknown."""
         return (), (), ()
 
     def drain_metrics(self) -> dict[str, float]:
-        """What there is to log of the sampling since the last call, beside `counters`; by name as logged."""
+        """Metrics of the sampling since the last call, beside `counters`, by the name in the log."""
         return {}
 
     def check_length(self, request: Request) -> None:
@@ -210,7 +210,7 @@ class InferenceEngine(ABC):
             raise PromptTooLong(len(request.prompt_ids), limit)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raises Unsupported when the distribution asked for is one that this engine does not have."""
+        """Raises Unsupported if the engine cannot sample from the requested distribution."""
         can = self.capabilities
         if sampling.regex is not None and not can.guided:
             raise Unsupported(
@@ -223,7 +223,7 @@ class InferenceEngine(ABC):
                 raise Unsupported(f"--generation_kwargs: {name}: the engine {can.name} does not have it; {has}")
 
     def room(self, request: Request) -> int:
-        """Most new tokens of a request: its own limit, or what the prompt leaves."""
+        """Maximum number of new tokens of a request: its own limit, or the room that the prompt leaves."""
         return min(request.sampling.max_new_tokens, self.capabilities.max_model_len - len(request.prompt_ids))
 
     @abstractmethod
@@ -234,11 +234,11 @@ class InferenceEngine(ABC):
         """
 
     def pause(self) -> None:
-        """Stop sampling between two tokens, once it is held; what is outstanding goes on after `resume`."""
+        """Stop sampling between two tokens, once it is held; outstanding requests continue after `resume`."""
         raise self._unsupported("pause")
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         raise self._unsupported("resume")
 
     # --- weights ----------------------------------------------------------------------------------------------
@@ -263,11 +263,11 @@ class InferenceEngine(ABC):
 
     @property
     def receivers(self) -> int:
-        """How many processes of it take part in a broadcast."""
+        """Number of its processes that take part in a broadcast."""
         return 1
 
-    def leave_broadcast(self) -> None:  # noqa: B027 - most are in no group
-        """Release the group of former broadcasts; the next one invites to another."""
+    def leave_broadcast(self) -> None:  # noqa: B027 - most have no group
+        """Leave the process group of broadcasts; the next broadcast makes another group."""
 
     def share(self, parameters: PolicyParameters) -> str:
         """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
@@ -285,7 +285,7 @@ class InferenceEngine(ABC):
         """
         return None
 
-    def separate(self) -> None:  # noqa: B027 - nothing to do where nothing is shared
+    def separate(self) -> None:  # noqa: B027 - most share no memory
         """End what `share` began: the trainer's parameters get memory of their own, with the same bits."""
 
     def rebuild(self) -> None:
@@ -304,7 +304,7 @@ class InferenceEngine(ABC):
         raise self._unsupported("LoRA adapters")
 
     def reset_caches(self) -> None:
-        """Forget computed prompts. Part of every update already."""
+        """Drop the prefix cache. Every update does so too."""
         raise self._unsupported("reset_caches")
 
     # --- memory -----------------------------------------------------------------------------------------------
@@ -333,13 +333,13 @@ class InferenceEngine(ABC):
         raise self._unsupported("wake")
 
     def memory(self) -> dict[str, int]:
-        """Bytes of `weights` and `kv` (the cache) that it holds on the device now; what it cannot say is left out."""
+        """Bytes of `weights` and `kv` (the cache) that it holds on the device now; unknown ones are left out."""
         return {}
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Whether it answers, within seconds."""
+        """The present health; returns within seconds."""
         return Health(True)
 
     @property

@@ -14,18 +14,18 @@ from swift.rollout.engines.client import EngineClient, tokens_of
 from swift.types import Request
 
 TURN = re.compile(r"(?:\d+:)?(.+)#(\d+)")
-"""The id of a turn: its trajectory, perhaps behind the number that the queue of a server has put there."""
+"""The id of a turn, with its trajectory; the queue of a server puts a number in front."""
 OVERLOAD = 2
 """A trajectory leaves an engine with more than this times the outstanding tokens of another, its own turn included."""
 TRAJECTORIES = 1 << 16
-"""How many trajectories are remembered."""
+"""Maximum number of trajectories whose engine is kept."""
 
 
 class EngineChoice:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._group: tuple[str, tuple[int, ...]] | None = None  # of the last request, and who got it
+        self._group: tuple[str, tuple[int, ...]] | None = None  # group of the last request
         self._engine_of_group: EngineClient | None = None
         self._engine_of: dict[str, EngineClient] = {}  # by trajectory, least recently used first
 

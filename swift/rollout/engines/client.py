@@ -1,8 +1,8 @@
-"""One engine in another process, in a Ray actor or behind HTTP: calls to it, and what a replacement gets.
+"""Client of one engine in another process, in a Ray actor or behind HTTP.
 
-An engine that is lost is replaced or found again, as its kind of client does it; then it gets the present weights and
-adapter. Its requests are lost with it: `EnginePool` asks again. A failed weight update is never repeated here: the
-weights are invalid until another update is complete, or `rebuild`. No wait is unbounded; see `Timeouts`.
+A lost engine is replaced or reconnected by the subclass, and then gets the present weights and adapter. Its requests
+raise Lost, and `EnginePool` samples them again. A failed weight update is never repeated here: the weights are invalid
+until another update is complete, or `rebuild`. Every wait has a limit; see `Timeouts`.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BUSY_S = 1.0
-"""Pause after an engine reported a full queue."""
+"""Pause after an engine has reported a full queue, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A request on its way. instance: of the engine that it was sent to."""
+    """An outstanding request. instance: the instance of the engine that it was sent to."""
 
     completion: asyncio.Future[Completion]
     instance: object
 
 
 def tokens_of(request: Request) -> int:
-    """Of its prompt and its longest completion."""
+    """Number of tokens of the prompt and of the longest completion."""
     return len(request.prompt_ids) + request.sampling.max_new_tokens
 
 
 def _checked(engine: str, completion: Completion) -> Completion | NumericError:
-    """What an engine sent, or why it cannot be."""
+    """The completion, or an error if its log-probs are invalid."""
     problem = logprob_problem(completion.logprobs)
     if len(completion.logprobs) != len(completion.token_ids):
         problem = f"{len(completion.logprobs)} log-probs for {len(completion.token_ids)} tokens"
@@ -73,32 +73,32 @@ def _checked(engine: str, completion: Completion) -> Completion | NumericError:
 
 
 class EngineClient(ABC):
-    """See the module's docstring; connects when it is first needed.
+    """See the module's docstring; connects at the first use.
 
     Args:
-        name: of the engine, for messages.
+        name: name of the engine, for messages.
         timeouts: see `Timeouts`.
-        weight_transport: how weights travel; None chooses by devices.
-        keeps_weights: keep the last update for a restart; False where there is none.
+        weight_transport: transport of weights; None chooses by devices.
+        keeps_weights: whether to keep the last update for a restart.
 
     Attributes:
-        devices: of the engine, as this process numbers them.
+        devices: devices of the engine, with the indices of this process.
         restartable: whether an engine that does not answer is replaced; otherwise it is dead.
-        stored: the way in which an update can be sent again to an engine that was lost.
-        instance: another object once the engine was replaced, or what it had in flight was given up.
-        load: tokens of its outstanding requests: prompts and longest completions.
+        stored: the transport whose updates can be sent again to a replacement.
+        instance: another object after the engine was replaced, or after its outstanding requests were given up.
+        load: number of tokens of its outstanding requests: prompts and longest completions.
         instance_counters: counters of the present instance.
         progress_at, busy_until: monotonic times of the last sign of progress, and until which its queue counts as full.
-        version: of the policy that it samples with.
-        dead: why it will not come back, or None.
-        invalid: why its weights belong to no version; "" when they do.
-        asleep: what of it sleeps; "" when nothing does.
-        outdated: it was replaced, and nobody has kept the weights of the one before: the next update makes it usable.
-        alone: no other engine samples for this run, so that a copy of the weights is worth its cost wherever they lie.
-        broadcaster: the trainer's end of broadcasts to it, which other engines share.
-        rank_offset: receivers of the engines before it in the pool.
-        replacing: it is lost, and about to be there again.
-        ended: `end` was called.
+        version: version of the policy that it samples with.
+        dead: the error that made it unusable for good, or None.
+        invalid: reason why its weights match no version, or "".
+        asleep: the part of its memory that is asleep, or "".
+        outdated: it was replaced, and no copy of the last weights exists: the next update makes it usable.
+        alone: no other engine samples for this run, so that a copy of the weights is kept on any device.
+        broadcaster: the trainer's sender of broadcasts, shared with other engines.
+        rank_offset: number of receivers of the engines before it in the pool.
+        replacing: it is lost, and its replacement is in progress.
+        ended: whether `end` was called.
     """
 
     devices: tuple[str, ...]
@@ -120,11 +120,11 @@ class EngineClient(ABC):
         self.replacing = self.ended = self.outdated = False
         self.alone = True
         self.rank_offset = 0
-        self._has_new_weights = False  # not those that it was started with
+        self._has_new_weights = False  # other weights than those of its start
         self.broadcaster: BroadcastSender | None = None
-        self.sent_by = ""  # way of the last weights
+        self.sent_by = ""  # transport of the last weights
         self._replacing = threading.RLock()
-        self._before = EngineCounters()  # of instances that have ended
+        self._before = EngineCounters()  # counters of instances that have ended
         self._capabilities: Capabilities | None = None
         self._kept: Kept | None = None
         self._adapter: tuple[int, AdapterWeights] | None = None
@@ -132,8 +132,8 @@ class EngineClient(ABC):
         self._closed = False
         self._asked: dict[str, _Pending] = {}
         self._new: list[Request] = []
-        self._abandoned: list[str] = []  # requests that nobody waits for any more
-        self._loop: asyncio.AbstractEventLoop | None = None  # whose callers wait
+        self._abandoned: list[str] = []  # requests whose caller was cancelled
+        self._loop: asyncio.AbstractEventLoop | None = None  # loop of the callers
 
     @property
     def capabilities(self) -> Capabilities:
@@ -144,7 +144,7 @@ class EngineClient(ABC):
                     self._capabilities = self.connect()
                 except SwiftError as error:
                     if not self._closed and (self.restartable or isinstance(error, EngineDead)):
-                        self.dead = error  # a server that is held by another run may be free later
+                        self.dead = error  # a server in use by another run may be free later
                     raise
             return self._capabilities
 
@@ -153,15 +153,15 @@ class EngineClient(ABC):
         """Sums over the instances of the engine."""
         return self._before + self.instance_counters
 
-    # --- what each kind of client has of its own ----------------------------------------------------------------
+    # --- defined by each kind of client -----------------------------------------------------------------------
 
     @abstractmethod
     def connect(self) -> Capabilities:
-        """Wait until the engine is there."""
+        """Wait until the engine is ready; returns its capabilities."""
 
     @abstractmethod
     def post(self, instance: object, requests: Sequence[Request]) -> None:
-        """Send requests to this instance; what comes of them is delivered. Raises Lost if it is over."""
+        """Send requests to this instance; their events go to `deliver`. Raises Lost if it has ended."""
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -169,71 +169,71 @@ class EngineClient(ABC):
 
     @abstractmethod
     def call(self, name: str, timeout_s: float, **fields: Any) -> Any:
-        """Any other call. Raises Lost, or the SwiftError that it ended with."""
+        """Any other call. Raises Lost, or the SwiftError that the engine raised."""
 
     @abstractmethod
     def abort_update(self, update: int) -> None:
-        """Give an update up; never raises."""
+        """Abort an update; never raises."""
 
     @abstractmethod
     def send_bucket(self, update: int, way: str, payload: Any, timeout_s: float) -> Callable[[], Any]:
-        """Start to send a bucket; the result waits for its arrival and raises as `call`."""
+        """Start to send a bucket; returns a function that waits for its arrival and raises as `call`."""
 
     @abstractmethod
     def choose(self, device: torch.device) -> str:
-        """The best way for tensors that lie there."""
+        """The best transport for tensors on this device."""
 
     @abstractmethod
     def receivers(self) -> int:
-        """How many processes there take part in a broadcast, as of now."""
+        """Number of processes of the engine that take part in a broadcast."""
 
     def receiving_processes(self) -> object:
-        """Another value when these are other processes than before."""
+        """A value that changes when the receiving processes change."""
         return self.instance
 
     @abstractmethod
     def payload(self, way: str, bucket: Bucket, version: int) -> Any:
-        """What travels of a bucket that is sent this way; made once for several engines."""
+        """The data of a bucket for this transport; made once for several engines."""
 
     @abstractmethod
     def address(self) -> str:
-        """This host as the engine reaches it."""
+        """Address of this host for the engine."""
 
     def update_ended(self, *, complete: bool) -> None:  # noqa: B027 - most have nothing to end
         """After the commit of an update, or its abort."""
 
     @abstractmethod
     def replace(self, how: str) -> EngineCounters | None:
-        """After a loss: find or make the engine again; `instance` is another one then.
+        """After a loss: reconnect or start the engine, and set another `instance`.
 
         Returns:
-            None if it is the former one, with its state; else counters beyond `instance_counters`, restarts included.
+            None if the engine has kept its state; else counters beyond `instance_counters`, restarts included.
 
         Raises:
-            Lost: not yet; call again.
-            EngineDead: it is not coming back.
+            Lost: not yet possible; call again.
+            EngineDead: the engine cannot be replaced.
         """
 
-    def progress(self) -> None:  # noqa: B027 - not all need to know
-        """A completion arrived, or a call succeeded."""
+    def progress(self) -> None:  # noqa: B027 - optional
+        """Called after a completion has arrived, or a call has succeeded."""
 
     @abstractmethod
     def ask_health(self) -> Health:
-        """Asked now, within seconds."""
+        """The present health of the engine; returns within seconds."""
 
     def stacks(self) -> str:
-        """Where the engine's thread is, in one line, as far as it answers."""
+        """Place of the engine's thread in the code, in one line; "" if unknown."""
         return ""
 
     @abstractmethod
     def end(self) -> None:
-        """End the engine, or leave it where it is not ours; called once, never raises."""
+        """End the engine, or disconnect if other processes own it; called once, never raises."""
 
     # --- sampling, on the thread of the loop --------------------------------------------------------------------
 
     @property
     def usable(self) -> bool:
-        """Whether it may be asked for completions now."""
+        """Whether requests may be sent to it now."""
         return self.dead is None and not (self.replacing or self.outdated) and self.busy_until <= time.monotonic()
 
     @property
@@ -242,7 +242,7 @@ class EngineClient(ABC):
         return list(self._asked)
 
     async def generate(self, request: Request) -> Completion:
-        """One sample. Raises Lost: ask another engine, or this one later; else what the engine raised."""
+        """One sample. Raises Lost if the request must be sent again, else the error of the engine."""
         loop = self._loop = asyncio.get_running_loop()
         asked = self._asked[request.request_id] = _Pending(loop.create_future(), self.instance)
         self.load += tokens_of(request)
@@ -265,7 +265,7 @@ class EngineClient(ABC):
             self.load -= tokens_of(request)
 
     def _post_new(self) -> None:
-        """What was asked for in one turn of the loop goes out together."""
+        """Send all requests of one iteration of the loop together."""
         requests, self._new = self._new, []
         instance, self.progress_at = self.instance, time.monotonic()
         waiting = [request for request in requests if request.request_id in self._asked]
@@ -285,14 +285,14 @@ class EngineClient(ABC):
         self.abort_those(names)
 
     def abort_those(self, request_ids: Sequence[str]) -> None:
-        """End those of these requests that it has; from any thread."""
+        """Abort those of these requests that are outstanding here; from any thread."""
         if names := [name for name in request_ids if name in self._asked]:
             self.abort(names)
 
     def deliver(self, instance: object, *events: Event) -> None:
-        """What comes of requests of this instance, of all with None; from any thread."""
+        """Handle events of requests of this instance, or of any with None; from any thread."""
         if self._loop is not None and events:
-            with contextlib.suppress(RuntimeError):  # it is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # it is closed, and has no callers
                 self._loop.call_soon_threadsafe(self._take, instance, *events)
 
     def _take(self, instance: object, *events: Event) -> None:
@@ -325,7 +325,7 @@ class EngineClient(ABC):
                 asked.completion.set_result(outcome)
 
     def _outcome(self, event: Event) -> Completion | Exception:
-        """What an event means for the callers."""
+        """The completion or exception that the callers get for an event."""
         if isinstance(event, Completion):
             self.progress()
             return _checked(self.name, event)
@@ -347,7 +347,7 @@ class EngineClient(ABC):
         return error.problems[0].removeprefix(f"{self.name}: ")
 
     def _recover_in_background(self, instance: object, how: str) -> None:
-        """Replace or find the engine on a thread; until then it is not usable."""
+        """Replace or reconnect the engine on a thread; until then it is not usable."""
         if self.instance is not instance or self.dead is not None or self.replacing or self._closed:
             return
         self.replacing = True
@@ -355,7 +355,7 @@ class EngineClient(ABC):
         def work() -> None:
             try:
                 self.recover(instance, how)
-            except Exception as error:  # whoever asks next is told by `dead` or `invalid`
+            except Exception as error:  # the next call raises, because of `dead` or `invalid`
                 logger.warning("%s: %s", self.name, first_line(error).removeprefix(f"{self.name}: "))
             finally:
                 self.replacing = False
@@ -368,11 +368,11 @@ class EngineClient(ABC):
         return self.with_recovery(lambda: self.call(name, timeout_s, **fields))
 
     def with_recovery(self, work: Callable[[], T]) -> T:
-        """Work that is repeated on the engine that replaces this one. Raises EngineDead: it is not coming back."""
+        """The result of `work`, repeated after a loss. Raises EngineDead: the engine cannot be replaced."""
         while True:
-            with self._replacing:  # one that is being restored is not disturbed
+            with self._replacing:  # wait for a replacement in progress
                 self.check_alive()
-                _ = self.capabilities  # connected
+                _ = self.capabilities  # connects
                 instance = self.instance
             try:
                 done = work()
@@ -383,7 +383,7 @@ class EngineClient(ABC):
                 return done
 
     def recover(self, instance: object, how: str) -> None:
-        """Have the engine again, with all it had, unless another thread has recovered it. Raises EngineDead."""
+        """Replace the engine and restore its state, unless another thread has done so. Raises EngineDead."""
         with self._replacing:
             self.check_alive()
             while self.instance is instance:
@@ -404,7 +404,7 @@ class EngineClient(ABC):
                     self._check_open()
                     self.dead = self.dead or error
                     raise
-                except BaseException as error:  # it is there, without the weights of the one before
+                except BaseException as error:  # it was replaced, but its weights were not restored
                     self.invalid = self.invalid or f"version {self.version} was not given back ({first_line(error)})"
                     raise
                 else:
@@ -413,7 +413,7 @@ class EngineClient(ABC):
                     self.replacing = False
 
     def _begin_instance(self) -> None:
-        """Another engine is there, awake: it gets weights and adapter of the one before."""
+        """Send the kept weights and adapter to a new instance, which is awake."""
         self.instance_counters = EngineCounters()
         self._paused, self.asleep = False, ""
         if self.invalid:
@@ -432,30 +432,30 @@ class EngineClient(ABC):
     # --- in flight --------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Stop between two tokens, keeping what runs. Raises as `call`."""
+        """Stop between two tokens; running requests are kept. Raises as `call`."""
         self.call("pause", self.timeouts.pause_s)
         self._paused = True
 
     def resume(self) -> None:
-        """Go on after a pause; an engine that was replaced meanwhile is not paused."""
+        """Continue after a pause; an engine replaced since then is not paused."""
         self.with_recovery(lambda: self._paused and self.call("resume", self.timeouts.pause_s))
         self._paused, self.progress_at = False, time.monotonic()
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def way_of(self, bucket: Bucket) -> str:
-        """How the buckets of an update travel that begins with this one."""
+        """Transport of an update whose first bucket is this one."""
         if isinstance(bucket, Announcement):
             return "broadcast"
         return self.weight_transport or self.choose(bucket.tensors[0][1].device)
 
     def weights_change(self, why: str) -> None:
-        """For `send_update`: the weights there are invalid from now on, and those kept are out of date."""
+        """For `send_update`: mark the weights of the engine as invalid, and drop the kept copy."""
         self.invalid = why
         self._kept = self._adapter = None
 
     def weights_arrived(self, version: int, kept: Kept | None, asleep: str) -> None:
-        """For `send_update`; kept: what a restart needs of them, if anybody has kept it."""
+        """For `send_update`, after the commit. kept: a copy for restarts, if there is one."""
         self._kept, self._adapter = kept, None
         self.invalid, self.asleep = "", asleep
         self._has_new_weights, self.outdated = True, False
@@ -465,7 +465,7 @@ class EngineClient(ABC):
         self._kept = self._adapter = None
         self._has_new_weights = self.outdated = False
         self.version, self.invalid, self.asleep = 0, "", ""
-        self._paused = True  # nothing moves until it is there
+        self._paused = True  # no progress until it is rebuilt
         self.safe_call("rebuild", self.timeouts.start_s)
         self._paused = False
         self.deliver(None, Returned(self.outstanding))
@@ -485,8 +485,8 @@ class EngineClient(ABC):
         return ack
 
     def _send_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        said = self.call("load_adapter", self.timeouts.sync_s, adapter=adapter, version=version)
-        ack: Ack = said["result"]
+        reply = self.call("load_adapter", self.timeouts.sync_s, adapter=adapter, version=version)
+        ack: Ack = reply["result"]
         if (ack.version, ack.tensors, ack.digest) != (version, len(adapter.tensors), adapter.digest()):
             raise SyncFailed(
                 f"weights: adapter version {version} for {self.name}: it confirms version {ack.version}, digest "
@@ -504,20 +504,20 @@ class EngineClient(ABC):
     # --- memory -----------------------------------------------------------------------------------------------
 
     def sleep(self, level: SleepLevel) -> SleepReport:
-        said = self.safe_call("sleep", self.timeouts.sleep_s, level=level)
-        self.asleep = said["asleep"]
-        report: SleepReport = said["result"]
+        reply = self.safe_call("sleep", self.timeouts.sleep_s, level=level)
+        self.asleep = reply["asleep"]
+        report: SleepReport = reply["result"]
         return report
 
     def wake(self, tags: Sequence[Tag]) -> bool:
-        said = self.safe_call("wake", self.timeouts.sleep_s, tags=list(tags))
-        self.asleep = said["asleep"]
-        return bool(said["result"])
+        reply = self.safe_call("wake", self.timeouts.sleep_s, tags=list(tags))
+        self.asleep = reply["asleep"]
+        return bool(reply["result"])
 
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Asked now; a lost engine that can be replaced is healthy again after that."""
+        """The present health; a lost engine is replaced first, if possible."""
         if self._closed or self.dead is not None:
             return Health(False, self.dead.problems[0] if self.dead is not None else "closed")
         if self.invalid:
@@ -525,7 +525,7 @@ class EngineClient(ABC):
         return self.ask_health()
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the engine; outstanding requests raise Lost. Idempotent."""
         self._closed = True
         first, self.ended = not self.ended, True
         if first:
@@ -533,11 +533,11 @@ class EngineClient(ABC):
         self._kept = self._adapter = None
         self.deliver(None, Lost("it is closed"))
 
-    def release(self) -> None:  # noqa: B027 - most share nothing
-        """Give up what it shares with other engines; called once all of them are closed. Idempotent."""
+    def release(self) -> None:  # noqa: B027 - most have no shared resources
+        """Release resources shared with other engines; called after all engines are closed. Idempotent."""
 
     def check_alive(self) -> None:
-        """Raises EngineDead when it is closed, else what it died of."""
+        """Raises EngineDead if it is closed, or the error in `dead`."""
         self._check_open()
         if self.dead is not None:
             raise self.dead

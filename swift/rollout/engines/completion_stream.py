@@ -1,4 +1,4 @@
-"""The requests of one client of a `RequestQueue`, and what comes back of them."""
+"""The requests of one client of a `RequestQueue`, and their completions and failures."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class QueueFull(EngineError):
-    """More samples would wait or run than the queue allows; nothing of the submission was taken."""
+    """More samples would wait or run than the queue allows; none of the submitted requests was taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Requests that will not come back. error: `EngineDead` if the engine cannot go on."""
+    """Requests without a completion. error: `EngineDead` if the engine cannot go on."""
 
     request_ids: list[str]
     error: SwiftError
@@ -28,7 +28,7 @@ class Failure:
 
 Arrival = Completion | Failure
 Grown = tuple[list[int], list[float], list[Alternatives]]
-"""Token ids, their log-probs, and alternatives to them if these were asked for."""
+"""Token ids, their log-probs, and alternatives to them if requested."""
 
 
 class CompletionStream:
@@ -36,9 +36,9 @@ class CompletionStream:
 
     Attributes:
         owner: the run it belongs to, or None.
-        number: of this stream; tells its request ids from those of others.
-        outstanding: for the queue: names of its requests there.
-        grows: whether it wants tokens before their completion has ended, as far as the engine tells them.
+        number: number of this stream, a prefix of its request ids in the engine.
+        outstanding: ids of its requests in the engine, set by the queue.
+        grows: whether it gets tokens before their completion has ended, if the engine supports it.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class CompletionStream:
         """Queue requests; all of them, or none. Requests submitted together enter one batch of the engine.
 
         Raises:
-            PromptTooLong, RequestRefused, Unsupported: a request that the engine would not take.
+            PromptTooLong, RequestRefused, Unsupported: a request that the engine refuses.
             QueueFull: over the limit of the queue.
-            EngineDead: the engine is gone, or the queue is closed.
+            EngineDead: the engine is dead, or the queue is closed.
         """
         self._queue.enqueue(self, requests)
 
@@ -77,7 +77,7 @@ class CompletionStream:
             return grown
 
     def close(self) -> None:
-        """Abort what is outstanding; nothing arrives any more. Idempotent."""
+        """Abort outstanding requests; nothing arrives any more. Idempotent."""
         with self._changed:
             self._closed = True
             self._arrived.clear()
@@ -88,7 +88,7 @@ class CompletionStream:
     def grow(
         self, request_id: str, token_ids: Sequence[int], logprobs: Sequence[float], tops: Sequence[Alternatives] = ()
     ) -> None:
-        """For the queue: what a request has by now."""
+        """Deliver the tokens of a request so far; called by the queue."""
         with self._changed:
             if self._closed or not token_ids:
                 return
@@ -96,7 +96,7 @@ class CompletionStream:
         self._notify()
 
     def put(self, arrival: Arrival) -> None:
-        """For the queue: deliver what came of requests."""
+        """Deliver a completion or failure; called by the queue."""
         with self._changed:
             if self._closed:
                 return

@@ -1,4 +1,4 @@
-"""What comes of requests to an engine in another process, and how long anything there may take."""
+"""Events of requests to an engine in another process, and the timeouts of such an engine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from swift.rollout.engines.completion_stream import Failure
 from swift.types import Completion
 
 DRAIN_S = 600.0
-"""How long a server waits for requests of others before it takes new weights."""
+"""Maximum wait of a server for requests of other clients before it takes new weights, in seconds."""
 START_S = 1500.0
-"""Of the start of an engine, beside the time in which it may read its weights."""
+"""Timeout of the start of an engine, without the time for reading its weights, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Timeouts:
     start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. stall_s: no progress while
     sampling. drain_s: until requests of others have ended at a server. sync_s: one weight update. sleep_s: sleep or
     wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
-    without an answer mean death. close_s: an orderly end.
+    without an answer mean that the engine is dead. close_s: an orderly end.
     """
 
     start_s: float = 1800.0
@@ -39,12 +39,12 @@ class Timeouts:
 
     @classmethod
     def of(cls, limit_s: float, *, stall_s: float, server_s: float = 120.0) -> Timeouts:
-        """With this limit on whatever moves the weights (`--engine_timeout`)."""
+        """Timeouts with this limit for all operations that move weights (`--engine_timeout`)."""
         return cls(start_s=START_S + limit_s, sync_s=limit_s, sleep_s=limit_s, stall_s=stall_s, server_s=server_s)
 
 
 class Lost(Exception):
-    """The engine cannot be reached, or is not the one of before; the text says how."""
+    """The engine cannot be reached, or is another instance than before; the text is the reason."""
 
 
 class Late(Lost):
@@ -60,4 +60,4 @@ class Returned:
 
 
 Event = Completion | Failure | Returned | Lost
-"""What comes of requests: each comes back in one of the first three, or all that an engine has are `Lost`."""
+"""Each request ends in one of the first three; `Lost` ends all requests of an engine."""

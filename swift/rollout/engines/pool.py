@@ -1,12 +1,12 @@
-"""The engines that live elsewhere, as one: each request goes to one of them, everything else happens to all of them.
+"""Several engines of other processes, used as one engine.
 
-    generate        choose an engine (`EngineChoice`), await its completion; from another one when that engine is lost,
-                    with the same id and seed, while the lost one is replaced
-    everything else in parallel on all engines; what they can do is what each of them can do
+    generate        choose an engine (`EngineChoice`), await its completion; if that engine is lost, another engine
+                    samples with the same id and seed, while the lost engine is replaced
+    everything else runs in parallel on all engines; the capabilities are those common to all engines
 
-An engine that is dead beyond its own restarts is left out from then on; after the last one the pool is dead. Engines
-never sample with different versions: an update that did not reach all of them makes the weights invalid until another
-update or `rebuild` has.
+An engine that is dead after its own restarts is removed from the pool; after the last engine the pool is dead. Engines
+never sample with different versions: an update that did not reach all engines makes the weights invalid until another
+update or `rebuild` has reached all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from swift.types import Completion, Request
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""Interval, in seconds, at which the pool looks for a usable engine while requests wait for one."""
+"""Interval, in seconds, at which the pool checks for a usable engine while requests wait."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,24 +59,24 @@ class _Pending:
 
 
 class EnginePool(InferenceEngine):
-    """See the module's docstring; waits for its engines when it is first needed."""
+    """See the module's docstring; waits for its engines at the first use."""
 
     def __init__(self, clients: Sequence[EngineClient]) -> None:
         self.version = 0
         self._clients = list(clients)
         for client in clients:
             client.alone = len(clients) == 1
-        self._gone: list[EngineClient] = []  # dead for good
+        self._gone: list[EngineClient] = []  # dead engines
         self._choose = EngineChoice()
         self._asked: dict[str, _Pending] = {}
         self._held = self._paused = self._closed = False
         self._pruning = threading.Lock()
-        self._ending: list[Future[None]] = []  # of dead engines
+        self._ending: list[Future[None]] = []  # ends of dead engines
         self._waiting: list[asyncio.Future[None]] = []  # for `release`, or an engine that is usable
         self._looking: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
         self._sender: BroadcastSender | None = None
-        self._in_group: dict[EngineClient, object] = {}  # what `receiving_processes` was of its members
+        self._in_group: dict[EngineClient, object] = {}  # members and their `receiving_processes`
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
@@ -129,7 +129,7 @@ class EnginePool(InferenceEngine):
             del self._asked[name]
 
     async def _engine_for(self, request: Request, asked: _Pending) -> EngineClient | None:
-        """The engine that samples a request, waited for while none can; None: the request was aborted."""
+        """The engine that samples a request; waits until an engine is usable. None: the request was aborted."""
         while not asked.aborted:
             if self._held:
                 await self._change()
@@ -150,7 +150,7 @@ class EnginePool(InferenceEngine):
         return None
 
     async def _change(self) -> None:
-        """Wait until a request may go on: one task looks for all of them."""
+        """Wait until a request may continue; one task checks for all requests."""
         loop = asyncio.get_running_loop()
         self._waiting.append(loop.create_future())
         if not self._held and (self._looking is None or self._looking.done()):
@@ -160,7 +160,7 @@ class EnginePool(InferenceEngine):
     async def _look(self) -> None:
         while not (self._held or self._closed or self.invalid):
             clients = self._clients
-            if any(one.usable or one.dead is not None for one in clients) or all(one.outdated for one in clients):
+            if any(c.usable or c.dead is not None for c in clients) or all(c.outdated for c in clients):
                 break
             await asyncio.sleep(LOOK_S)
         if not self._held:
@@ -191,14 +191,14 @@ class EnginePool(InferenceEngine):
         self._wake()
 
     def pause(self) -> None:
-        """A pause that is not confirmed in time aborts what runs; if that has no effect either, the engine is lost."""
+        """Pause all engines. A timeout aborts the requests of the engine; after a second timeout the engine is lost."""
         self._check_open()
         if self._paused:
             return
         try:
             self._call_all(self._pause_there)
         except BaseException:
-            with contextlib.suppress(SwiftError):  # those that are paused go on
+            with contextlib.suppress(SwiftError):  # paused engines continue
                 self.resume()
             raise
         self._paused = True
@@ -219,30 +219,30 @@ class EnginePool(InferenceEngine):
         self._call_all(lambda client: client.resume())
         self._paused = False
 
-    # --- what servers sample for others -------------------------------------------------------------------------
+    # --- requests of environments to the servers --------------------------------------------------------------
 
     def versions_of(self, samples: Sequence[ReturnedCompletion]) -> list[Spans | None]:
-        """Which weights sampled completions that environments got from these servers.
+        """The versions of the weights that sampled completions which environments got from these servers.
 
-        Returns for each its spans as in `Completion.versions`, of the latest one with these tokens if no server
-        remembers these log-probs; None where none remembers the tokens as they stand.
+        Returns for each completion its spans as in `Completion.versions`: of the same tokens and log-probs, else of the
+        latest completion with the same tokens; None if no server has a record of the tokens.
         """
         digests = [digest for ids in samples for digest in (digest_of(*ids), digest_of(*ids[:2]))]
-        said = self._call_all(lambda client: client.safe_call("versions", client.timeouts.reply_s, digests=digests))
-        found = [next((spans for spans in one if spans is not None), None) for one in zip(*said, strict=True)]
+        replies = self._call_all(lambda client: client.safe_call("versions", client.timeouts.reply_s, digests=digests))
+        found = [next((spans for spans in each if spans is not None), None) for each in zip(*replies, strict=True)]
         return [exact or known for exact, known in zip(found[::2], found[1::2], strict=True)]
 
     def hold_back(self, held: bool) -> None:
-        """Have the servers keep generation requests of others waiting, or not.
+        """Hold back generation requests of environments at the servers, or release them.
 
-        Until it is called again or this run falls silent; a server that was restarted holds nothing back.
+        Applies until the next call, or until the heartbeats of this run end. A restarted server holds nothing back.
         """
         self._call_all(lambda client: client.safe_call("hold", client.timeouts.reply_s, held=held))
 
     # --- weights ----------------------------------------------------------------------------------------------
 
     def update(self, stream: WeightStream) -> Ack:
-        """One thread for each engine sends it what this one reads."""
+        """Read the stream, and send it to each engine on a thread of its own."""
         self._check_at_rest("new weights")
         feeds = {client: Feed() for client in self.engines}
         updates: dict[EngineClient, Future[Ack]] = {}
@@ -256,7 +256,7 @@ class EnginePool(InferenceEngine):
             self._prepare_broadcast(list(feeds), stream)
             for bucket in stream:
                 taken = [feed.give(bucket) for feed in feeds.values()]
-                del bucket  # before the next one is gathered
+                del bucket  # before the next bucket is gathered
                 raise_first([outcome_of(future.result) for future in taken])
             all_sent = True
         finally:
@@ -267,16 +267,16 @@ class EnginePool(InferenceEngine):
             acks = raise_first(outcomes)
             for client, ack in zip(feeds, acks, strict=True):
                 stream.check(ack, client.name)
-                if ack != acks[0]:  # in a server, which does not see what the trainer broadcasts
+                if ack != acks[0]:  # in a server, which does not have the tensors of a broadcast
                     raise SyncFailed(f"weights: {client.name} has digest {ack.digest}, others have {acks[0].digest}")
-        except SwiftError:  # some may have switched
+        except SwiftError:  # some engines may have the new weights
             self.invalidate(f"the update to version {stream.version} has not reached every engine")
             raise
         self.version = stream.version
         return acks[0]
 
     def _await_begun(self, feeds: dict[EngineClient, Feed]) -> None:
-        """Wait until every engine takes weights; one that turns out to be dead is left out."""
+        """Wait until every engine takes weights; a dead engine is left out."""
         outcomes = {client: outcome_of(feed.asked.result) for client, feed in feeds.items()}
         alive = self.engines
         for client, outcome in outcomes.items():
@@ -286,9 +286,9 @@ class EnginePool(InferenceEngine):
                 raise outcome
 
     def _prepare_broadcast(self, clients: list[EngineClient], stream: WeightStream) -> None:
-        """Give those that are reached by a broadcast one sender: a new one if they are not the same as before.
+        """Set the sender of the engines that receive by a broadcast; a new sender if these engines have changed.
 
-        In a server the trainer is the sender, and each of these engines has ranks of its own.
+        In a server the trainer is the sender, and this sets the ranks of each engine.
         """
         first = stream.first()
         if isinstance(first, Announcement):
@@ -319,14 +319,14 @@ class EnginePool(InferenceEngine):
         self._call_all(lambda client: client.safe_call("leave_broadcast", client.timeouts.sync_s))
 
     def invalidate(self, why: str) -> None:
-        """The engines' weights may differ from now on."""
+        """Mark the weights of all engines as invalid, for this reason."""
         for client in self._clients:
             client.invalid = client.invalid or why
 
     def rebuild(self) -> None:
-        """Outstanding requests stay so, and begin anew."""
+        """Outstanding requests stay outstanding, and are sampled from the start."""
         self._check_open()
-        self._leave_broadcast()  # engines that are made anew are in no group
+        self._leave_broadcast()  # rebuilt engines are in no group
         self._call_all(lambda client: client.rebuild())
         self.version = 0
 
@@ -338,7 +338,7 @@ class EnginePool(InferenceEngine):
         try:
             ack = self._call_all(lambda client: client.load_adapter(adapter, version))[0]
         except SwiftError as error:
-            refused = isinstance(error, ConfigError | EngineAsleep | Unsupported)  # before anything was touched
+            refused = isinstance(error, ConfigError | EngineAsleep | Unsupported)  # before any change
             if not refused or any(client.version != self.version for client in self._clients):
                 self.invalidate(f"the adapter of version {version} has not reached every engine")
             raise
@@ -375,7 +375,7 @@ class EnginePool(InferenceEngine):
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """Alive while one engine is; the detail names the others."""
+        """Alive if an engine is alive; the detail has the problems of the others."""
         if self._closed:
             return Health(False, "closed")
         reports = [client.health() for client in [*self._clients, *self._gone]]
@@ -385,11 +385,11 @@ class EnginePool(InferenceEngine):
 
     def stacks(self) -> str:
         clients = self._clients
-        said = in_parallel([client.stacks for client in clients])
-        return "; ".join(f"{client.name}: {one}" for client, one in zip(clients, said, strict=True))
+        replies = in_parallel([client.stacks for client in clients])
+        return "; ".join(f"{client.name}: {reply}" for client, reply in zip(clients, replies, strict=True))
 
     def close(self) -> None:
-        """End all engines at the same time; whoever waits for a completion gets `EngineDead`."""
+        """End all engines in parallel; outstanding requests raise EngineDead."""
         self._closed = True
         self._leave_broadcast()
         in_parallel([client.close for client in self._clients])
@@ -418,41 +418,41 @@ class EnginePool(InferenceEngine):
             )
 
     def _call_all(self, work: Callable[[EngineClient], T]) -> list[T]:
-        """`work` on every engine at the same time; one that turns out to be dead is left out.
+        """The results of `work` on every engine, in parallel; a dead engine is left out.
 
-        The first failure is raised once all are done.
+        Raises the first failure after all calls have ended.
         """
         clients = self.engines
         outcomes = in_parallel([partial(work, client) for client in clients])
         alive = self.engines
         return raise_first(
-            [one for client, one in zip(clients, outcomes, strict=True) if _counts(one, client in alive)]
+            [outcome for client, outcome in zip(clients, outcomes, strict=True) if _counts(outcome, client in alive)]
         )
 
 
 def _counts(outcome: object, alive: bool) -> bool:
-    """Whether it is not the failure of an engine that is dead by now."""
+    """Whether an outcome is a result, or the failure of an engine that is alive."""
     return alive or not isinstance(outcome, Exception)
 
 
 def outcome_of(work: Callable[[], T]) -> T | Exception:
-    """What it returns or raises."""
+    """The result of `work`, or the exception that it raised."""
     try:
         return work()
-    except Exception as error:  # the caller raises it once the others are done
+    except Exception as error:  # the caller raises it after the others have ended
         return error
 
 
 def in_parallel(work: Sequence[Callable[[], T]]) -> list[T | Exception]:
-    """What each of them returns or raises, in order."""
+    """The result or exception of each, in order."""
     if len(work) < 2:
-        return [outcome_of(one) for one in work]
+        return [outcome_of(function) for function in work]
     with ThreadPoolExecutor(len(work), thread_name_prefix="engine") as threads:
         return list(threads.map(outcome_of, work))
 
 
 def raise_first(outcomes: Sequence[T | Exception]) -> list[T]:
-    """What all returned; raises the first failure among them."""
+    """The results; raises the first exception among them."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome
@@ -460,19 +460,19 @@ def raise_first(outcomes: Sequence[T | Exception]) -> list[T]:
 
 
 def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
-    """What every engine can do."""
+    """The capabilities that all engines have."""
     first = each[0]
-    all_have = {name: all(getattr(one, name) for one in each) for name in ("lora", "in_flight_updates", "guided")}
+    all_have = {name: all(getattr(engine, name) for engine in each) for name in ("lora", "in_flight_updates", "guided")}
     shared = {
-        name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(one, name) for one in each))
+        name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(engine, name) for engine in each))
         for name in ("sleep_levels", "sampling_fields")
     }
     facts: dict[str, Any] = {**all_have, **shared}
     return replace(
         first,
-        logprob_support=max((one.logprob_support for one in each), key=["full", "truncated", "raw"].index),
+        logprob_support=max((engine.logprob_support for engine in each), key=["full", "truncated", "raw"].index),
         shares_weights=False,
-        max_model_len=min(one.max_model_len for one in each),
-        devices=tuple(device for one in each for device in one.devices),
+        max_model_len=min(engine.max_model_len for engine in each),
+        devices=tuple(device for engine in each for device in engine.devices),
         **facts,
     )

@@ -72,7 +72,7 @@ class EngineHost:
 
     @_in_group("inbox")
     def submit(self, requests: list[Request]) -> None:
-        """Requests that are to enter one batch. One that the engine does not take fails alone; nobody waits here."""
+        """Submit requests to enter one batch, without waiting. A request that the engine refuses fails alone."""
         stream = self._stream
         assert stream is not None
         try:
@@ -93,7 +93,7 @@ class EngineHost:
 
     @_in_group("events")
     def take(self, wait_s: float) -> tuple[list[Arrival], dict[str, Any]]:
-        """What has arrived since the last call, waiting up to `wait_s` for the first of it; and the counters."""
+        """The arrivals since the last call, waiting up to `wait_s` for the first; and the counters."""
         assert self._stream is not None
         return self._stream.take(wait_s), asdict(self._live.engine.counters)
 
@@ -133,7 +133,7 @@ class EngineHost:
         return update.number
 
     def bucket(self, update: int, way: str, payload: Any) -> None:
-        """way: "object_store" for tensors there, or "broadcast" for what announces one."""
+        """way: "object_store" for references to tensors, or "broadcast" for an announcement."""
         bucket = Announcement([], header=payload) if way == "broadcast" else Bucket(object_store.tensors_of(payload))
         self._live.updates.send(update, bucket).result()
 
@@ -142,7 +142,7 @@ class EngineHost:
         return {"ack": ack, "asleep": self._live.health().detail}
 
     def rebuild(self) -> None:
-        """Make the engine anew; whatever it had to sample is forgotten."""
+        """Rebuild the engine; outstanding requests are dropped."""
         assert self._stream is not None
         self._stream.close()
         self._stream = self._live.open(notify=self._notify)
@@ -154,7 +154,7 @@ class EngineHost:
         self._live.reset_caches().result()
 
     def do(self, name: str, **fields: Any) -> dict[str, Any]:
-        """Call a method of the engine; what it returns, and the state after it."""
+        """Call a method of the engine; returns its result, and the state after it."""
         result = self._live.do(lambda engine: getattr(engine, name)(**fields)).result()
         return {"result": result, "asleep": self._live.health().detail, "version": self._live.engine.version}
 
@@ -178,7 +178,7 @@ class EngineActor(EngineHost):
             level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr, force=True
         )
         os.environ[MARKER] = marker
-        for name in [one for one in os.environ if is_of_launch(one)]:
+        for name in [variable for variable in os.environ if is_of_launch(variable)]:
             del os.environ[name]
         self.spec = spec
         if self.spec.cores and hasattr(os, "sched_setaffinity"):
@@ -186,7 +186,7 @@ class EngineActor(EngineHost):
         self._guard = guard.start(f"{MARKER}={marker}")
 
     def start(self) -> tuple[Capabilities, int, int, str]:
-        """Build the engine; returns what it can do, its receivers of a broadcast, the process and its node."""
+        """Build the engine; returns its capabilities, number of broadcast receivers, process id and node."""
         from swift.plugin import load_external_plugins
 
         try:

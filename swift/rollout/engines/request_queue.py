@@ -3,11 +3,11 @@
     CompletionStream.submit --> waiting --> one coroutine for each request --> CompletionStream.take
     do(work), weight updates --> jobs --> the same thread, at rest, one after the other
 
-No transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique within a `CompletionStream`
+It has no transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique per `CompletionStream`
 only. Each request comes back exactly once, as a `Completion` or in one `Failure`, unless its stream is closed first.
 
-A job (new weights, sleep, ...) runs at rest: nothing new is submitted while one waits, and it starts when the last
-completion is out, or at once while the engine is paused in flight. A weight update is one job, until it is committed.
+A job (new weights, sleep, ...) runs at rest: no request is submitted while a job waits, and it starts after the last
+completion, or at once while the engine is paused in flight. A weight update is one job, until it is committed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swift.types import Completion, Request
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 10.0
-"""Longest wait for the thread to end."""
+"""Longest wait for the end of the thread, in seconds."""
 
 T = TypeVar("T")
 
@@ -45,10 +45,10 @@ class RequestQueue:
     """See the module's docstring; starts its thread.
 
     Args:
-        engine: owned by the queue from now on.
-        limit: samples that may wait or run; None for no limit.
+        engine: the engine; the queue closes it.
+        limit: maximum number of samples that wait or run; None means no limit.
         request_limit_s: longest time of a request; see `Request.limit_s`.
-        silence_s: a weight update that gets no bucket for so long is given up.
+        silence_s: a weight update without a bucket for this time is aborted.
 
     Attributes:
         dead: why the engine cannot go on, or None.
@@ -70,13 +70,13 @@ class RequestQueue:
         self.updates = QueueUpdates(self.do, silence_s)
         engine.after_step = self._grow
         self._loop = RolloutLoop(threaded=True, name="request queue")
-        self._lock = threading.Lock()  # of what follows
-        self._streams: dict[str, CompletionStream] = {}  # by the names that the engine knows: "<stream>:<id>"
+        self._lock = threading.Lock()  # of the fields below
+        self._streams: dict[str, CompletionStream] = {}  # by the request ids of the engine: "<stream>:<id>"
         self._waiting: dict[str, Request] = {}  # in order
         self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
-        self._kept = False  # and what ran is paused in flight
+        self._kept = False  # the running requests are paused in flight
         self._closed = False
         self._working: Any = None  # the job that runs
         self._worker: asyncio.Task[None] | None = None
@@ -87,7 +87,7 @@ class RequestQueue:
 
     @property
     def thread(self) -> threading.Thread | None:
-        """The one that calls the engine."""
+        """The thread that calls the engine."""
         return self._loop.thread
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class RequestQueue:
     def open(
         self, owner: str | None = None, notify: Callable[[], None] = lambda: None, *, grows: bool = False
     ) -> CompletionStream:
-        """A stream for one client. notify: called from the queue's thread whenever something arrived."""
+        """A stream for one client. notify: called from the queue's thread after each arrival."""
         return CompletionStream(self, next(self._numbers), owner, notify, grows=grows)
 
     @property
@@ -107,7 +107,7 @@ class RequestQueue:
     @property
     def running_by_owner(self) -> dict[str | None, int]:
         with self._lock:
-            return dict(Counter(one.owner for name, one in self._streams.items() if name not in self._waiting))
+            return dict(Counter(stream.owner for name, stream in self._streams.items() if name not in self._waiting))
 
     def abort(
         self, belongs: Callable[[CompletionStream], bool] = lambda stream: True, ids: Collection[str] | None = None
@@ -129,7 +129,7 @@ class RequestQueue:
         return len(names)
 
     def _abort(self, begun: list[str]) -> None:
-        if begun:  # once coroutines that were begun in this turn of the loop have asked the engine
+        if begun:  # after the coroutines begun in this iteration of the loop have called the engine
             asyncio.get_running_loop().call_soon(self.engine.abort, begun)
         self._turn()
 
@@ -145,7 +145,7 @@ class RequestQueue:
                     f"queue: {count} samples wait or run and {len(requests)} came: over the limit of {self.limit}; "
                     "send fewer at a time, or try again later"
                 )
-            named = {f"{stream.number}:{one.request_id}": one for one in requests}
+            named = {f"{stream.number}:{request.request_id}": request for request in requests}
             known = [name for name in named if name in self._streams]
             if known or len(named) < len(requests):
                 name = _own_id(known[0]) if known else "of several"
@@ -158,7 +158,7 @@ class RequestQueue:
         self._loop.call(self._turn)
 
     async def _sample(self, request: Request) -> None:
-        """A request from its turn to its end, whatever that is."""
+        """Sample a request, and deliver its completion or failure."""
         name = request.request_id
         try:
             completion = await self.engine.generate(request)
@@ -180,33 +180,34 @@ class RequestQueue:
         return stream
 
     def _fail(self, name: str, error: SwiftError) -> None:
-        """Those that one failure ends are told of it together."""
+        """End a request; requests with the same error are delivered in one `Failure`."""
         if (stream := self._left(name)) is None:
             return
         if not self._failures:
-            asyncio.get_running_loop().call_soon(self._tell_failures)
+            asyncio.get_running_loop().call_soon(self._put_failures)
         self._failures.setdefault((stream, error), []).append(_own_id(name))
 
-    def _tell_failures(self) -> None:
+    def _put_failures(self) -> None:
         failures, self._failures = self._failures, {}
         for (stream, error), names in failures.items():
             stream.put(Failure(names, error))
 
     def _grow(self) -> None:
-        """After a step: tokens of those that want them before their completion has ended."""
+        """After a step: deliver the tokens so far to streams with `grows`."""
         with self._lock:
-            growing = [(name, one) for name, one in self._streams.items() if one.grows and name not in self._waiting]
-        for name, stream in growing:
-            stream.grow(_own_id(name), *self.engine.so_far(name))
+            running = [item for item in self._streams.items() if item[0] not in self._waiting]
+        for name, stream in running:
+            if stream.grows:
+                stream.grow(_own_id(name), *self.engine.so_far(name))
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
     def do(self, work: Callable[[InferenceEngine], Any]) -> Future[Any]:
-        """Carry out `work` on the engine's thread, at rest; it may be a coroutine function.
+        """Run `work` on the engine's thread, at rest; it may be a coroutine function.
 
-        A future that is cancelled in time is not carried out.
+        Cancelling the future before its start removes the job.
 
-        Raises EngineDead: the engine is gone, or the queue is closed.
+        Raises EngineDead: the engine is dead, or the queue is closed.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -216,7 +217,7 @@ class RequestQueue:
         return future
 
     def pause_in_flight(self) -> None:
-        """Stop sampling between two tokens, keeping what runs for `resume`; jobs can run meanwhile.
+        """Stop sampling between two tokens, keeping running requests for `resume`; jobs can run meanwhile.
 
         Raises Unsupported: the engine cannot; nothing is paused then.
         """
@@ -241,7 +242,7 @@ class RequestQueue:
         self.engine.hold()
 
     def resume(self) -> Future[None]:
-        """Go on after a pause, once no weight update is open; idempotent."""
+        """Continue after a pause, as soon as no weight update is open; idempotent."""
         if self._kept:
             return self.do(self._resume)
         self.paused = False
@@ -272,7 +273,7 @@ class RequestQueue:
     # --- the engine's thread ----------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """What may happen now happens: the next job, or else what waits begins."""
+        """Start the next job if the engine is at rest; without a job, begin the waiting requests."""
         with self._lock:
             if self._closed or self.dead is not None:
                 return
@@ -288,7 +289,7 @@ class RequestQueue:
             asyncio.get_running_loop().create_task(self._sample(request))
 
     async def _work_off(self) -> None:
-        """One job, with the engine left alone."""
+        """Run one job, while the engine is at rest."""
         await self.engine.rest()
         with self._lock:
             work, future = self._jobs.popleft() if self._jobs else (None, None)
@@ -297,14 +298,14 @@ class RequestQueue:
             try:
                 done = work(self.engine)
                 future.set_result(await done if inspect.isawaitable(done) else done)
-            except BaseException as error:  # belongs to whoever waits for the job
+            except BaseException as error:  # raised in the caller that waits for the job
                 future.set_exception(error)
             self._working = None
         self._worker = None
         self._turn()
 
     def _die(self, error: Exception) -> None:
-        """The engine cannot go on, and nothing is accepted any more."""
+        """Mark the engine as dead; all requests and jobs fail, and further ones are refused."""
         if self.dead is not None:
             return
         if not isinstance(error, EngineDead):
@@ -337,9 +338,9 @@ class RequestQueue:
             raise self.dead
 
     def check_progress(self, stall_s: float, job_s: float) -> None:
-        """To be called every second or so.
+        """Check for a stalled engine; call it about every second.
 
-        Raises EngineDead: samples run and nothing has moved for `stall_s`, or one job has run for `job_s`.
+        Raises EngineDead: samples run without progress for `stall_s`, or one job has run for `job_s`.
         """
         running = self.load[0]
         now, signs = time.monotonic(), (self._working, self.updates.progress, running, astuple(self.engine.counters))
@@ -358,7 +359,7 @@ class RequestQueue:
         return self.engine.health()
 
     def close(self) -> None:
-        """End the engine; whoever waits is told. Idempotent."""
+        """End the engine; outstanding requests and jobs fail with EngineDead. Idempotent."""
         with self._lock:
             if self._closed:
                 return

@@ -155,11 +155,11 @@ class ParityCheck:
         self._temperature = 1.0 if self.capabilities.logprob_support == "raw" else sampling.temperature
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
         self.dtypes = dtype_name(dtype), self.capabilities.dtype
-        other_base = rounds_activations(model) or (adapter_only and is_quantised(model))
+        quantised = rounds_activations(model) or (adapter_only and is_quantised(model))
         self.limits = limits_for(
             *self.dtypes,
             own_device().type,
-            quantised=other_base or bool(self.capabilities.quantization),
+            quantised=quantised or bool(self.capabilities.quantization),
             experts=has_experts(model),
         )
         self._requests = self._make_requests(prompts, sampling)
@@ -202,7 +202,7 @@ class ParityCheck:
     ) -> Stage:
         """Sample, score and compare; returns the result of the worst rank.
 
-        ends: also sample completions that end at one of the tokens that were frequent in the others.
+        ends: whether to also sample completions with the most frequent tokens of the others as stop tokens.
         """
         samples = self._sample(self._requests if requests is None else requests)
         if ends:
@@ -214,40 +214,40 @@ class ParityCheck:
                 ending.append(replace(request, request_id=f"{request.request_id}/end", sampling=sampling))
             samples += self._sample(ending)
             self._end_tokens_checked = any(sample.completion.finish_reason == "stop" for sample in samples)
-        broken = contract_faults(
+        faults = contract_faults(
             samples, end_token_ids=self.end_token_ids, limit=self.capabilities.max_model_len, version=version
         )
         usable = [
             sample for sample in samples if 0 < len(sample.completion.token_ids) == len(sample.completion.logprobs)
         ]
         sequences = [TokenSequence(sample.request.prompt_ids, sample.completion.token_ids) for sample in usable]
-        trainer_N = self._scored(sequences or [_FILLER])
+        trainer_N = self._trainer_logprobs(sequences or [_FILLER])
         gaps = measure(usable, trainer_N, left_out=self.limits.left_out) if usable else Gaps()
         verdict, problem = self.limits.judge(gaps)
-        if broken:
-            verdict, problem = "refuse", f"contract: {broken}"
+        if faults:
+            verdict, problem = "refuse", f"contract: {faults}"
         return worst_of(self.ranks.all_gather(Stage(name, version, gaps, verdict, problem)))
 
     # --- sampling ---------------------------------------------------------------------------------------------
 
     def _sample(self, requests: Sequence[Request]) -> list[Sample]:
         """This rank's samples, or those of the first rank with an engine; in the order of the requests."""
-        mine, failure = None, None
+        own, failure = None, None
         with self.around():
             if self.engine is not None:
                 try:
                     done = {completion.request_id: completion for completion in self.engine.sample(requests)}
-                    mine = [
+                    own = [
                         Sample(request, int(request.request_id.split("/")[0]), done[request.request_id])
                         for request in requests
                     ]
                 except SwiftError as error:
                     failure = error
-        offers = self.ranks.all_gather((mine, failure))
-        problem = next((error for _, error in offers if error is not None), None)
-        if problem is not None:
-            raise failure or problem
-        return mine if mine is not None else next(samples for samples, _ in offers if samples is not None)
+        of_ranks = self.ranks.all_gather((own, failure))
+        first_failure = next((error for _, error in of_ranks if error is not None), None)
+        if first_failure is not None:
+            raise failure or first_failure
+        return own if own is not None else next(samples for samples, _ in of_ranks if samples is not None)
 
     def _make_requests(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Request]:
         tokens = min(TOKENS, sampling.max_new_tokens, self.capabilities.max_model_len // 2)
@@ -264,7 +264,8 @@ class ParityCheck:
 
     # --- scoring ----------------------------------------------------------------------------------------------
 
-    def _scored(self, sequences: Sequence[TokenSequence]) -> Tensor:
+    def _trainer_logprobs(self, sequences: Sequence[TokenSequence]) -> Tensor:
+        """The trainer's log-probs [N] in evaluation mode, as float64 on the CPU."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -273,10 +274,10 @@ class ParityCheck:
         finally:
             self.model.train(was_training)
 
-    def _from_engine(self, mine: Any) -> Any:
+    def _from_engine(self, own: Any) -> Any:
         """This rank's value, or without an engine that of the first rank that has one; collective."""
-        found = [value for value in self.ranks.all_gather(mine) if value is not None]
-        return found[0] if mine is None else mine
+        values = [value for value in self.ranks.all_gather(own) if value is not None]
+        return values[0] if own is None else own
 
     def _report(self, stages: Sequence[Stage]) -> ParityReport:
         note = "" if self._end_tokens_checked else "no sample ended by itself, so end tokens are unchecked"

@@ -91,8 +91,8 @@ def _with_noise(name: str, tensor: Tensor, seed: int) -> Tensor:
     count = tensor.numel()
     block = torch.randn(min(count, _BLOCK), generator=generator).to(tensor.device)
     noise = block.repeat(-(-count // block.numel()))[:count].view(tensor.shape)
-    own = float(tensor.float().square().mean().sqrt())
+    rms = float(tensor.float().square().mean().sqrt())
     share = next((share for pattern, share in RELATIVE_OF if pattern.search(name)), RELATIVE)
     floor = FLOOR_ROUTED if _ROUTED.search(name) else FLOOR
-    deviation = share * own if own > 1e-3 and not _LORA_B.search(name) else floor
+    deviation = share * rms if rms > 1e-3 and not _LORA_B.search(name) else floor
     return (tensor.float() + deviation * noise).to(tensor.dtype)

@@ -126,8 +126,8 @@ def _faults(sample: Sample, ends: set[int], limit: int, version: int) -> Iterato
         if reason == "stop" and (not ids or ids[-1] not in ends):
             yield "end", "finish reason 'stop', but the end token is missing"
         elif early is not None:
-            again = "is followed by another" if ids[early + 1] in ends else "is not the last token"
-            yield "end", f"the end token {ids[early]} {again}"
+            where = "is followed by another" if ids[early + 1] in ends else "is not the last token"
+            yield "end", f"the end token {ids[early]} {where}"
         elif reason == "length" and ids and ids[-1] in ends:
             yield "end", "finish reason 'length' with an end token in last place"
     room = min(sample.request.sampling.max_new_tokens, limit - len(sample.request.prompt_ids))

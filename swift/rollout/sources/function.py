@@ -126,34 +126,34 @@ class Rollout:
         """
         with self._busy:
             if self._revoked:
-                raise EngineError(f"{FLAG}: this call was given up; its engine is used by others now")
-            wanted = sampling or self.sampling
+                raise EngineError(f"{FLAG}: this call was given up; it cannot sample any more")
+            sampling = sampling or self.sampling
             requests = [
                 Request(
                     f"call-{self._number}-{self._turn}/{place}",
                     list(ids),
-                    replace(wanted, seed=self._seed(place)),
+                    replace(sampling, seed=self._seed(place)),
                     limit_s=self._limit_s,
                 )
                 for place, ids in enumerate(prompt_ids)
             ]
             self._turn += 1
-            work = self._sampled(requests)
+            work = self._sample(requests)
             try:
                 done = asyncio.run_coroutine_threadsafe(work, self._loop).result()
             except (concurrent.futures.CancelledError, RuntimeError) as error:
                 if self._loop.is_closed():
                     work.close()
-                elif isinstance(error, RuntimeError):  # of the engine
+                elif isinstance(error, RuntimeError):  # an error of the engine
                     raise
                 raise EngineError(f"{FLAG}: this call was given up while it sampled") from None
         for completion in done:
             completion.text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         return done
 
-    async def _sampled(self, requests: Sequence[Request]) -> list[Completion]:
+    async def _sample(self, requests: Sequence[Request]) -> list[Completion]:
         if self._revoked:
-            raise EngineError(f"{FLAG}: this call was given up; its engine is used by others now")
+            raise EngineError(f"{FLAG}: this call was given up; it cannot sample any more")
         self._task = asyncio.current_task()
         for request in requests:
             self._engine.check_length(request)
@@ -175,7 +175,7 @@ class Rollout:
         if self._task is not None:
             self._task.cancel()
 
-    async def _ended(self) -> None:
+    async def _wait_ended(self) -> None:
         """Wait until the engine has no request of this call."""
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -226,13 +226,13 @@ class FunctionSource(Source):
         ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = request, ended
         if self._calling is None:
-            self._calling = asyncio.get_running_loop().create_task(self._call_while_asked())
+            self._calling = asyncio.get_running_loop().create_task(self._call_while_waiting())
         try:
             return await ended
         finally:
             self._waiting.pop(request.request_id, None)
 
-    async def _call_while_asked(self) -> None:
+    async def _call_while_waiting(self) -> None:
         """Call the function repeatedly, until no request is left."""
         called: set[str] = set()
         try:
@@ -242,7 +242,7 @@ class FunctionSource(Source):
                 waiting = [request for name, (request, _) in self._waiting.items() if name not in called]
                 if not waiting:
                     return
-                requests = _of_equal_number(waiting)
+                requests = _of_equal_size(waiting)
                 called |= {request.request_id for request in requests}
                 await self._call(requests)
         except Exception as error:
@@ -255,27 +255,27 @@ class FunctionSource(Source):
     async def _call(self, requests: Sequence[Request]) -> None:
         """Call the function with the prompts of these requests, and set their completions."""
         groups = [list(group) for _, group in groupby(requests, _launch_of)]
-        rollout = self._rollout = self._tool(groups)
+        rollout = self._rollout = self._new_rollout(groups)
         self._calls += 1
         messages = [[dict(turn) for turn in group[0].prompt.messages] for group in groups if group[0].prompt]
-        wanted = [self._waiting[request.request_id][1] for request in requests]
-        unwanted = asyncio.gather(*wanted, return_exceptions=True)
-        called = asyncio.wrap_future(on_thread(lambda: self._called(messages, rollout), f"rollout {self.name}"))
+        waiting = [self._waiting[request.request_id][1] for request in requests]
+        all_aborted = asyncio.gather(*waiting, return_exceptions=True)
+        called = asyncio.wrap_future(on_thread(lambda: self._run(messages, rollout), f"rollout {self.name}"))
         try:
-            await asyncio.wait([called, unwanted], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
-            if unwanted.done():  # all requests were aborted
+            await asyncio.wait([called, all_aborted], timeout=self.limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if all_aborted.done():
                 return
-            made = self._returned(called, rollout, requests) if called.done() else self._expired(requests)
+            completions = self._results(called, rollout, requests) if called.done() else self._expired(requests)
         finally:
             rollout._revoke()
-            await rollout._ended()
+            await rollout._wait_ended()
             called.add_done_callback(lambda call: call.cancelled() or call.exception())  # an abandoned call may raise
             self._rollout = None
-        for completion, ended in zip(made, wanted, strict=True):
+        for completion, ended in zip(completions, waiting, strict=True):
             if not ended.done():
                 ended.set_result(completion)
 
-    def _tool(self, groups: Sequence[Sequence[Request]]) -> Rollout:
+    def _new_rollout(self, groups: Sequence[Sequence[Request]]) -> Rollout:
         requests, engine = [request for group in groups for request in group], self.inner
         return Rollout(
             prompt_ids=[list(group[0].prompt_ids) for group in groups],
@@ -294,13 +294,14 @@ class FunctionSource(Source):
             _limit_s=requests[0].limit_s,
         )
 
-    def _called(self, messages: list[list[dict[str, Any]]], rollout: Rollout) -> Any:
+    def _run(self, messages: list[list[dict[str, Any]]], rollout: Rollout) -> Any:
         """Call the function, on a background thread."""
-        if (device := own_device()).type == "cuda":  # each thread has its own
+        if (device := own_device()).type == "cuda":  # the current device is a setting of the thread
             torch.cuda.set_device(device)
         return self.function(messages, rollout)
 
     def _expired(self, requests: Sequence[Request]) -> list[Completion]:
+        """Completions with "error" for an abandoned call. Raises EngineError after several of them in a row."""
         self._late += len(requests)
         self._given_up += 1
         if self._given_up >= GIVEN_UP_LIMIT:
@@ -310,16 +311,16 @@ class FunctionSource(Source):
             )
         return [Completion(request.request_id, [], [], "error") for request in requests]
 
-    def _returned(self, called: asyncio.Future[Any], rollout: Rollout, requests: Sequence[Request]) -> list[Completion]:
+    def _results(self, called: asyncio.Future[Any], rollout: Rollout, requests: Sequence[Request]) -> list[Completion]:
         """The completions of a call, checked."""
         if (error := called.exception()) is not None:
-            raise self._explained(error) from error
+            raise self._with_place(error) from error
         self._given_up = 0
         reader = OutputReader(self.name, rollout, self.vocab_size, self.inner.room)
         return reader.completions(called.result(), requests)
 
-    def _explained(self, error: BaseException) -> SwiftError:
-        """The error of the function, with its place."""
+    def _with_place(self, error: BaseException) -> SwiftError:
+        """The error of the function, with file and line."""
         if isinstance(error, SwiftError):
             return error
         code = getattr(self.function, "__code__", None)
@@ -334,7 +335,7 @@ def _launch_of(request: Request) -> str:
     return request.request_id.rpartition("/")[0]
 
 
-def _of_equal_number(requests: Sequence[Request]) -> list[Request]:
+def _of_equal_size(requests: Sequence[Request]) -> list[Request]:
     """The requests of all launches with as many completions as the first one, launch by launch."""
     groups: dict[str, list[Request]] = {}
     for request in requests:

@@ -1,7 +1,7 @@
 """Conversion of the output of a rollout function to completions, with checks of every value.
 
 Tokens in, tokens out: ids and log-probs are those of the engine, prompt ids those of the request. The first invalid
-entry stops the run; the message has its place.
+entry stops the run; the message contains its position.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SEQUENCES = ("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids", "e
 class OutputReader:
     """Converts the output of one call.
 
-    name: name of the function. rollout: its argument. vocab_size: the policy's. room: returns the maximum number of
-    sampled tokens of a request.
+    name: name of the function. rollout: its argument. vocab_size: size of the policy's vocabulary. room: returns the
+    maximum number of sampled tokens of a request.
     """
 
     name: str
@@ -60,7 +60,7 @@ class OutputReader:
         count = len(requests)
         lists = {name: self._list(output, name, count) for name in RESULTS}
         columns = {name: self._column(name, value, count) for name, value in output.items() if name not in RESULTS}
-        made = []
+        completions = []
         for place, request in enumerate(requests):
             entry = {name: values[place] for name, values in lists.items()}
             for name in (key for key in SEQUENCES if entry[key] is not None and not _is_row(entry[key])):
@@ -74,7 +74,7 @@ class OutputReader:
                     f"prompt_ids[{place}] are not the ids of its prompt, and training uses those; take "
                     "rollout.prompt_ids, or change the prompt with --system, --template or --chat_template_kwargs"
                 )
-            made.append(
+            completions.append(
                 Completion(
                     request_id=request.request_id,
                     token_ids=ids,
@@ -85,7 +85,7 @@ class OutputReader:
                     mask=mask if 0 in mask else [],
                 )
             )
-        return made
+        return completions
 
     def _list(self, output: Mapping[str, Any], name: str, count: int) -> list[Any]:
         """An entry as one value per completion; None for each if it is missing."""
@@ -110,7 +110,7 @@ class OutputReader:
         try:
             return list(json.loads(json.dumps(values if isinstance(values, list) else [values] * count)))
         except (TypeError, ValueError) as error:
-            raise self._wrong(f"the column {name!r} holds what JSON cannot carry ({error}); convert it") from error
+            raise self._wrong(f"the column {name!r} cannot be encoded as JSON ({error}); convert it") from error
 
     def _ids(self, given: Any, place: int, room: int) -> list[int]:
         try:
@@ -168,6 +168,7 @@ class OutputReader:
         return given  # type: ignore[no-any-return]
 
     def _wrong(self, problem: str) -> EngineError:
+        """The error of an invalid output."""
         return EngineError(f"{FLAG}: {self.name}: {problem}")
 
 

@@ -46,7 +46,7 @@ async def play(trajectory: Trajectory) -> None:
         if message["role"] == "assistant":
             await trajectory.answer()
         else:
-            trajectory.say(dict(message))
+            trajectory.add_messages(dict(message))
 
 
 def conversation(

@@ -25,16 +25,16 @@ class AtroposArguments:
 
     atropos_env: list[str] = flag([], needs=NEEDS, everyday=False)
     """Commands that start environments, such as `"python my_env.py serve"`. The message API and the policy server are
-    started too, unless `--atropos_url` or `--vllm_server_host` name others."""
+    also started, each unless its address (`--atropos_url`, `--vllm_server_host`) is given."""
 
     atropos_timeout: float = flag(600.0, above=0, needs=NEEDS, everyday=False)
     """Time without data from the message API after which the run ends, in seconds."""
 
     atropos_require_logprobs: bool = flag(False, needs=NEEDS, everyday=False)
-    """Whether samples without the sampler's log-probs are left out, instead of trained on without correction."""
+    """Whether to exclude samples without the sampler's log-probs, instead of training on them without correction."""
 
     use_env_advantages: bool = flag(False, needs=NEEDS, everyday=False)
-    """Whether the environments' advantages count instead of those from scores; one per sample or per token."""
+    """Whether to use the environments' advantages, one per sample or per token, instead of those from scores."""
 
     def problems(self) -> Iterator[str]:
         if getattr(self, "rollout_source", "engine") == "atropos":

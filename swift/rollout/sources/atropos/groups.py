@@ -4,7 +4,7 @@
     masks   -100 .. a0 a1 -100 b0   the token itself where it is trained on
              prompt | a0 a1 e0 b0   prompt_ids, token_ids; the completion begins with the first trained token
 
-The API checks none of this. An invalid sequence is excluded, with a reason; a group whose lists do not match is
+The API does not check groups. An invalid sequence is excluded, with a reason; a group whose lists do not match is
 excluded as a whole.
 """
 
@@ -67,15 +67,16 @@ class GroupReader:
         problem = self._problem(group)
         if not self._accepted:
             self._accept(group)
-        made = []
+        completions = []
         for index, name in enumerate(request_ids):
             try:
                 if problem:
                     raise _Excluded(problem)
-                made.append(self._completion(group, index, name, versions))
+                completions.append(self._completion(group, index, name, versions))
             except _Excluded as reason:
-                made.append(Completion(name, [], [], "stop", episode=Episode([], 0, 0, problem=str(reason))))
-        return made
+                episode = Episode([], 0, 0, problem=str(reason))
+                completions.append(Completion(name, [], [], "stop", episode=episode))
+        return completions
 
     def _accept(self, group: Group) -> None:
         """Raises ConfigError before training if size or temperature of a group differ from the settings."""
@@ -114,7 +115,7 @@ class GroupReader:
         start, end = trained.index(True), len(tokens) - trained[::-1].index(True)
         mask, ids = [int(is_trained) for is_trained in trained[start:end]], tokens[start:end]
 
-        def own(rows: list[list[float]] | None) -> list[float] | None:
+        def row_of(rows: list[list[float]] | None) -> list[float] | None:
             """The row of this sequence, over the completion."""
             if not rows:
                 return None
@@ -122,16 +123,16 @@ class GroupReader:
                 raise _Excluded("misaligned")
             return rows[index][start:end]
 
-        logprobs, references = own(group.inference_logprobs), own(group.ref_logprobs)
+        logprobs, references = row_of(group.inference_logprobs), row_of(group.ref_logprobs)
         self._check_logprobs(logprobs, mask)
-        known = logprobs or [math.nan] * len(ids)
+        sampler_logprobs = logprobs or [math.nan] * len(ids)
         turns = list(_turns(mask))
-        advantage, by_token = self._advantage(group, index, own(group.advantages), mask)
+        advantage, by_token = self._advantage(group, index, row_of(group.advantages), mask)
         messages = [pair for first, last in turns for pair in self._messages(tokens, start, first, last, mask)]
         return Completion(
             request_id=name,
             token_ids=ids,
-            logprobs=[min(value, 0.0) if bit else 0.0 for value, bit in zip(known, mask, strict=True)],
+            logprobs=[min(value, 0.0) if bit else 0.0 for value, bit in zip(sampler_logprobs, mask, strict=True)],
             finish_reason="stop" if ids[-1] in self.end_token_ids else "length",
             text=self.decode(ids[turns[-1][0] : turns[-1][1]]),
             versions=_versions(tokens, start, turns, logprobs or [], versions),
@@ -151,7 +152,7 @@ class GroupReader:
         )
 
     def _trained(self, tokens: list[int], mask: list[int]) -> list[bool]:
-        """Which tokens are trained on; never the first one, which has no log-prob."""
+        """Whether each token is trained on; the first one has no log-prob, so it is not."""
         if len(tokens) != len(mask):
             raise _Excluded("misaligned")
         if len(tokens) >= self.max_token_len:
@@ -194,8 +195,8 @@ class GroupReader:
 
     def _temperature(self, group: Group, index: int) -> float:
         """Temperature of a sequence, given for it or its group; by default that of the loss. NaN: not a number."""
-        own = group.overrides[index] if group.overrides and index < len(group.overrides) else {}
-        for settings in (own, group.generation_params, group.group_overrides):
+        overrides = group.overrides[index] if group.overrides and index < len(group.overrides) else {}
+        for settings in (overrides, group.generation_params, group.group_overrides):
             value = (settings or {}).get("temperature")
             if value is not None:
                 try:
@@ -232,11 +233,11 @@ def _versions(
     tokens: list[int], start: int, turns: Sequence[tuple[int, int]], logprobs: Sequence[float], versions: Versions
 ) -> list[tuple[int, int, int]]:
     """The policy versions of the trained tokens that the policy server has recorded; positions in the completion."""
-    asked = [
+    calls = [
         (tokens[: start + first], tokens[start + first : start + last], logprobs[first:last]) for first, last in turns
     ]
     return [
         (version, first + begin, first + end)
-        for (first, _), found in zip(turns, versions(asked), strict=True)
+        for (first, _), found in zip(turns, versions(calls), strict=True)
         for version, begin, end in found or ()
     ]

@@ -20,7 +20,7 @@ from swift.rollout.sources.atropos.processes import Processes, answers, free_por
 DEFAULT_URL = "http://127.0.0.1:8000"
 API, SERVER = "atropos-api", "rollout-server"
 API_START_S = 60.0
-ADVICE = "correct what its last lines say"
+ADVICE = "correct the error in its last lines"
 """Advice after a process ended whose command is not the user's."""
 OF_TRAINER = (
     "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "vllm_server_timeout",

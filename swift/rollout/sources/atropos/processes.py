@@ -31,7 +31,9 @@ from swift.errors import ConfigError, EngineError, end_process
 from swift.rollout.child import GRACE_S, Child
 
 LOOK_S = 0.2
+"""Interval between two checks of the processes, in seconds."""
 NOTICE_S = 10.0
+"""Time for the trainer to call `check` after a process has died, in seconds."""
 
 
 @dataclass(eq=False)
@@ -43,7 +45,7 @@ class Processes:
     _folders: list[tempfile.TemporaryDirectory[str]] = field(default_factory=list)
     _logs: Path | None = None
     _watching: threading.Thread | None = None
-    _noticed: threading.Event = field(default_factory=threading.Event)
+    _raised: threading.Event = field(default_factory=threading.Event)
     _closing: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -59,8 +61,8 @@ class Processes:
         """Start a process.
 
         Args:
-            name: for messages and the log.
-            command: words; no shell.
+            name: name of the process in messages and of its log.
+            command: words of the command; no shell runs it.
             variables: environment variables, besides those of this process.
             advice: advice of the error after its death.
             may_end: whether it may end with code 0 before `close`.
@@ -104,7 +106,7 @@ class Processes:
     def check(self) -> None:
         """Raises EngineError: a process has died."""
         if (died := self._dead_child()) is not None:
-            self._noticed.set()
+            self._raised.set()
             died.check()
 
     def close(self) -> None:
@@ -130,7 +132,7 @@ class Processes:
         while not self._closing.wait(LOOK_S):
             if (died := self._dead_child()) is None:
                 continue
-            if not self._noticed.wait(NOTICE_S) and not self._closing.is_set():
+            if not self._raised.wait(NOTICE_S) and not self._closing.is_set():
                 try:
                     died.check()
                 except EngineError as error:

@@ -55,7 +55,7 @@ class AtroposSource(Source):
     api: MessageAPI
     reader: GroupReader
     check: Callable[[], None] = lambda: None
-    versions: Versions = lambda asked: [None] * len(asked)
+    versions: Versions = lambda calls: [None] * len(calls)
     hold_back: Callable[[bool], None] = lambda held: None
     max_batches: int | None = None
     _paused: bool = False
@@ -68,7 +68,7 @@ class AtroposSource(Source):
     _reading: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """End the connection to the API."""
+        """Close the connection to the API."""
         self._closed.set()
         if self._watching is not None:
             self._watching.join(2 * IDLE_LOOK_S)
@@ -83,11 +83,11 @@ class AtroposSource(Source):
             self.api.begin_wait()
         ended = self._waiting.setdefault(launch, {})[request.request_id] = loop.create_future()
         if self._reading is None:
-            self._reading = loop.create_task(self._read_while_asked())
+            self._reading = loop.create_task(self._read_while_waiting())
         try:
             return await ended
         finally:
-            self._leave(launch, request.request_id)
+            self._remove(launch, request.request_id)
 
     def hold(self) -> None:
         self._paused = True
@@ -97,7 +97,7 @@ class AtroposSource(Source):
         super().release()
         self._paused = False
 
-    def _leave(self, launch: str, name: str) -> None:
+    def _remove(self, launch: str, name: str) -> None:
         wanted = self._waiting.get(launch, {})
         wanted.pop(name, None)
         if not wanted:
@@ -108,13 +108,13 @@ class AtroposSource(Source):
         if self._reading is not None and not self._waiting:
             await self._reading
 
-    async def _read_while_asked(self) -> None:
+    async def _read_while_waiting(self) -> None:
         """Deliver groups to the waiting launches in order; then hold environments back if enough batches are ready."""
         try:
             while self._waiting:
                 group = await asyncio.wrap_future(on_thread(self._next, "atropos"))
                 if group is not None:
-                    await self._take(group)
+                    await self._deliver(group)
                 if not self._waiting and not self._paused:
                     await asyncio.wrap_future(on_thread(lambda: self._hold(True), "atropos"))
             self._watch()
@@ -134,7 +134,7 @@ class AtroposSource(Source):
         self.check()
         return self.api.next(LOOK_S)
 
-    async def _take(self, group: Group) -> None:
+    async def _deliver(self, group: Group) -> None:
         """Deliver a group as the completions of the launch that has waited longest."""
         if not self._waiting:  # aborted during the poll
             self.api.give_back(group)

@@ -34,7 +34,7 @@ def continuation(
         messages: the chat up to the answer, which is its last message.
         new: messages that follow: tool results, an observation, a user's turn.
         ended: whether the answer ends with its end token; if not, the template's is added.
-        tools: those of the prompt.
+        tools: tools of the prompt.
 
     Raises:
         HistoryRewritten: the rendering of `messages` changes if `new` follows.
@@ -42,10 +42,10 @@ def continuation(
     """
     render = functools.partial(template.render, tools=tools)
     answer = {**messages[-1], "content": _ANSWER}
-    _, shown, after = render([*messages[:-1], answer, *new], add_generation_prompt=True).rpartition(_ANSWER)
+    _, found, after = render([*messages[:-1], answer, *new], add_generation_prompt=True).rpartition(_ANSWER)
     # some templates write text before the last answer only, such as empty thoughts
     sampled = render(messages[:-1], add_generation_prompt=True) + messages[-1]["content"]
-    if not shown or not render([*messages, *new]).startswith((sampled, render(messages))):
+    if not found or not render([*messages, *new]).startswith((sampled, render(messages))):
         raise HistoryRewritten
     ids = template.encode_text(after)
     if ended and ids and ids[0] in template.stop_token_ids:

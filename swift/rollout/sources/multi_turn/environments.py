@@ -15,7 +15,7 @@ from swift.plugin.numbers import as_number, is_finite
 from swift.rollout.sources.multi_turn.source import Play
 from swift.rollout.sources.multi_turn.trajectory import Trajectory
 
-UNREAD = ("response_token_ids", "response_loss_mask", "rollout_logprobs")
+UNSUPPORTED = ("response_token_ids", "response_loss_mask", "rollout_logprobs")
 """Keys that `step` may not return: ids, masks and log-probs are those of the engine."""
 CLOSE_S = 10.0
 """Timeout of closing an environment, in seconds."""
@@ -37,7 +37,7 @@ def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int |
     require_registered(multi_turns, "--multi_turn_scheduler", name)
     entry: Any = multi_turns[name]
     if isinstance(entry, type):
-        entry = _built(entry, name, max_turns)
+        entry = _new_scheduler(entry, name, max_turns)
     if isinstance(entry, MultiTurnScheduler):
         if hasattr(type(entry), "run"):
             raise ConfigError(f"--multi_turn_scheduler: {name}: run is never called; define step and check_finished")
@@ -55,10 +55,10 @@ def require_registered(registry: Mapping[str, Any], flag: str, name: str) -> Non
         raise ConfigError(f"{flag}: {name}: no plugin has registered it; {fix}")
 
 
-def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
+def _new_scheduler(scheduler: type, name: str, max_turns: int | None) -> Any:
     try:
         return scheduler(max_turns=max_turns)
-    except Exception as error:  # of the user's constructor
+    except Exception as error:  # any error of the user's constructor
         raise ConfigError(
             f"--multi_turn_scheduler: {name}: {scheduler.__name__}(max_turns={max_turns}) raised "
             f"{type(error).__name__}: {first_line(error)}; its constructor must take max_turns"
@@ -66,6 +66,7 @@ def _built(scheduler: type, name: str, max_turns: int | None) -> Any:
 
 
 async def _result(value: Any) -> Any:
+    """A value, awaited if it is awaitable."""
     try:
         return await value if inspect.isawaitable(value) else value
     except KeyboardInterrupt as error:  # raised by the environment; it would end the event loop
@@ -100,14 +101,14 @@ def of_scheduler(scheduler: MultiTurnScheduler, name: str) -> Play:
                     f"--multi_turn_scheduler: {name}: step returned {type(step).__name__}; return a dict whose "
                     '"infer_request" is the request with the next messages'
                 )
-            for key in UNREAD:
+            for key in UNSUPPORTED:
                 if step.get(key) is not None:
                     raise RewardError(
                         f"--multi_turn_scheduler: {name}: step returned {key}, which is not supported; "
                         'put the text into the messages of "infer_request"'
                     )
             trajectory.columns |= step.get("rollout_infos") or {}
-            trajectory.become(step["infer_request"].messages)
+            trajectory.replace_chat(step["infer_request"].messages)
 
     return play
 
@@ -137,7 +138,7 @@ def of_function(function: Callable[[list[dict[str, Any]]], Any], name: str) -> P
                 )
             if rows[0]["finished"] or trajectory.out_of_turns():
                 return
-            trajectory.become(rows[0]["messages"])
+            trajectory.replace_chat(rows[0]["messages"])
 
     return play
 
@@ -164,7 +165,7 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
                 trajectory.columns |= columns or {}
                 if done or trajectory.out_of_turns():
                     return
-                trajectory.say({"role": "user", "content": observation})
+                trajectory.add_messages({"role": "user", "content": observation})
         finally:
             async with asyncio.timeout(CLOSE_S):
                 await asyncio.shield(asyncio.ensure_future(_result(env.close())))
@@ -184,7 +185,7 @@ def _reward(value: Any) -> float | None:
 
 
 def _opening(messages: list[Message], observation: str | None, system: str | None) -> list[Message]:
-    """The chat at the start of an environment; messages that it does not provide are the row's."""
+    """The chat at the start of an environment: its observation and system message, by default those of the row."""
     head = [message for message in messages if message["role"] in INSTRUCTIONS]
     rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
     if system is not None:

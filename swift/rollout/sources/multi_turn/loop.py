@@ -25,8 +25,8 @@ class Loop:
         self.idle = False
         self.threads = 0
         """Number of awaited functions that run on threads."""
-        self._asked = self._begun = 0
-        self._late = False
+        self._queued = self._begun = 0  # calls of `call`, and those that have begun
+        self._timed_out = False
         self._since: float | None = None  # start of the present callbacks; None while it is idle
         self.given_up = False
         self._loop = _EventLoop(self)
@@ -38,7 +38,7 @@ class Loop:
         if self.given_up:
             return
         with self.changed:
-            self._asked += 1
+            self._queued += 1
         self._loop.call_soon_threadsafe(self._begin, function, arguments)
 
     def wait_until_idle(self, limit_s: float) -> None:
@@ -47,9 +47,9 @@ class Loop:
         After a timeout it does not wait again until the loop has been idle.
         """
         with self.changed:
-            limit = 0 if self._late else limit_s
-            self._late = not self.changed.wait_for(
-                lambda: self.idle and not self.threads and self._asked == self._begun, limit
+            limit = 0 if self._timed_out else limit_s
+            self._timed_out = not self.changed.wait_for(
+                lambda: self.idle and not self.threads and self._queued == self._begun, limit
             )
 
     def give_up(self, limit_s: float) -> str | None:
@@ -86,7 +86,7 @@ class Loop:
 
 
 class _EventLoop(asyncio.SelectorEventLoop):
-    """Runs each function of `asyncio.to_thread` on a new daemon thread: slow ones delay no others and no exit."""
+    """Runs each function of `asyncio.to_thread` on a new daemon thread, which delays neither others nor the exit."""
 
     def __init__(self, owner: Loop) -> None:
         super().__init__(_Selector(owner))
@@ -96,12 +96,12 @@ class _EventLoop(asyncio.SelectorEventLoop):
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         done: Future[Any] = Future()
-        done.set_running_or_notify_cancel()  # it cannot be cancelled
+        done.set_running_or_notify_cancel()  # a thread cannot be cancelled
 
         def work() -> None:
             try:
                 done.set_result(func(*args))
-            except BaseException as error:  # raised where it is awaited
+            except BaseException as error:  # raised in the coroutine that awaits it
                 done.set_exception(error)
 
         awaited = asyncio.wrap_future(done, loop=self)

@@ -1,15 +1,15 @@
 """Completions that are multi-turn trajectories of an environment, each turn sampled by an engine.
 
     generate -> play(trajectory)      a coroutine on the event loop of the environments
-                 answer()  -> generate(turn) of the engine, on the rollout loop
-                 say(...)      while other trajectories are sampled
+                 answer()             -> generate(turn) of the engine, on the rollout loop
+                 add_messages(...)       while other trajectories are sampled
     completion <- with its mask, at the end of the coroutine
 
 The user's code runs on another thread than the engine, which it cannot block. A trajectory that waits for its
 environment uses no resources of the engine: its next turn joins the running batch. Before a step the engine waits until
 the event loop of the environments is idle, so that environments without delay join at the same step in every run; it
-waits for `SETTLE_S` at most. An environment that blocks the event loop for longer than the limit of a trajectory ends
-all trajectories on that loop, and later ones get a new loop.
+waits for `IDLE_WAIT_S` at most. An environment that blocks the event loop for longer than the limit of a trajectory
+ends all trajectories on that loop; further trajectories get a new loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from swift.types import Completion, Episode, Request
 
 logger = logging.getLogger("swift.rollout")
 
-SETTLE_S = 0.05
+IDLE_WAIT_S = 0.05
 """Maximum wait of the engine for running environments, in seconds."""
 LOOK_S = 1.0
 """Interval of the check for an environment that blocks the others, in seconds."""
@@ -55,7 +55,7 @@ class TrajectorySource(Source):
         limits: limits of each trajectory.
         play: runs one trajectory.
         name: name of the environment, for messages.
-        limit_s: time limit of a trajectory (`--rollout_timeout`); later ones are excluded.
+        limit_s: time limit of a trajectory (`--rollout_timeout`); one that exceeds it is excluded.
     """
 
     inner: InferenceEngine
@@ -65,13 +65,13 @@ class TrajectorySource(Source):
     name: str
     limit_s: float = 600.0
     _running: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
-    _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(
-        default_factory=dict
-    )  # on the environments' loop
-    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)  # -> trajectory, loop
+    _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(default_factory=dict)
+    """Completion -> task of its trajectory, on the environments' loop."""
+    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)
+    """Task of a turn -> id of its trajectory, loop of its environment."""
     _late: int = 0
     _failures: int = 0
-    _worked: bool = False
+    _any_succeeded: bool = False
     _environments: Loop | None = None
     _watch: asyncio.Task[None] | None = None
 
@@ -88,17 +88,17 @@ class TrajectorySource(Source):
             self._environments = None
 
     async def generate(self, request: Request) -> Completion:
-        name, rollout = request.request_id, asyncio.get_running_loop()
+        name, rollout_loop = request.request_id, asyncio.get_running_loop()
         self.inner.check_length(request)
         if name in self._running:
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
         if self._environments is None:
             self._environments = Loop()
-        environments, ended = self._environments, rollout.create_future()
+        environments, ended = self._environments, rollout_loop.create_future()
         self._running[name] = ended
         if self._watch is None:
-            self._watch = rollout.create_task(self._watch_the_loop())
-        environments.call(self._begin, environments, request, rollout, ended)
+            self._watch = rollout_loop.create_task(self._watch_the_loop())
+        environments.call(self._begin, environments, request, rollout_loop, ended)
         try:
             return await ended
         except asyncio.CancelledError:
@@ -130,7 +130,7 @@ class TrajectorySource(Source):
 
     def _wait_for_environments(self) -> None:
         if self._environments is not None:
-            self._environments.wait_until_idle(SETTLE_S)
+            self._environments.wait_until_idle(IDLE_WAIT_S)
 
     async def _watch_the_loop(self) -> None:
         """Exclude all trajectories of a loop that one of them blocks for longer than the limit."""
@@ -147,7 +147,7 @@ class TrajectorySource(Source):
         for turn in [turn for turn, (_, loop) in self._turns.items() if loop is self._environments]:
             turn.cancel()
         self._environments, self._tasks = None, {}
-        if self._worked:
+        if self._any_succeeded:
             logger.warning(
                 "warning: %s: %s; use asyncio.to_thread; %d samples are excluded", self.name, reason, len(self._running)
             )
@@ -155,7 +155,7 @@ class TrajectorySource(Source):
             if not ended.done():
                 self._late += 1
                 done = Completion(name, [], [], "stop", episode=Episode([], 0, 0, problem="timeout"))
-                _end(ended, self._failed(f"{reason}; use asyncio.to_thread") or done)
+                _end(ended, self._count_failure(f"{reason}; use asyncio.to_thread") or done)
 
     # --- on the environments' loop --------------------------------------------------------------------------------
 
@@ -163,11 +163,11 @@ class TrajectorySource(Source):
         self,
         environments: Loop,
         request: Request,
-        rollout: asyncio.AbstractEventLoop,
+        rollout_loop: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
     ) -> None:
-        played = self._run(environments, request, rollout, ended)
-        self._tasks[ended] = asyncio.get_running_loop().create_task(played)
+        running = self._run(environments, request, rollout_loop, ended)
+        self._tasks[ended] = asyncio.get_running_loop().create_task(running)
 
     def _cancel(self, ended: asyncio.Future[Completion]) -> None:
         if (task := self._tasks.get(ended)) is not None:
@@ -177,35 +177,37 @@ class TrajectorySource(Source):
         self,
         environments: Loop,
         request: Request,
-        rollout: asyncio.AbstractEventLoop,
+        rollout_loop: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
     ) -> None:
         """Run a trajectory, and set its completion, or the error that stops the run, on the rollout loop."""
         try:
-            outcome: Completion | Exception = await self._played(environments, request, rollout)
+            outcome: Completion | Exception = await self._play_request(environments, request, rollout_loop)
         except Exception as error:
             outcome = error
         if not environments.given_up:
             del self._tasks[ended]
             with contextlib.suppress(RuntimeError):  # the rollout loop is closed
-                rollout.call_soon_threadsafe(_end, ended, outcome)
+                rollout_loop.call_soon_threadsafe(_end, ended, outcome)
 
-    async def _played(self, environments: Loop, request: Request, rollout: asyncio.AbstractEventLoop) -> Completion:
+    async def _play_request(
+        self, environments: Loop, request: Request, rollout_loop: asyncio.AbstractEventLoop
+    ) -> Completion:
         """The completion of a request, with the reason if it is excluded."""
         assert request.prompt is not None, "a request without its row"
         messages = [dict(message) for message in request.prompt.messages]
         tools = request.prompt.columns.get("tools")
         problem, limit = "", asyncio.timeout(self.limit_s)
-        sample = partial(self._sampled_turn, environments, rollout)
+        sample = partial(self._request_turn, environments, rollout_loop)
         trajectory = Trajectory(request, self.template, sample, self.limits, messages, tools=tools, clock=limit)
         try:
             async with limit:
                 await self.play(trajectory)
-            self._worked = True
+            self._any_succeeded = True
         except OutOfRoom:
-            self._worked = True
+            self._any_succeeded = True
         except Excluded as reason:
-            self._worked, problem = True, str(reason)
+            self._any_succeeded, problem = True, str(reason)
         except asyncio.CancelledError:
             problem = "cancelled"
         except SwiftError:  # an error of the run, not of one sample
@@ -215,34 +217,36 @@ class TrajectorySource(Source):
             if not environments.given_up:
                 self._late += limit.expired()
                 late = f"took over --rollout_timeout {self.limit_s:g} s"
-                if (broken := self._failed(late if limit.expired() else _description(error))) is not None:
-                    raise broken from error
+                failed = self._count_failure(late if limit.expired() else _description(error))
+                if failed is not None:
+                    raise failed from error
         return trajectory.completion(problem)
 
-    async def _sampled_turn(
-        self, environments: Loop, rollout: asyncio.AbstractEventLoop, request: Request
+    async def _request_turn(
+        self, environments: Loop, rollout_loop: asyncio.AbstractEventLoop, request: Request
     ) -> Completion:
         """Sample a turn on the rollout loop; cancelling the caller aborts it."""
         if environments.given_up:
             raise asyncio.CancelledError
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         turn: list[asyncio.Task[None]] = []
-        sampled = partial(self._sample_turn, environments, request, answer)
-        rollout.call_soon_threadsafe(lambda: turn.append(rollout.create_task(sampled())))
+        sample = partial(self._sample_turn, environments, request, answer)
+        rollout_loop.call_soon_threadsafe(lambda: turn.append(rollout_loop.create_task(sample())))
         try:
             return await answer
         except asyncio.CancelledError:
-            with contextlib.suppress(RuntimeError):  # the rollout loop is closed, and has cancelled it
-                rollout.call_soon_threadsafe(lambda: rollout.call_soon(turn[0].cancel))  # after its first step
+            # cancel the turn after its first step; if the rollout loop is closed, the turn is cancelled already
+            with contextlib.suppress(RuntimeError):
+                rollout_loop.call_soon_threadsafe(lambda: rollout_loop.call_soon(turn[0].cancel))
             raise
 
-    def _failed(self, reason: str) -> EngineError | None:
-        """Count a failure, log the first one. Returns an error once `FIRST_FAILURES` have failed and none worked."""
-        if self._worked:
+    def _count_failure(self, reason: str) -> EngineError | None:
+        """Count a failure, and log the first one. Returns an error after `FIRST_FAILURES` without a success."""
+        if self._any_succeeded:
             return None
         if self._failures == 0:
             logger.warning(
-                "warning: %s: %s; samples whose environment fails take no part in training", self.name, reason
+                "warning: %s: %s; samples whose environment fails are excluded from training", self.name, reason
             )
         self._failures += 1
         if self._failures < FIRST_FAILURES:
@@ -253,7 +257,7 @@ class TrajectorySource(Source):
 
 
 def _description(error: BaseException) -> str:
-    """The error of an environment, with its place."""
+    """Description of an error of an environment, with file and line."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"raised {type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
 

@@ -1,7 +1,7 @@
-"""How chat templates write tool calls: entries of `tool_parsers`, as response templates of transformers.
+"""Formats of tool calls in chat templates: entries of `tool_parsers`, as response templates of transformers.
 
-A response template says where a tool call begins and ends in an answer and how its inside is read; see
-https://huggingface.co/docs/transformers/chat_response_parsing. A tokenizer may bring its own.
+A response template defines where a tool call begins and ends in an answer, and how its content is parsed; see
+https://huggingface.co/docs/transformers/chat_response_parsing. A tokenizer may have its own response template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{conte
 
 
 def _format(anchor: str, **calls: Any) -> dict[str, Any]:
-    """A response template with tool calls, outside of thinking. anchor: where an answer begins."""
+    """A response template with tool calls, outside of thinking. anchor: text before an answer."""
     fields = {"reasoning_content": _THINKING, "tool_calls": {"repeats": True, "transform": _CALL, **calls}}
     return {"start_anchor": anchor, "fields": fields}
 

@@ -24,7 +24,7 @@ from swift.rollout.sources.multi_turn.trajectory import Trajectory
 
 FLAG = "--rollout_tools"
 CALLS, FAILED = "tools/calls", "tools/failed"
-_ASKED = "\ue001"
+_QUESTION = "\ue001"
 """Placeholder of a question in a rendering."""
 Schema = dict[str, Any]
 
@@ -44,9 +44,9 @@ class Toolbox:
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Schema] | None = None) -> list[int]:
         """Token ids of a prompt. tools: those of its row; None means all."""
-        return self.template.encode_prompt(messages, self.shown(tools))
+        return self.template.encode_prompt(messages, self.schemas_of(tools))
 
-    def shown(self, tools: Sequence[Schema] | None) -> list[Schema]:
+    def schemas_of(self, tools: Sequence[Schema] | None) -> list[Schema]:
         """The schemas of a prompt: those of its row, or all.
 
         Raises ConfigError: the row has a tool that the run does not have.
@@ -60,51 +60,53 @@ class Toolbox:
     async def play(self, trajectory: Trajectory) -> None:
         """Alternate answers and results, until an answer has no calls, is truncated, or is the last one allowed."""
         prompt = trajectory.request.prompt
-        schemas = trajectory.tools = self.shown(prompt.columns.get("tools") if prompt is not None else None)
+        schemas = trajectory.tools = self.schemas_of(prompt.columns.get("tools") if prompt is not None else None)
         metrics = trajectory.metrics
         metrics |= {CALLS: 0, FAILED: 0}
-        known = {_function(schema)["name"] for schema in schemas}
+        names = {_function(schema)["name"] for schema in schemas}
         while True:
             await trajectory.answer()
             if trajectory.finish_reason == "length":
                 return
-            calls = self._calls(self.template.decode(trajectory.last_ids, skip_special_tokens=False), schemas)
+            calls = self._parse(self.template.decode(trajectory.last_ids, skip_special_tokens=False), schemas)
             if not calls or trajectory.out_of_turns():
                 return
-            most = trajectory.limits.max_model_len
-            results = await asyncio.gather(*(self._result(call, known, most) for call in calls))
+            max_length = trajectory.limits.max_model_len
+            results = await asyncio.gather(*(self._result(call, names, max_length) for call in calls))
             metrics[CALLS] += len(results)
             metrics[FAILED] += sum(failed for _, failed in results)
-            trajectory.say(*(message for message, _ in results))
+            trajectory.add_messages(*(message for message, _ in results))
 
-    def _calls(self, text: str, schemas: Sequence[Schema]) -> Sequence[Mapping[str, Any] | ValueError]:
+    def _parse(self, text: str, schemas: Sequence[Schema]) -> Sequence[Mapping[str, Any] | ValueError]:
         """The calls in an answer, or an error if they cannot be parsed."""
         try:
             return read_calls(text, self.format, schemas)
         except ValueError as error:
             return [error]
 
-    async def _result(self, call: Mapping[str, Any] | ValueError, known: set[str], most: int) -> tuple[Message, bool]:
-        """The message with the result of a call, of at most `most` characters, and whether it failed."""
+    async def _result(
+        self, call: Mapping[str, Any] | ValueError, names: set[str], max_length: int
+    ) -> tuple[Message, bool]:
+        """The message with the result of a call, of at most `max_length` characters, and whether it failed."""
         if isinstance(call, ValueError):
             return {"role": "tool", "content": f"error: the tool call cannot be read: {first_line(call)}"}, True
         name = call.get("name")
         try:
-            if name not in known:
-                raise LookupError(f"there is no tool {name}; {suggest(str(name), sorted(known))}")
-            text, failed = _text(await self._called(self.functions[str(name)], call.get("arguments"))), False
+            if name not in names:
+                raise LookupError(f"there is no tool {name}; {suggest(str(name), sorted(names))}")
+            text, failed = _text(await self._call(self.functions[str(name)], call.get("arguments"))), False
         except asyncio.CancelledError:
             raise
         except TimeoutError:
             text, failed = f"error: it took over {self.limit_s:g} s", True
         except BaseException as error:  # any error of the function is the result of the call
             text, failed = f"error: {type(error).__name__}: {first_line(error)}", True
-        if len(text) > most:
-            text = f"{text[:most]}\n[cut: {most} of {len(text)} characters]"
+        if len(text) > max_length:
+            text = f"{text[:max_length]}\n[cut: {max_length} of {len(text)} characters]"
         return {"role": "tool", "name": str(name), "content": text.encode("utf-8", "replace").decode()}, failed
 
-    async def _called(self, function: Callable[..., Any], arguments: Any) -> Any:
-        """The result of a function; it runs on a thread unless it is async.
+    async def _call(self, function: Callable[..., Any], arguments: Any) -> Any:
+        """Call a function, on a thread unless it is async; returns its result.
 
         A thread of the trainer's process cannot be stopped: a function that holds the GIL blocks the trainer and the
         timeout, and an endless one continues after its timeout.
@@ -186,14 +188,14 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
         return dict(tool_parsers[parser])
     call = {"name": "probe", "arguments": {"text": "a probe"}}
     calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": dict(call)}]}
-    chat: list[Message] = [{"role": "user", "content": _ASKED}, calling]
+    chat: list[Message] = [{"role": "user", "content": _QUESTION}, calling]
     try:
-        _, _, written = template.render(chat).rpartition(_ASKED)
+        _, _, written = template.render(chat).rpartition(_QUESTION)
     except RefusedChat:
         written = ""
-    own = getattr(template.tokenizer, "response_template", None)
-    for format in ([own] if own else []) + list(tool_parsers.values()):
-        if _reads(format, written, call):
+    tokenizer_format = getattr(template.tokenizer, "response_template", None)
+    for format in ([tokenizer_format] if tokenizer_format else []) + list(tool_parsers.values()):
+        if _parses(format, written, call):
             return format  # type: ignore[no-any-return]
     raise ConfigError(
         f"{FLAG}: the chat template writes tool calls in none of the formats {', '.join(sorted(tool_parsers))}; "
@@ -201,7 +203,8 @@ def format_of(template: Template, parser: str | None) -> Mapping[str, Any]:
     )
 
 
-def _reads(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> bool:
+def _parses(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> bool:
+    """Whether the format parses this call, and no other, from a text."""
     try:
         return read_calls(text, format) == [call]
     except ValueError:
@@ -210,11 +213,11 @@ def _reads(format: Mapping[str, Any], text: str, call: Mapping[str, Any]) -> boo
 
 def _check_turns(template: Template, schemas: Sequence[Schema]) -> None:
     """Raises ConfigError: a template that does not render tools, or changes an answer if a result follows."""
-    asked: list[Message] = [{"role": "user", "content": "a question"}]
+    chat: list[Message] = [{"role": "user", "content": "a question"}]
     answer, result = {"role": "assistant", "content": "an answer"}, {"role": "tool", "name": "probe", "content": "-"}
     try:
-        template.encode_prompt(asked, schemas)
-        continuation(template, [*asked, answer], [result], ended=False, tools=schemas)
+        template.encode_prompt(chat, schemas)
+        continuation(template, [*chat, answer], [result], ended=False, tools=schemas)
     except HistoryRewritten:
         raise ConfigError(
             f"{FLAG}: the chat template changes an answer once a tool's result follows it; "

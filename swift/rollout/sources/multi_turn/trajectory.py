@@ -30,8 +30,8 @@ REWRITTEN = "rollout/history_rewritten"
 OUT_OF_TURNS = "rollout/out_of_turns"
 """Metric: whether a sample ended because of the maximum number of answers."""
 
-CUT_CHARACTER = 4
-"""Maximum number of tokens of one character: inside of it the text of more tokens can be shorter."""
+MAX_CHARACTER_TOKENS = 4
+"""Maximum number of tokens per character; within a character more tokens can decode to a shorter text."""
 
 Sample = Callable[[Request], Awaitable[Completion]]
 """Samples one turn with the engine that all trajectories share."""
@@ -62,11 +62,11 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
-    """One sample in progress; the environment calls `answer` and `say`.
+    """One sample in progress; the environment calls `answer` and `add_messages`.
 
-    messages: the chat so far, with the prompt. turns: number of answers so far. finish_reason: of the last answer.
-    rewards: of the environment. columns: further columns for reward functions. tools: schemas of the tools in the
-    prompt. clock: its time limit. metrics: for the log.
+    messages: the chat so far, with the prompt. turns: number of answers so far. finish_reason: that of the last answer.
+    rewards: rewards of the environment, by turn. columns: further columns for reward functions. tools: schemas of the
+    tools in the prompt. clock: time limit of the sample. metrics: metrics for the log.
     """
 
     request: Request
@@ -154,12 +154,12 @@ class Trajectory:
         self.finish_reason = done.finish_reason
         self.turns += 1
 
-    def say(self, *messages: Message) -> None:
+    def add_messages(self, *messages: Message) -> None:
         """Append messages before the next answer; their tokens are masked."""
         self.messages += messages
         self._num_unencoded += len(messages)
 
-    def become(self, messages: Sequence[Message]) -> None:
+    def replace_chat(self, messages: Sequence[Message]) -> None:
         """Replace the chat by one with more messages, or with another end of the last answer.
 
         Without more messages the next answer continues the last one. Raises Excluded or OutOfRoom, by
@@ -171,7 +171,7 @@ class Trajectory:
         text = messages[count - 1].get("content") or ""
         if text != self.messages[-1]["content"] or len(messages) == count:
             self.edit(text)
-        self.say(*messages[count:])
+        self.add_messages(*messages[count:])
 
     def edit(self, text: str) -> None:
         """Replace the text of the last answer, which the next one continues; tokens of the common prefix are kept."""
@@ -179,10 +179,10 @@ class Trajectory:
         while end > self._answer_at and self.token_ids[end - 1] in self.template.stop_token_ids:
             end -= 1
         pairs = zip(self._text_of_answer(end), text, strict=False)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         places = range(self._answer_at, end + 1)
-        first = bisect.bisect_right(places, same, key=lambda place: len(self._text_of_answer(place)))
-        end = min(end, self._answer_at + first + CUT_CHARACTER)
+        first = bisect.bisect_right(places, common, key=lambda place: len(self._text_of_answer(place)))
+        end = min(end, self._answer_at + first + MAX_CHARACTER_TOKENS)
         while end > self._answer_at and not text.startswith(self._text_of_answer(end)):
             end -= 1
         kept = self._text_of_answer(end)
@@ -210,7 +210,7 @@ class Trajectory:
             self.clock.reschedule(loop.time() + left)
 
     def out_of_turns(self) -> bool:
-        """Whether it has the maximum number of answers; sets the metric, so it must be the last condition checked."""
+        """Whether the number of answers is the maximum. Sets the metric, so check this condition last."""
         over = self.turns >= self.limits.max_turns
         self.metrics[OUT_OF_TURNS] = float(over)
         return over
@@ -283,7 +283,7 @@ class Trajectory:
         """The sample as a completion. problem: reason of an exclusion, or ""."""
         new = self.messages[self._start :]
         answers = [message.get("content") for message in new if message.get("role") == "assistant"]
-        own = [] if self.prompt_ids == list(self.request.prompt_ids) else self.prompt_ids
+        other_prompt = [] if self.prompt_ids == list(self.request.prompt_ids) else self.prompt_ids
         return Completion(
             request_id=self.request.request_id,
             token_ids=self.token_ids,
@@ -294,5 +294,5 @@ class Trajectory:
             columns=self.columns,
             log_mass=self.log_mass,
             mask=self.mask if 0 in self.mask else [],
-            episode=Episode(self.messages, self._start, self.turns, own, self.rewards, problem, self.metrics),
+            episode=Episode(self.messages, self._start, self.turns, other_prompt, self.rewards, problem, self.metrics),
         )

@@ -27,7 +27,7 @@ class NemoGymArguments:
         "verify", aliases=("nemo_gym_multi_turn",), values={"true": "run", "false": "verify"}, needs=NEEDS,
         everyday=False,
     )  # fmt: skip
-    """Use of NeMo Gym: verify scores completions of the engine, run has agents make them with the policy server."""
+    """Use of NeMo Gym: verify scores completions of the engine, run samples them with agents and the policy server."""
 
     nemo_gym_head: str = flag("http://127.0.0.1:11000", aliases=("nemo_gym_head_port",), needs=NEEDS, everyday=False)
     """URL of the head server; a number is a port of this machine."""
@@ -51,7 +51,7 @@ class NemoGymArguments:
     """Command that starts the servers with the run and ends them with it, such as `ng_run`."""
 
     nemo_gym_dir: str | None = flag(needs=NEEDS, everyday=False, unset="the working folder")
-    """Folder of NeMo Gym: the command starts there, and `--nemo_gym_datasets` are looked for there."""
+    """Folder of NeMo Gym: working folder of the command, and of the paths in `--nemo_gym_datasets`."""
 
     nemo_gym_config_paths: list[str] = flag([], needs=NEEDS, everyday=False)
     """Configs of the servers, given to the command as `+config_paths=[...]`."""
@@ -100,8 +100,13 @@ class NemoGymArguments:
         except ValueError as error:
             yield f"--nemo_gym_command: {command}: {error}; correct the quotation marks"
             return
-        local = self.nemo_gym_head.isdigit() or urlsplit(self.nemo_gym_head).port is not None
-        if words and Path(words[0]).name == "ng_run" and not local:
+        if not words or Path(words[0]).name != "ng_run":
+            return
+        try:
+            has_port = self.nemo_gym_head.isdigit() or urlsplit(self.nemo_gym_head).port is not None
+        except ValueError:
+            has_port = False
+        if not has_port:
             yield f"--nemo_gym_head: {self.nemo_gym_head}: ng_run is started at its port; give one, such as 11000"
 
     def _run_problems(self, given: Any) -> Iterator[str]:
