@@ -1,7 +1,7 @@
-"""The contract of an inference engine, whatever library it wraps and whatever process it runs in.
+"""The contract of an inference engine, for every library and process.
 
 Ids pass unchanged: an engine gets token ids and returns token ids, the ending token included, with the log-prob
-of each token under the distribution it was drawn from. Each request comes back exactly once, in any order, also
+of each token under the distribution it was drawn from. Each request gets exactly one completion, in any order, also
 after an abort or a restart. A prompt that leaves no room raises `PromptTooLong` before anything is sampled;
 `max_new_tokens` is clipped to the room left.
 
@@ -9,16 +9,16 @@ Order of calls:
 
     await generate(request)          one sample; a caller that is cancelled aborts it
     update(stream)                   new weights, acknowledged; nothing may be in flight, unless it is paused
-    sleep(level) ... wake(tags)      memory released while someone else uses the device
-    close                            processes, ports and memory are gone afterwards
+    sleep(level) ... wake(tags)      memory released while the trainer uses the device
+    close                            processes, ports and memory are released
 
 Weights are in one of three states, each with its error: asleep (`EngineAsleep`), invalid after a failed update
-(`SyncFailed` until `rebuild` or a whole update), gone (`EngineDead`). In none of them is anything sampled.
+(`SyncFailed` until `rebuild` or a full update), lost (`EngineDead`). Each of them prevents sampling.
 
 Threads: `generate`, `hold`, `rest`, `release` and `free` run on one event loop (`swift.rollout.loop`). `abort`,
 `pause`, `health`, `close`, `check_length`, `so_far` and `counters` may be used by any thread at any time. Every other
-call comes from one thread while nothing is in flight. No call waits without a bound. Callers decide by `Capabilities`,
-not by name.
+call comes from one thread while nothing is in flight. Every wait has a limit. Callers test `Capabilities`, not
+names.
 `tests/engines/test_conformance_*.py` tests every backend against this contract.
 """
 
@@ -70,8 +70,8 @@ class Capabilities:
     name: name of the backend, for messages. logprob_support: "full" is log-softmax(logits / T) over the vocabulary,
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. shares_weights: reads the trainer's own parameters, so that a weight sync copies nothing.
-    sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: holds
-    completions to a regular expression. sampling_fields: what of `SamplingParams.unusual` it takes.
+    sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: constrains
+    completions to a regular expression. sampling_fields: supported fields of `SamplingParams.unusual`.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """alive: it answers, and can sample once it is awake. detail: why it cannot sample now, "" when it can."""
+    """alive: it responds, and can sample if it is awake. detail: reason why it cannot sample now, or ""."""
 
     alive: bool
     detail: str = ""
@@ -109,10 +109,10 @@ class InferenceEngine(ABC):
     """The interface of an engine for rollouts; optional methods raise `Unsupported` here.
 
     Attributes:
-        version: policy version it samples with; 0 are the weights it was built with.
+        version: policy version that it samples with; 0 means its initial weights.
         invalid: reason why the weights match no version, or "".
-        before_step, after_step: of engines that decode on the loop. before_step is called when the loop is idle, and
-            waits for environments on other threads to ask for turns.
+        before_step, after_step: callbacks of engines that decode on the loop. before_step is called when the loop is
+            idle, and waits for requests of environments on other threads.
     """
 
     capabilities: Capabilities
@@ -129,11 +129,11 @@ class InferenceEngine(ABC):
         """One sample.
 
         A request that takes longer than its limit is aborted and sampled once more, with the same seed; then it ends
-        with "error". In a cancelled caller CancelledError is raised once the engine has removed the request.
+        with "error". A cancelled caller gets CancelledError after the engine has removed the request.
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
-            RequestRefused: an empty prompt, or one with ids that are no tokens.
+            RequestRefused: an empty prompt, or ids that are no tokens.
             Unsupported: a distribution that it does not have.
             EngineAsleep: between `sleep` and a full `wake`, and after level 2 until weights were sent.
             SyncFailed: its weights are invalid.
@@ -142,7 +142,7 @@ class InferenceEngine(ABC):
         """
 
     def sample(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Sample every request on a loop of its own, where none runs; completions are yielded as they finish.
+        """Sample requests on a new event loop, if none runs in this thread; yields completions as they finish.
 
         A caller that leaves early aborts the rest. Raises as `generate`; PromptTooLong before anything is sampled.
         """
@@ -167,7 +167,7 @@ class InferenceEngine(ABC):
             for _ in requests:
                 yield loop.run(done.get()).result()
         finally:
-            with contextlib.suppress(EngineError):  # the first error is the one to show
+            with contextlib.suppress(EngineError):  # the first error is raised
                 loop.run(leave())
             loop.close(0.0)
 
@@ -196,7 +196,7 @@ class InferenceEngine(ABC):
         return {}
 
     def check_length(self, request: Request) -> None:
-        """Raises PromptTooLong when the prompt leaves no room for one token, RequestRefused when it is empty.
+        """Raises PromptTooLong if the prompt leaves no room for one token, RequestRefused if it is empty.
 
         Also raises Unsupported for a distribution that it cannot sample from; see `check_sampling`.
         """
@@ -230,7 +230,7 @@ class InferenceEngine(ABC):
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """End requests (all with None); each is still a completion, with its tokens so far and "abort".
 
-        Ids that are not outstanding are ignored. One that had not begun has no tokens.
+        Ids that are not outstanding are ignored. A request that has not begun has no tokens.
         """
 
     def pause(self) -> None:
@@ -247,11 +247,11 @@ class InferenceEngine(ABC):
     def update(self, stream: WeightStream) -> Ack:
         """Replace all weights; also resets caches, drops adapters and sets `version`.
 
-        Paused requests go on with the new weights after the tokens they have. The calling thread gathers the buckets.
+        Paused requests continue with the new weights after their tokens so far. The calling thread gathers the buckets.
 
         Raises:
-            SyncFailed: names or shapes do not fit the engine's model, and its weights are as they were; or they did
-                not arrive whole, and the engine must be rebuilt.
+            SyncFailed: names or shapes do not fit the engine's model, and its weights are unchanged; or the transfer
+                was incomplete, and the engine must be rebuilt.
             EngineAsleep: its weights are not awake.
             EngineError: requests are outstanding and not paused.
             Unsupported: it shares the trainer's weights, so that there is nothing to copy.
@@ -270,10 +270,10 @@ class InferenceEngine(ABC):
         """Leave the process group of broadcasts; the next broadcast makes another group."""
 
     def share(self, parameters: PolicyParameters) -> str:
-        """Let the trainer's parameters be the engine's own memory from now on; both hold the same bits now.
+        """Sample from the memory of the trainer's parameters from now on; both hold the same bits now.
 
-        For an engine that never samples while the trainer changes its weights. Otherwise weight syncs go on as before.
-        Returns why that is not possible, "" when it is done.
+        For an engine that never samples while the trainer changes its weights. Otherwise weight syncs copy as before.
+        Returns the reason if that is not possible, else "".
         """
         return f"the {self.capabilities.name} engine cannot read memory of the trainer"
 
@@ -289,14 +289,14 @@ class InferenceEngine(ABC):
         """End what `share` began: the trainer's parameters get memory of their own, with the same bits."""
 
     def rebuild(self) -> None:
-        """Make the engine anew after `SyncFailed`: it samples with the weights it was built with (version 0).
+        """Rebuild the engine after `SyncFailed`: it samples with its initial weights (version 0).
 
-        Raises EngineDead: it cannot be made again.
+        Raises EngineDead: it cannot be rebuilt.
         """
         raise self._unsupported("rebuild")
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Sample with this LoRA adapter on the base weights from now on; the former one stays loaded as spare."""
+        """Sample with this LoRA adapter on the base weights from now on; the former adapter stays loaded as spare."""
         raise self._unsupported("LoRA adapters")
 
     def drop_adapter(self) -> None:
@@ -312,8 +312,8 @@ class InferenceEngine(ABC):
     def sleep(self, level: SleepLevel) -> SleepReport:
         """Release memory: 0 nothing, 1 keeps the weights on the host, 2 drops them (sync before sampling again).
 
-        Asleep already: goes deeper, or does nothing. An engine that is made for adapters (`EngineSpec.lora`) keeps its
-        base weights at level 2 and says so, because nobody would send them again.
+        If it is asleep already, only a higher level has an effect. An engine for adapters (`EngineSpec.lora`) keeps its
+        base weights at level 2 and reports it in the note, because a sync would not send them again.
 
         Raises:
             EngineError: requests are outstanding.
@@ -324,10 +324,10 @@ class InferenceEngine(ABC):
         raise self._unsupported(f"sleep({level})")
 
     def wake(self, tags: Sequence[Tag] = ALL_TAGS) -> bool:
-        """Take memory back; returns whether everything is awake now. Idempotent.
+        """Allocate the memory again; returns whether everything is awake now. Idempotent.
 
         Raises:
-            EngineAsleep: "kv_cache" alone while the weights sleep: they come first.
+            EngineAsleep: "kv_cache" alone while the weights are asleep; wake these first.
             Unsupported: a tag that is not in `ALL_TAGS`.
         """
         raise self._unsupported("wake")
@@ -344,15 +344,15 @@ class InferenceEngine(ABC):
 
     @property
     def engines(self) -> Sequence[Any]:
-        """The engines it consists of, without those that are dead for good; each has a `health`.
+        """The engines that it consists of, without dead ones; each has a `health`.
 
-        Raises EngineDead: none is left.
+        Raises EngineDead: all are dead.
         """
         return [self]
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the engine holds, its processes included; idempotent."""
+        """Release all resources of the engine, with its processes; idempotent."""
 
     def _unsupported(self, what: str) -> Unsupported:
         return Unsupported(f"engine: {self.capabilities.name}: cannot do {what}")

@@ -94,7 +94,7 @@ class EngineClient(ABC):
         invalid: reason why its weights match no version, or "".
         asleep: the part of its memory that is asleep, or "".
         outdated: it was replaced, and no copy of the last weights exists: the next update makes it usable.
-        alone: no other engine samples for this run, so that a copy of the weights is kept on any device.
+        alone: no other engine samples for this run, so that broadcast weights are copied for restarts too.
         broadcaster: the trainer's sender of broadcasts, shared with other engines.
         rank_offset: number of receivers of the engines before it in the pool.
         replacing: it is lost, and its replacement is in progress.
@@ -517,7 +517,7 @@ class EngineClient(ABC):
     # --- watching ---------------------------------------------------------------------------------------------
 
     def health(self) -> Health:
-        """The present health; a lost engine is replaced first, if possible."""
+        """The present health; a lost engine is not alive until it is replaced."""
         if self._closed or self.dead is not None:
             return Health(False, self.dead.problems[0] if self.dead is not None else "closed")
         if self.invalid:

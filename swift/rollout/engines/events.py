@@ -18,9 +18,9 @@ class Timeouts:
     """Bounds on every wait, in seconds; the defaults are those of the settings.
 
     start_s: start of an engine. server_s: until a server is healthy, polled every poll_s. stall_s: no progress while
-    sampling. drain_s: until requests of others have ended at a server. sync_s: one weight update. sleep_s: sleep or
-    wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: so many heartbeats
-    without an answer mean that the engine is dead. close_s: an orderly end.
+    sampling. drain_s: until requests of other clients have ended at a server. sync_s: one weight update. sleep_s:
+    sleep or wake. pause_s: pause. reply_s: any other call. connect_s: a connection. heartbeat_s, misses: interval of
+    heartbeats, and the number of failed ones after which the engine is lost. close_s: an orderly end.
     """
 
     start_s: float = 1800.0

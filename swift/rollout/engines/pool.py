@@ -160,7 +160,8 @@ class EnginePool(InferenceEngine):
     async def _look(self) -> None:
         while not (self._held or self._closed or self.invalid):
             clients = self._clients
-            if any(c.usable or c.dead is not None for c in clients) or all(c.outdated for c in clients):
+            any_changed = any(client.usable or client.dead is not None for client in clients)
+            if any_changed or all(client.outdated for client in clients):
                 break
             await asyncio.sleep(LOOK_S)
         if not self._held:
@@ -233,9 +234,9 @@ class EnginePool(InferenceEngine):
         return [exact or known for exact, known in zip(found[::2], found[1::2], strict=True)]
 
     def hold_back(self, held: bool) -> None:
-        """Hold back generation requests of environments at the servers, or release them.
+        """Hold back generation requests of clients without a run at the servers, or release them.
 
-        Applies until the next call, or until the heartbeats of this run end. A restarted server holds nothing back.
+        Applies until the next call, or until this run's lease ends. A restarted server holds nothing back.
         """
         self._call_all(lambda client: client.safe_call("hold", client.timeouts.reply_s, held=held))
 

@@ -3,8 +3,8 @@
     CompletionStream.submit --> waiting --> one coroutine for each request --> CompletionStream.take
     do(work), weight updates --> jobs --> the same thread, at rest, one after the other
 
-It has no transport: the HTTP server and the Ray actor both wrap it. Request ids need to be unique per `CompletionStream`
-only. Each request comes back exactly once, as a `Completion` or in one `Failure`, unless its stream is closed first.
+It has no transport: the HTTP server and the Ray actor both wrap it. Request ids are unique per `CompletionStream`. Each
+request ends exactly once, with a `Completion` or in one `Failure`, unless its stream is closed first.
 
 A job (new weights, sleep, ...) runs at rest: no request is submitted while a job waits, and it starts after the last
 completion, or at once while the engine is paused in flight. A weight update is one job, until it is committed.
@@ -195,10 +195,11 @@ class RequestQueue:
     def _grow(self) -> None:
         """After a step: deliver the tokens so far to streams with `grows`."""
         with self._lock:
-            running = [item for item in self._streams.items() if item[0] not in self._waiting]
-        for name, stream in running:
-            if stream.grows:
-                stream.grow(_own_id(name), *self.engine.so_far(name))
+            growing = [
+                (name, stream) for name, stream in self._streams.items() if stream.grows and name not in self._waiting
+            ]
+        for name, stream in growing:
+            stream.grow(_own_id(name), *self.engine.so_far(name))
 
     # --- jobs -------------------------------------------------------------------------------------------------
 
