@@ -426,14 +426,12 @@ class EnginePool(InferenceEngine):
         clients = self.engines
         outcomes = in_parallel([partial(work, client) for client in clients])
         alive = self.engines
-        return raise_first(
-            [outcome for client, outcome in zip(clients, outcomes, strict=True) if _counts(outcome, client in alive)]
-        )
-
-
-def _counts(outcome: object, alive: bool) -> bool:
-    """Whether an outcome is a result, or the failure of an engine that is alive."""
-    return alive or not isinstance(outcome, Exception)
+        counted = [
+            outcome
+            for client, outcome in zip(clients, outcomes, strict=True)
+            if client in alive or not isinstance(outcome, Exception)
+        ]
+        return raise_first(counted)
 
 
 def outcome_of(work: Callable[[], T]) -> T | Exception:

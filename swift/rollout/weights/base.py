@@ -27,8 +27,6 @@ BUCKET_BYTES = 512 << 20
 """Upper size of a bucket; a single layer larger than this is a bucket of its own."""
 
 T = TypeVar("T")
-Wait = Callable[[], object]
-"""Waits for what was begun; raises what went wrong there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +61,6 @@ class Bucket:
     def infos(self) -> list[TensorInfo]:
         """Its tensors in order."""
         return [TensorInfo.of(name, tensor) for name, tensor in self.tensors]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """What `make` returns, made for the first receiver that asks; receivers may be on several threads."""

@@ -242,11 +242,14 @@ class BroadcastSender:
         """Send to all engines, after the former bucket."""
         try:
             former.result()
-            if self._group is None:
-                group = BroadcastGroup(self._store, self._own, self.device)
-                with self._failing:
+            group = self._group or BroadcastGroup(self._store, self._own, self.device)
+            with self._failing:
+                if not self._failure:
                     self._group = group
-            self._group.broadcast(flat)
+            if self._failure:  # it came while the others joined
+                group.close()
+            else:
+                group.broadcast(flat)
         except Exception as error:  # every thread that sends raises it
             self.fail(first_line(error))
 

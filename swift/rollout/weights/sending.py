@@ -41,13 +41,12 @@ class Kept:
 
         Raises SyncFailed: its ack is not that of the first time.
         """
-        timeout_s = client.timeouts.sync_s
-        deadline = time.monotonic() + timeout_s
-        begin_s = client.timeouts.drain_s + timeout_s
+        begin_s = client.timeouts.drain_s + client.timeouts.sync_s
         number = client.call("begin_update", begin_s, manifest=self.manifest, version=self.version)
+        sending = _Sending(client, number)
         for way, payload in self.parts:
-            client.send_bucket(number, way, payload, _left(deadline))()
-        reply = client.call("commit", _left(deadline), update=number)
+            client.send_bucket(number, way, payload, sending.left_s())()
+        reply = client.call("commit", sending.left_s(), update=number)
         ack: Ack = reply["ack"]
         if (ack.version, ack.digest) != (self.version, self.digest):
             raise SyncFailed(
@@ -159,13 +158,11 @@ def new_sender(clients: Sequence[EngineClient], device: torch.device) -> Broadca
     """A group of these engines: NCCL between GPUs, gloo otherwise; at loopback if every engine is on this host."""
     hosts = [client.address() for client in clients]
     host = next((host for host in hosts if host != "127.0.0.1"), "127.0.0.1")
-    on_gpus = all(one.startswith("cuda") for one in (str(device), *(client.devices[0] for client in clients)))
-    members = {client.name: client.receivers() for client in clients}
-    timeout_s = clients[0].timeouts.sync_s
-    if on_gpus:
-        return BroadcastSender(members, timeout_s=timeout_s, backend="nccl", device=str(device), host=host)
-    return BroadcastSender(members, timeout_s=timeout_s, host=host)
-
-
-def _left(deadline: float) -> float:
-    return max(0.1, deadline - time.monotonic())
+    on_gpus = all(name.startswith("cuda") for name in (str(device), *(client.devices[0] for client in clients)))
+    return BroadcastSender(
+        {client.name: client.receivers() for client in clients},
+        timeout_s=clients[0].timeouts.sync_s,
+        backend="nccl" if on_gpus else "gloo",
+        device=str(device) if on_gpus else "cpu",
+        host=host,
+    )
