@@ -21,6 +21,7 @@ class LocalClient(EngineClient):
     stored = "object_store"
     devices = ("cpu",)
     restartable = False
+    loading = threading.Lock()  # transformers changes its classes while it loads: two threads leave them changed
 
     def __init__(self, engine, name, timeouts, again):
         super().__init__(name, timeouts, keeps_weights=again is not None)
@@ -47,6 +48,10 @@ class LocalClient(EngineClient):
 
     def abort(self, request_ids):
         self.host.abort(request_ids)
+
+    def rebuild(self):
+        with self.loading:
+            super().rebuild()
 
     def call(self, name, timeout_s, **fields):
         try:
