@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import functools
 import html
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +87,11 @@ ASKED = way(
     LOOP,
     "rollout/round.py:Round.run Round._sample",
     "rollout/collector.py:RolloutCollector.request",
-    "rollout/sources/engine.py:EngineSource.generate",
+    "rollout/sources/base.py:EngineSource.generate",
 )
 SCORED = (
     *way(LOOP, "rollout/round.py:Round._add_part"),
-    *way(LOOP, "rewards/pipeline.py:RewardPipeline.submit RewardPipeline.submit_batch"),
+    *way(LOOP, "rewards/pipeline.py:RewardPipeline.submit"),
     *way(REWARDS, "rewards/pipeline.py:RewardPipeline._score RewardPipeline._apply RewardPipeline._call"),
 )
 TRAINED = way(
@@ -114,8 +115,8 @@ POOLED = way(
 )
 QUEUED = way(
     ACTOR_LOOP,
-    "rollout/engines/request_queue.py:RequestQueue._turn RequestQueue._sample",
-    "rollout/engines/stepped.py:SteppedEngine.generate SteppedEngine._submit_new",
+    "rollout/engines/request_queue.py:RequestQueue._dispatch RequestQueue._sample",
+    "rollout/engines/stepped.py:SteppedEngine.generate SteppedEngine._make_step SteppedEngine._submit_new",
     "rollout/engines/vllm/engine.py:VLLMEngine.submit VLLMEngine.advance VLLMEngine._take",
     "rollout/engines/running.py:Running.completion",
     "rollout/engines/stepped.py:SteppedEngine._deliver",
@@ -126,8 +127,8 @@ DELIVERED = way(LOOP, "rollout/engines/client.py:EngineClient._take")
 SYNCED = way(
     TRAINER,
     "rollout/pipeline.py:RolloutPipeline._launch_round",
-    "rollout/weights/sync.py:WeightSync.update WeightSync.sync WeightSync._everywhere",
-    "rollout/weights/sync.py:WeightSync._send WeightSync._send_buckets",
+    "rollout/weights/sync.py:WeightSync.update WeightSync.sync WeightSync._send_on_all_ranks",
+    "rollout/weights/sync.py:WeightSync._send WeightSync._send_buckets _send_and_check",
     "rollout/weights/policy.py:PolicyWeights.buckets",
 )
 SENT = (
@@ -153,7 +154,7 @@ TOURS: dict[str, Tour] = {
             *ASKED,
             *way(
                 LOOP,
-                "rollout/engines/stepped.py:SteppedEngine.generate SteppedEngine._submit_new",
+                "rollout/engines/stepped.py:SteppedEngine.generate SteppedEngine._make_step SteppedEngine._submit_new",
                 "rollout/engines/transformers/engine.py:TransformersEngine.submit TransformersEngine.advance",
                 "rollout/engines/transformers/batch.py:BatchRun.step BatchRun._add",
                 "rollout/engines/running.py:Running.completion",
@@ -207,7 +208,12 @@ TOURS: dict[str, Tour] = {
                 "rollout/engines/request_queue.py:RequestQueue.enqueue",
             ),
             *QUEUED,
-            *way(HTTP, "rollout/server/infer.py:_line"),
+            *way(
+                HTTP,
+                "rollout/server/service.py:Answers.next",
+                "rollout/engines/completion_stream.py:CompletionStream.take",
+                "rollout/server/infer.py:_lines _line",
+            ),
             *way(LISTENER, "rollout/engines/client.py:EngineClient.deliver"),
             *DELIVERED,
             *SCORED,
@@ -390,7 +396,7 @@ def draw_package() -> str:
         drawn += [box(x, y, w, h), text(x + w / 2, y + 22, f"swift/{name}", "b", "middle")]
         drawn.append(text(x + w / 2, y + 41, shortened(purposes[name], 40), "s", "middle"))
     drawn.append(box(20, height - 62, width - 40, 42))
-    drawn.append(text(width / 2, height - 36, f"{', '.join(BASE)}: for all of them", "", "middle"))
+    drawn.append(text(width / 2, height - 36, f"{', '.join(BASE)}: imported by several of them", "", "middle"))
     return HEAD.format(w=width, h=height, style=STYLE) + "".join(drawn) + "</svg>\n"
 
 
@@ -398,11 +404,13 @@ def draw_tour(tour: Tour) -> str:
     """One column for each thread or process, one row for each function."""
     lanes = list(dict.fromkeys(step.lane for step in tour.steps))
     w, step_h = 330, 44
-    footnote = "(*) the trainer's thread, or one of its own with --async_generate"
+    footnote = "(*) the trainer's thread, or one of its own: --async_generate, --streaming_partial_batch" * (
+        LOOP in lanes
+    )
     width, height = 20 + len(lanes) * (w + 20), 110 + len(tour.steps) * (step_h + 10)
     drawn = [
         text(20, 28, tour.title, "b"),
-        text(20, 47, f"{tour.functions} functions in {tour.files} files, from top to bottom. {footnote}", "s"),
+        text(20, 47, f"{tour.functions} functions in {tour.files} files. {footnote}", "s"),
     ]
     for number, lane in enumerate(lanes):
         x = 20 + number * (w + 20)
@@ -419,8 +427,8 @@ def draw_tour(tour: Tour) -> str:
 
 
 def shortened(words: str, most: int) -> str:
-    """At most so many characters."""
-    return words if len(words) <= most else words[: most - 1].rstrip() + "…"
+    """At most so many characters, whole words only."""
+    return textwrap.shorten(words, most, placeholder="…")
 
 
 def draw_all() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 INSISTING = (signal.SIGTERM, signal.SIGINT)
-"""Repeated, they stop at once. Shells and schedulers repeat the other signals by themselves."""
+"""A person who insists repeats these; shells and schedulers repeat the others by themselves."""
 STOP = (*INSISTING, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 

@@ -88,7 +88,8 @@ class Request:
     """One sample to draw: training sends one request per sample, each with its own seed.
 
     `prompt` is the row it belongs to, for rollout functions; engines see the ids alone, and it goes to no other
-    process. `limit_s` bounds it from its first token on: one that takes longer is sampled once more, and then given up.
+    process. `limit_s` bounds it from its first token on: one that takes longer is aborted, and sampled
+    once more if it is `exact`.
     """
 
     request_id: str

@@ -15,9 +15,9 @@ from swift.models.arguments import ModelArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rl.arguments import ObjectiveArguments
 from swift.rollout.arguments import (
+    COMPLETION_SETTINGS,
     ENVIRONMENT_REWARDS,
-    MAKERS,
-    REWARDERS,
+    REWARD_SETTINGS,
     EngineArguments,
     EnvironmentArguments,
     SamplingArguments,
@@ -171,7 +171,7 @@ class RLHFArguments(
 
     def _rollout_problems(self) -> Iterator[str]:
         """Settings that contradict the user's code that makes completions."""
-        makers = in_use(self, MAKERS)
+        makers = in_use(self, COMPLETION_SETTINGS)
         if len(makers) > 1:
             yield f"{makers[0]}: together with {' and '.join(makers[1:])}: each of them makes the completions; give one"
         if makers and not has_own_engine(self) and (self.fsdp or (self.deepspeed or "").startswith("zero3")):
@@ -191,11 +191,11 @@ class RLHFArguments(
             yield "--use_gym_env: true: no environment is named; give --gym_env NAME"
         if self.use_gym_env is False and self.gym_env:
             yield f"--use_gym_env: false: contradicts --gym_env {self.gym_env}; leave one of them out"
-        idle = [name for name in ENVIRONMENT_REWARDS if name in self.reward_funcs and not in_use(self, REWARDERS)]
+        idle = [name for name in ENVIRONMENT_REWARDS if name in self.reward_funcs and not in_use(self, REWARD_SETTINGS)]
         for name in idle:
             yield (
                 f"--reward_funcs: {name}: nothing rewards completions while they are made; give "
-                f"{' or '.join(f'--{rewarder}' for rewarder in REWARDERS)}, or another reward function"
+                f"{' or '.join(f'--{rewarder}' for rewarder in REWARD_SETTINGS)}, or another reward function"
             )
 
     def _correction_problems(self, changes: list[str]) -> Iterator[str]:

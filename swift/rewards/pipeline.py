@@ -131,12 +131,8 @@ class RewardPipeline:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def submit(self, group: RolloutGroup, progress: TrainerProgress) -> Future[GroupScores]:
-        """Scores one group in the background; if `needs_whole_batch`, use `submit_batch` instead."""
-        return self.submit_batch([group], progress)[0]
-
-    def submit_batch(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
-        """Scores the groups of a generation batch in the background, one future each.
+    def submit(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[Future[GroupScores]]:
+        """Scores groups in the background, one future each; all groups of a rollout batch if `needs_whole_batch`.
 
         The columns of reward models stay None until `add_model_scores`. A future raises a `SwiftError` when the
         functions cannot be called at all.
@@ -158,7 +154,7 @@ class RewardPipeline:
 
     def score(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> list[GroupScores]:
         """Scores groups and waits for the result, reward models included; for the main thread."""
-        futures = self.submit_batch(groups, progress)
+        futures = self.submit(groups, progress)
         return self.add_model_scores(groups, [future.result() for future in futures])
 
     def add_model_scores(self, groups: Sequence[RolloutGroup], scores: Sequence[GroupScores]) -> list[GroupScores]:

@@ -214,10 +214,10 @@ EXTRA_FIELDS: dict[str, tuple[str, ...]] = {
 """Further names in `--generation_kwargs` by backend."""
 
 
-MAKERS = ("rollout_source", "rollout_func", "multi_turn_scheduler", "gym_env", "rollout_tools")
+COMPLETION_SETTINGS = ("rollout_source", "rollout_func", "multi_turn_scheduler", "gym_env", "rollout_tools")
 """Settings with which other code than the engine makes completions."""
 
-REWARDERS = ("rollout_source", "gym_env")
+REWARD_SETTINGS = ("rollout_source", "gym_env")
 """Settings with which environments compute rewards, returned by the reward functions in `ENVIRONMENT_REWARDS`."""
 
 ENVIRONMENT_REWARDS = ("environment", "reward_env", "reward_nemo_gym_verify")
@@ -225,14 +225,14 @@ ENVIRONMENT_REWARDS = ("environment", "reward_env", "reward_nemo_gym_verify")
 
 
 def in_use(args: Any, names: Sequence[str]) -> list[str]:
-    """The settings of `MAKERS` or `REWARDERS` that are in use, as on the command line."""
+    """The settings of `COMPLETION_SETTINGS` or `REWARD_SETTINGS` that are in use, as on the command line."""
     given = {name: value for name in names if (value := getattr(args, name)) and value != "engine"}
     return [f"--{name}: {' '.join(value) if isinstance(value, list) else value}" for name, value in given.items()]
 
 
 def most_tokens(args: Any) -> float:
     """Maximum tokens of a completion over all turns; infinite if the limit applies to each turn."""
-    per_turn = args.completion_length_limit_scope == "per_round" and in_use(args, MAKERS)
+    per_turn = args.completion_length_limit_scope == "per_round" and in_use(args, COMPLETION_SETTINGS)
     return math.inf if per_turn else args.max_completion_length
 
 

@@ -24,7 +24,7 @@ from swift.rollout.round import EngineShare, OtherRankFailed, Round
 from swift.rollout.round_result import RoundResult, is_scored, set_scores
 from swift.rollout.scheduler import Launch, LaunchLog
 from swift.rollout.seeds import sample_seed
-from swift.rollout.sources.engine import Source
+from swift.rollout.sources.base import Source
 from swift.types import Completion, Prompt, Request, RolloutGroup, SamplingParams
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RolloutCollector:
     @property
     def engine(self) -> InferenceEngine | None:
         """The engine of this rank."""
-        return self.source.inner if self.source is not None else None
+        return self.source.engine if self.source is not None else None
 
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
         """A round of the launches in `log`; with a group filter, of those that it draws. settings: those of `Round`."""
@@ -151,14 +151,10 @@ class RolloutCollector:
 
     def _submit(self, current: Round) -> None:
         """Submit the groups that were not submitted during sampling to the reward workers; rank 0 only."""
-        groups = [current.groups[launch.index] for launch in current.log.launches]
-        waiting = [group for group in groups if group.launch_index not in current.futures]
-        if waiting and self.scorer.needs_whole_batch:
-            submitted = self.scorer.submit_batch(groups, current.progress)
-            current.futures.update(zip([group.launch_index for group in groups], submitted, strict=True))
-            return
-        for group in waiting:
-            current.futures[group.launch_index] = self.scorer.submit(group, current.progress)
+        waiting = [launch.index for launch in current.log.launches if launch.index not in current.futures]
+        if waiting:
+            futures = self.scorer.submit([current.groups[index] for index in waiting], current.progress)
+            current.futures.update(zip(waiting, futures, strict=True))
 
     def _end(self, current: Round) -> dict[str, Any]:
         """Wait for the scores of a round; returns the data that other ranks need; rank 0 only."""

@@ -78,9 +78,9 @@ class RolloutPipeline:
         features: scores from the trainer's models, set by the trainer; None is off.
         overlaps: whether sampling and training run at the same time.
 
-    With `config.prefetch_depth` > 0 the next rounds are sampled on a background thread while this one trains. The main
-    thread launches rounds and syncs weights, at points that depend on step numbers only. So the run does not depend on
-    timing.
+    With `config.prefetch_depth` > 0 the next rounds are sampled on a background thread while this one trains; with
+    streaming this one is. The main thread launches rounds and syncs weights, at points that depend on step numbers
+    only. So the run does not depend on timing.
     """
 
     def __init__(

@@ -294,7 +294,7 @@ class Round:
         if self.failure is not None or (self.group_filter is None and scorer.needs_whole_batch):
             return
         try:
-            self.futures[index] = scorer.submit(group, self.progress)
+            [self.futures[index]] = scorer.submit([group], self.progress)
         except Exception as error:  # see `_decide`
             self._give_up(error)
         else:

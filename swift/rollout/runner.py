@@ -105,8 +105,8 @@ class RoundRunner:
         if source is None:
             return
         self.loop.do(source.hold)
-        source.inner.pause()
-        self.loop.run(source.inner.rest())
+        source.engine.pause()
+        self.loop.run(source.engine.rest())
 
     def release(self) -> None:
         if self.collector.source is not None:

@@ -1,4 +1,4 @@
-"""Counter-based sampling: the random numbers of a token are a pure function of the sample and the token's position.
+"""Seeds of samples, and the random numbers of the transformers engine: a pure function of a sample and a position.
 
 The seed of a sample depends on (run seed, prompt id, launch of that prompt, sample index) only. Step, rank, batch and
 number of workers do not change a sample, which makes exact resume possible.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
     from swift.rollout.engines.cluster import Cluster
     from swift.rollout.engines.events import Timeouts
-    from swift.rollout.sources.atropos.launch import Sources
+    from swift.rollout.sources.atropos.launch import AtroposProcesses
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import Parts
 
@@ -66,7 +66,7 @@ class EngineSetup:
     limit_s: float = 300.0
     own_limit_s: float = 0.0
     node: Cluster | None = None
-    sources: Sources | None = None
+    sources: AtroposProcesses | None = None
     begin: Callable[[], None] = lambda: None
 
     def close(self) -> None:
@@ -219,9 +219,8 @@ def exact_samples(given: bool | None, setup: EngineSetup) -> bool:
     """
     if given is not None or setup.engine is None:
         return given is not False
-    can = setup.engine.capabilities
     apart = setup.placement.mode in ("dedicated", "server")
-    return not (apart and can.name == "vllm" and can.devices[0].startswith("cuda"))
+    return not (apart and setup.engine.capabilities.seeds_are_slow)
 
 
 def check_in_flight(engine: InferenceEngine) -> None:
@@ -259,9 +258,9 @@ def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineS
 
 def _start_sources(setup: EngineSetup, args: Any, spec: EngineSpec) -> None:
     """Start the message API and the policy server that `--atropos_env` needs, unless their addresses are given."""
-    from swift.rollout.sources.atropos.launch import Sources
+    from swift.rollout.sources.atropos.launch import AtroposProcesses
 
-    sources = setup.sources = Sources(args)
+    sources = setup.sources = AtroposProcesses(args)
     if args.atropos_env and args.atropos_url is None:
         sources.start_api()
     if OWN_SERVER in setup.placement.servers:

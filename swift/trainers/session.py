@@ -286,7 +286,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
 
 
 class SignalTrap(contextlib.ExitStack):
-    """Handles signals that ask to stop by recording them; a second SIGINT is a KeyboardInterrupt.
+    """Handles signals that ask to stop by recording them; a SIGINT after another one is a KeyboardInterrupt.
 
     Use as a context manager on the main thread; the former handlers are restored at its end.
     """

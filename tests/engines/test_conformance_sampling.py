@@ -224,7 +224,7 @@ def test_c25_others_run_while_it_decodes_and_may_end_it(subject, endless):
         while not task.done():
             looks.append(len(subject.engine.so_far("long")[0]))
             if len(looks) == 30:
-                source.inner.abort(["long"])
+                source.engine.abort(["long"])
             await asyncio.sleep(0.001)
 
     async def sample():

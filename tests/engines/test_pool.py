@@ -390,7 +390,7 @@ def test_an_update_reaches_every_engine(pool_of):
     engines = [Member(), Member(), Member()]
     pool = pool_of(*engines)
     source = CountingSource(two_layers(5))
-    ack = pool.update(WeightStream(source.manifest(), [Bucket([]), *source.buckets()], 3, first_hand=True))
+    ack = pool.update(WeightStream(source.manifest(), [Bucket([]), *source.buckets()], 3, from_trainer=True))
     assert (ack.version, ack.tensors) == (3, 2)
     assert [engine.version for engine in engines] == [3, 3, 3]
     assert {engine.weights for engine in engines} == {weights_of(two_layers(5))}

@@ -371,7 +371,7 @@ def test_closing_tells_whoever_waits(made):
 def test_closing_ends_an_open_update(made):
     queue = made()
     update = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1)
-    update.feed.asked.result(LIMIT_S)
+    update.feed.ready.result(LIMIT_S)
     began = time.monotonic()
     queue.close()
     with pytest.raises(SyncFailed, match="given up"):
@@ -384,7 +384,7 @@ def test_closing_ends_an_open_update(made):
 
 def begun(queue, manifest, version=1):
     update = queue.updates.begin(manifest, version)
-    update.feed.asked.result(LIMIT_S)
+    update.feed.ready.result(LIMIT_S)
     return update.number
 
 
@@ -431,7 +431,7 @@ def test_an_update_in_flight_divides_completions_by_version(made):
 def test_a_bucket_out_of_order_ends_the_update(made):
     queue = made()
     number = begun(queue, CountingSource(two_layers(1.0)).manifest())
-    assert [info.name for info in queue.updates.missing(number)] == ["layer.0", "layer.1"]
+    assert [info.name for info in queue.updates.renew(number)] == ["layer.0", "layer.1"]
     with pytest.raises(SyncFailed, match=r"tensor 0 is layer\.1"):
         queue.updates.send(number, Bucket([("layer.1", torch.ones(4))])).result(LIMIT_S)
     with pytest.raises(SyncFailed, match="is not open"):
@@ -457,9 +457,9 @@ def test_an_update_that_is_refused_is_not_begun(made):
     queue = made(ScriptedEngine(update_failures=[("begin", lost())]))
     update = queue.updates.begin(CountingSource(two_layers(1.0)).manifest(), 1)
     with pytest.raises(SyncFailed, match="lost on the way"):
-        update.feed.asked.result(LIMIT_S)
+        update.feed.ready.result(LIMIT_S)
     with pytest.raises(SyncFailed, match="is not open"):
-        queue.updates.missing(update.number)
+        queue.updates.renew(update.number)
     Box(queue, some(1)).wait(1)
 
 
@@ -506,7 +506,7 @@ def test_an_update_that_was_left_open_is_aborted_by_the_next_or_by_its_number(ma
     first = begun(queue, manifest, 1)
     second = begun(queue, manifest, 2)
     queue.updates.abort(first).result(LIMIT_S)
-    assert queue.updates.missing(second)
+    assert queue.updates.renew(second)
     queue.updates.abort(second).result(LIMIT_S)
     queue.updates.abort(second).result(LIMIT_S)
     assert ended(queue)

@@ -141,7 +141,7 @@ def test_an_abort_of_a_late_request_ends_it():
     class Beside(Endless):
         def abort_submitted(self, request_ids):
             super().abort_submitted(request_ids)
-            self._asked["a"].withdrawn = True  # as by a caller at the same time
+            self._pending["a"].withdrawn = True  # as by a caller at the same time
 
     engine = Beside(step_s=0.01)
     (done,) = engine.sample([replace(request("a"), limit_s=0.1)])

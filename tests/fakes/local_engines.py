@@ -69,7 +69,7 @@ class LocalClient(EngineClient):
             lambda: self.call("bucket", timeout_s, update=update, way=way, payload=payload), "bucket"
         ).result
 
-    def choose(self, device):
+    def default_transport(self, device):
         return "object_store"
 
     def receivers(self):

@@ -21,7 +21,7 @@ from swift.rollout.pipeline import PipelineConfig, PipelineState, RolloutPipelin
 from swift.rollout.round import EngineShare
 from swift.rollout.saved_state import decode, encode
 from swift.rollout.scheduler import RolloutScheduler
-from swift.rollout.sources.engine import Source
+from swift.rollout.sources.base import Source
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.distributed import Collectives
 from swift.types import GroupScores, Prompt, SamplingParams, TrainerProgress
@@ -53,12 +53,12 @@ OneRank = Collectives
 
 
 class Scorer:
-    """What a round asks of its scorer beside `submit`."""
+    """What a round asks of its scorer; a subclass has `submit_group`."""
 
     needs_whole_batch = False
 
-    def submit_batch(self, groups, progress):
-        return [self.submit(group, progress) for group in groups]
+    def submit(self, groups, progress):
+        return [self.submit_group(group, progress) for group in groups]
 
     def add_model_scores(self, groups, scores):
         return list(scores)
@@ -82,7 +82,7 @@ class SlowScorer(Scorer):
         self.submitted = []
         """(group id, monotonic seconds)."""
 
-    def submit(self, group, progress):
+    def submit_group(self, group, progress):
         self.submitted.append((group.group_id, time.monotonic()))
         return self.pool.submit(self._score, group)
 
@@ -146,7 +146,7 @@ class SmallRun:
         self.scorer = scorer or SlowScorer()
         self.updates, self.dynamic = windows * iterations, dynamic is not None
         self.source = source = engine if isinstance(engine, Source) else source_of(engine)
-        self.engine = engine = source.inner if source is not None else None
+        self.engine = engine = source.engine if source is not None else None
         collector = RolloutCollector(
             source, SamplingParams(max_tokens), 7, str, self.scorer, self.ranks, share, mailbox=mailbox
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -174,7 +175,8 @@ def spoil(rng: random.Random, path: Path) -> None:
     elif kind == 4:
         make_special(rng, path)
     elif kind == 5 and path.suffix == ".json":
-        path.write_text(json.dumps(changed(rng, json.loads(content))))
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is gone
+            path.write_text(json.dumps(changed(rng, json.loads(content))))
     elif kind > 5:
         path.write_bytes(damaged(rng, content))
 

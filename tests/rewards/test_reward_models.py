@@ -136,7 +136,7 @@ def test_models_come_after_functions_and_share_the_weights(folder, group, progre
     with RewardPipeline(args, seed=1, max_completion_length=10, reward_models=models) as rewards:
         assert (rewards.names, rewards.weights) == (["format", "judge"], [1.0, 0.5])
         asked = [group(["a", "b"])]
-        (early,) = [rewards.submit(item, progress).result(20) for item in asked]
+        [early] = [future.result(20) for future in rewards.submit(asked, progress)]
         assert [row[1] for row in early.values] == [None, None]
         (scores,) = rewards.add_model_scores(asked, [early])
         assert [row[1] for row in scores.values] == [row[0] for row in models.score(asked)[0]]

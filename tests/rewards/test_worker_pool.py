@@ -148,7 +148,7 @@ def test_children_of_a_killed_worker_die_with_it(pipeline, group, progress):
     rewards = pipeline(["nasty"], NASTY, reward_timeout=0.5, num_workers=1)
     rewards.score([group(["warm"])], progress)
     (worker,) = workers()
-    future = rewards.submit(group(["children"]), progress)
+    [future] = rewards.submit([group(["children"])], progress)
 
     assert wait_for(lambda: len(descendants(worker)) == 2, 3)
     children = descendants(worker)
@@ -161,7 +161,7 @@ def test_what_a_function_has_detached_ends_with_its_worker(pipeline, group, prog
     rewards = pipeline(["nasty"], NASTY, num_workers=1)
     rewards.score([group(["warm"])], progress)
     (worker,) = workers()
-    future = rewards.submit(group([text]), progress)
+    [future] = rewards.submit([group([text])], progress)
     assert wait_for(lambda: len(descendants(worker)) == 2, 5), "a daemon, and a child in a session of its own"
     detached = [psutil.Process(pid) for pid in descendants(worker)]
     future.result(10)
@@ -360,7 +360,7 @@ def test_the_call_seed_depends_on_run_prompt_and_group():
 def test_close_leaves_no_process_and_is_repeatable(pipeline, group, progress):
     rewards = pipeline(["nasty"], NASTY, num_workers=2, reward_timeout=60)
     rewards.score([group(["a"])], progress)
-    pending = rewards.submit(group(["sleep"], group_id="late"), progress)
+    [pending] = rewards.submit([group(["sleep"], group_id="late")], progress)
     pids = workers()
     rewards.close()
     rewards.close()
@@ -428,7 +428,7 @@ from conftest import PROGRESS, make_args, make_group
 from swift.rewards.pipeline import RewardPipeline
 args = make_args(reward_funcs=["nasty"], external_plugins=["plugin.py"], reward_timeout=600.0)
 rewards = RewardPipeline(args, seed=1, max_completion_length=10)
-rewards.submit(make_group([{text!r}]), PROGRESS)
+rewards.submit([make_group([{text!r}])], PROGRESS)
 """
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from swift.arguments import parse
 from swift.errors import EngineError
 from swift.rollout.sources.atropos import processes as processes_module
-from swift.rollout.sources.atropos.launch import Sources
+from swift.rollout.sources.atropos.launch import AtroposProcesses
 from swift.rollout.sources.atropos.processes import Processes
 
 STUBBORN = ["sh", "-c", "trap '' INT; echo ready; while :; do sleep 1; done"]
@@ -58,7 +58,7 @@ def test_with_adapters_alone_the_server_and_environments_are_told_their_base(tmp
     save_file({"lora_A": torch.zeros(1, 2)}, tmp_path / "adapter_model.safetensors")
     monkeypatch.setattr("swift.rollout.sources.atropos.processes.library", lambda: Path("atropos"))
     flags = f"--rlhf_type grpo --adapters {tmp_path} --rollout_source atropos --max_steps 5 --atropos_env 'true $X'"
-    sources = Sources(parse("rlhf", shlex.split(flags), {"CUDA_VISIBLE_DEVICES": ""}).args)
+    sources = AtroposProcesses(parse("rlhf", shlex.split(flags), {"CUDA_VISIBLE_DEVICES": ""}).args)
     told, variables = [], []
     monkeypatch.setattr(Processes, "wait_until", lambda *more: None)
 

@@ -120,10 +120,10 @@ class Watching(SlowScorer):
         super().__init__()
         self.engine, self.delivered = engine, {}
 
-    def submit(self, group, progress):
+    def submit_group(self, group, progress):
         assert all(completion.text for completion in group.completions)
         self.delivered[group.group_id] = self.engine.delivered
-        return super().submit(group, progress)
+        return super().submit_group(group, progress)
 
 
 def test_a_group_is_scored_when_its_last_completion_ends():
@@ -167,9 +167,9 @@ def test_functions_of_the_whole_batch_see_it_at_once():
     class Whole(SlowScorer):
         needs_whole_batch = True
 
-        def submit_batch(self, groups, progress):
+        def submit(self, groups, progress):
             batches.append([group.group_id for group in groups])
-            return super().submit_batch(groups, progress)
+            return super().submit(groups, progress)
 
     run(collector(OneRank(), ScriptedEngine(), scorer=Whole()), 3)
     assert batches == [["p0-0", "p1-0", "p2-0"]]

@@ -217,7 +217,7 @@ def test_a_row_that_is_no_request_is_bad(wrong):
 def test_each_completion_is_verified_with_its_row(template, gym, source_for):
     gym.components = {"style": 0.5, "of_another_environment": None}
     wanted = requests(template)
-    alone = {one.request_id: one for one in source_for(gym).inner.sample(wanted)}
+    alone = {one.request_id: one for one in source_for(gym).engine.sample(wanted)}
     done = sampled(source_for(gym), wanted)
     assert [one.token_ids for one in done] == [alone[one.request_id].token_ids for one in wanted]
     assert rewards(done) == [odd_share(one.text) for one in done]

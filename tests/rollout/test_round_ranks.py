@@ -38,10 +38,10 @@ def equal(group):
 class RefusingScorer(SlowScorer):
     """Cannot even take the group `fail_at`."""
 
-    def submit(self, group, progress):
+    def submit_group(self, group, progress):
         if group.group_id == self.fail_at:
             raise self.failure
-        return super().submit(group, progress)
+        return super().submit_group(group, progress)
 
 
 SETTINGS = {"dynamic": 3, "groups": 4, "prompts": 50}

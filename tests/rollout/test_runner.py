@@ -122,7 +122,7 @@ def test_an_error_of_the_engine_reaches_every_round_and_every_later_one(sampled)
 
 def test_a_reward_pipeline_that_refuses_a_group_leaves_the_engine_empty(sampled):
     class Refusing(SlowScorer):
-        def submit(self, group, progress):
+        def submit_group(self, group, progress):
             raise RewardError("--reward_funcs: gone: the workers cannot be started")
 
     engine = ScriptedEngine()

@@ -17,7 +17,7 @@ from swift.errors import EngineError
 from swift.rollout.round_result import fault
 from swift.rollout.sources.multi_turn import loop as loop_module
 from swift.rollout.sources.multi_turn.environments import of_envs
-from swift.rollout.sources.multi_turn.loop import Loop
+from swift.rollout.sources.multi_turn.loop import EnvironmentLoop
 from swift.rollout.sources.multi_turn.trajectory import Excluded, OutOfRoom
 from swift.types import Completion, Prompt
 
@@ -49,7 +49,7 @@ def test_what_a_thread_does_at_once_meets_the_engine_at_the_same_step(template, 
     for _ in range(5):
         source = source_for(asking(on_a_thread(0.0)))
         sampled(source, requests(template, 8))
-        steps.add(source.inner.counters.decode_steps)
+        steps.add(source.engine.counters.decode_steps)
     assert len(steps) == 1
 
 
@@ -217,10 +217,10 @@ def test_a_trajectory_that_takes_too_long_is_left_out_and_counted(template, sour
     wanted = [requests(template, 2, env_config={"long": bool(i)})[i] for i in range(2)]
     if waits == "for its turn":
         wanted[1] = replace(wanted[1], sampling=replace(wanted[1].sampling, max_new_tokens=900))
-        source.inner.before_step = lambda: time.sleep(0.005)
+        source.engine.before_step = lambda: time.sleep(0.005)
     assert [fault(one) for one in sampled(source, wanted)] == [None, "environment: timeout"]
     assert (source.late, Once.closed) == (1, 2)
-    assert source.inner.counters.decode_rows < 900
+    assert source.engine.counters.decode_rows < 900
 
 
 def test_an_environment_that_is_always_late_ends_the_run(template, source_for):
@@ -251,12 +251,12 @@ def test_the_end_of_the_pipeline_closes_environments(template, source_for):
 
 @pytest.mark.filterwarnings("error")
 def test_an_unused_loop_closes_without_a_warning():
-    Loop().close()
+    EnvironmentLoop().close()
 
 
 def test_a_loop_that_a_library_blocks_is_given_up(monkeypatch):
     monkeypatch.setattr(loop_module, "LIBRARIES", ("/",))  # as if swift and the environment were installed
-    loop, begun, released = Loop(), threading.Event(), threading.Event()
+    loop, begun, released = EnvironmentLoop(), threading.Event(), threading.Event()
     loop.call(lambda: (begun.set(), released.wait(10)))
     assert begun.wait(10)
     try:
@@ -271,14 +271,14 @@ def test_who_leaves_ends_trajectories_where_they_are(template, source_for):
     leave(source, requests(template, 3), lambda: Once.asleep == 3)
     while Once.closed < 3:
         time.sleep(0.01)
-    assert source.inner.advance() is None
+    assert source.engine.advance() is None
     [one] = sampled(source, requests(template, 1, env_config={"name": "fine"}))
     assert fault(one) is None
 
 
 def test_who_leaves_before_the_first_step_leaves_nothing_behind(template, source_for):
     source = source_for(of_envs({"once": Once}, "once"))
-    source._environments = Loop()
+    source._environments = EnvironmentLoop()
     source._environments.call(time.sleep, 0.2)  # all of what follows runs at once
 
     leave(source, requests(template, 3), lambda: source._running)

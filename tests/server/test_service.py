@@ -121,7 +121,7 @@ def test_a_whole_model_under_version_0_is_undone_for_the_next_run(made):
     engine = Engine()
     service = made(engine)
     update = service.queue.updates.begin([TensorInfo.of("a", torch.ones(2))], 0)
-    update.feed.asked.result(LIMIT_S)
+    update.feed.ready.result(LIMIT_S)
     service.queue.updates.send(update.number, Bucket([("a", torch.ones(2))])).result(LIMIT_S)
     service.weights_arrived(service.queue.updates.commit(update.number).result(LIMIT_S))
     assert service.engine.version == 0

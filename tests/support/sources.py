@@ -7,7 +7,7 @@ import contextlib
 import queue
 
 from swift.rollout.loop import RolloutLoop
-from swift.rollout.sources.engine import EngineSource
+from swift.rollout.sources.base import EngineSource
 
 
 def source_of(engine):

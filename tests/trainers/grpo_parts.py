@@ -40,7 +40,7 @@ class Scorer(small_runs.Scorer):
     def __init__(self, reward):
         self.reward = reward
 
-    def submit(self, group, progress):
+    def submit_group(self, group, progress):
         future = Future()
         values = [[self.reward(completion, group.prompt)] for completion in group.completions]
         excluded = ["no_reward" if value == [None] else None for value in values]
@@ -58,13 +58,13 @@ class LateScorer(Scorer):
         self.seen, self.needs_whole_batch, self.calls = seen, needs_whole_batch, 0
         self.pool = ThreadPoolExecutor(max_workers=8)
 
-    def submit(self, group, progress):
+    def submit_group(self, group, progress):
         return self.pool.submit(self._score, group, progress)
 
     def _score(self, group, progress):
         assert self.seen.wait(self.WAIT_S), "nobody did anything while rewards were computed"
         self.calls += 1
-        return super().submit(group, progress).result()
+        return super().submit_group(group, progress).result()
 
     def drain_metrics(self, groups=None):
         self.seen.clear()

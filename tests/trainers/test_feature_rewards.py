@@ -294,8 +294,8 @@ def test_a_stream_whose_first_rows_have_no_turns_refuses_later_ones(nano_folders
 class NoRewards(Scorer):
     """Reward functions, of which there are none."""
 
-    def submit(self, group, progress):
-        future = super().submit(group, progress)
+    def submit_group(self, group, progress):
+        future = super().submit_group(group, progress)
         future.result().values[:] = [[] for _ in group.completions]
         future.result().excluded[:] = [None] * len(group.completions)
         return future

@@ -348,4 +348,4 @@ def test_both_ends_of_a_group_find_each_other(nccl):
 )
 def test_the_way_follows_from_the_devices(tensor, devices, way):
     client = SimpleNamespace(devices=devices)
-    assert ActorClient.choose(client, torch.device(tensor)) == way
+    assert ActorClient.default_transport(client, torch.device(tensor)) == way

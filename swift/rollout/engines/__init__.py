@@ -1,1 +1,1 @@
-"""Inference engines: one contract (`base`), one file or package per backend; only it imports its backend."""
+"""Inference engines: the contract (`base`), a file or package per backend, and pools of engines elsewhere."""

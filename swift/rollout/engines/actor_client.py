@@ -288,7 +288,7 @@ class ActorClient(EngineClient):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def choose(self, device: torch.device) -> str:
+    def default_transport(self, device: torch.device) -> str:
         on_gpus = device.type == "cuda" and all(name.startswith("cuda") for name in self.devices)
         return "broadcast" if on_gpus else "object_store"
 
@@ -356,7 +356,7 @@ class ActorClient(EngineClient):
                 ray.get(instance.actor.close.remote(), timeout=self.timeouts.close_s)
         self._lose(instance, "is closed")
 
-    def release(self) -> None:
+    def free_shared(self) -> None:
         """Leave the cluster. Ray ends a process of which one thread calls it after another one has left."""
         recovered = self._replacing.acquire(timeout=self.timeouts.close_s)
         for listener in self._listeners:

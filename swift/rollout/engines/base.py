@@ -13,7 +13,7 @@ Order of calls:
     close                            processes, ports and memory are released
 
 Weights are in one of three states, each with its error: asleep (`EngineAsleep`), invalid after a failed update
-(`SyncFailed` until `rebuild` or a full update), lost (`EngineDead`). Each of them prevents sampling.
+(`SyncFailed` until `rebuild`), lost (`EngineDead`). Each of them prevents sampling.
 
 Threads: `generate`, `hold`, `rest`, `release` and `free` run on one event loop (`swift.rollout.loop`). `abort`,
 `pause`, `health`, `close`, `check_length`, `so_far` and `counters` may be used by any thread at any time. Every other
@@ -71,7 +71,8 @@ class Capabilities:
     "truncated" renormalises after top-k, top-p, min-p and penalties (equal to "full" when none is on), "raw" is at
     temperature 1. shares_weights: reads the trainer's own parameters, so that a weight sync copies nothing.
     sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: constrains
-    completions to a regular expression. sampling_fields: supported fields of `SamplingParams.unusual`.
+    completions to a regular expression. sampling_fields: supported fields of `SamplingParams.unusual`. seeds_are_slow:
+    a step is slower if each sample has a seed.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Capabilities:
     guided: bool = False
     sampling_fields: tuple[str, ...] = ()
     quantization: str = ""
+    seeds_are_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,9 @@ class InferenceEngine(ABC):
     async def generate(self, request: Request) -> Completion:
         """One sample.
 
-        A request that takes longer than its limit is aborted and sampled once more, with the same seed; then it ends
-        with "error". A cancelled caller gets CancelledError after the engine has removed the request.
+        A request that takes longer than its limit is aborted; it is sampled once more with the same seed if it is
+        `exact`, then it ends with "error". A cancelled caller gets CancelledError after the engine has removed the
+        request.
 
         Raises:
             PromptTooLong: the prompt leaves no room for one token.
@@ -296,7 +299,7 @@ class InferenceEngine(ABC):
         raise self._unsupported("rebuild")
 
     def load_adapter(self, adapter: AdapterWeights, version: int) -> Ack:
-        """Sample with this LoRA adapter on the base weights from now on; the former adapter stays loaded as spare."""
+        """Sample with this LoRA adapter on the base weights from now on, in place of the former one."""
         raise self._unsupported("LoRA adapters")
 
     def drop_adapter(self) -> None:

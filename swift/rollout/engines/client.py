@@ -130,7 +130,7 @@ class EngineClient(ABC):
         self._adapter: tuple[int, AdapterWeights] | None = None
         self._paused = False
         self._closed = False
-        self._asked: dict[str, _Pending] = {}
+        self._pending: dict[str, _Pending] = {}
         self._new: list[Request] = []
         self._abandoned: list[str] = []  # requests whose caller was cancelled
         self._loop: asyncio.AbstractEventLoop | None = None  # loop of the callers
@@ -180,7 +180,7 @@ class EngineClient(ABC):
         """Start to send a bucket; returns a function that waits for its arrival and raises as `call`."""
 
     @abstractmethod
-    def choose(self, device: torch.device) -> str:
+    def default_transport(self, device: torch.device) -> str:
         """The best transport for tensors on this device."""
 
     @abstractmethod
@@ -239,12 +239,12 @@ class EngineClient(ABC):
     @property
     def outstanding(self) -> list[str]:
         """Ids of its requests."""
-        return list(self._asked)
+        return list(self._pending)
 
     async def generate(self, request: Request) -> Completion:
         """One sample. Raises Lost if the request must be sent again, else the error of the engine."""
         loop = self._loop = asyncio.get_running_loop()
-        asked = self._asked[request.request_id] = _Pending(loop.create_future(), self.instance)
+        asked = self._pending[request.request_id] = _Pending(loop.create_future(), self.instance)
         self.load += tokens_of(request)
         if not self._new:
             loop.call_soon(self._post_new)
@@ -261,15 +261,15 @@ class EngineClient(ABC):
                     asked.completion.exception()  # marks it as retrieved
             raise
         finally:
-            del self._asked[request.request_id]
+            del self._pending[request.request_id]
             self.load -= tokens_of(request)
 
     def _post_new(self) -> None:
         """Send all requests of one iteration of the loop together."""
         requests, self._new = self._new, []
         instance, self.progress_at = self.instance, time.monotonic()
-        waiting = [request for request in requests if request.request_id in self._asked]
-        to_send = [request for request in waiting if self._asked[request.request_id].instance is instance]
+        waiting = [request for request in requests if request.request_id in self._pending]
+        to_send = [request for request in waiting if self._pending[request.request_id].instance is instance]
         names = [request.request_id for request in to_send]
         replaced = {request.request_id for request in waiting} - set(names)
         self._end(list(replaced), Lost("was replaced"))
@@ -286,7 +286,7 @@ class EngineClient(ABC):
 
     def abort_those(self, request_ids: Sequence[str]) -> None:
         """Abort those of these requests that are outstanding here; from any thread."""
-        if names := [name for name in request_ids if name in self._asked]:
+        if names := [name for name in request_ids if name in self._pending]:
             self.abort(names)
 
     def deliver(self, instance: object, *events: Event) -> None:
@@ -309,14 +309,14 @@ class EngineClient(ABC):
                 names = [event.request_id]
             elif isinstance(event, Failure | Returned) and not is_lost:
                 names = event.request_ids
-            known = [name for name in names if name in self._asked]
-            self._end([name for name in known if instance in (None, self._asked[name].instance)], outcome)
+            known = [name for name in names if name in self._pending]
+            self._end([name for name in known if instance in (None, self._pending[name].instance)], outcome)
             if is_lost:
                 self._recover_in_background(instance, str(outcome))
 
     def _end(self, request_ids: Sequence[str], outcome: Completion | Exception) -> None:
         for name in request_ids:
-            asked = self._asked.get(name)
+            asked = self._pending.get(name)
             if asked is None or asked.completion.done():
                 continue
             if isinstance(outcome, Exception):
@@ -447,7 +447,7 @@ class EngineClient(ABC):
         """Transport of an update whose first bucket is this one."""
         if isinstance(bucket, Announcement):
             return "broadcast"
-        return self.weight_transport or self.choose(bucket.tensors[0][1].device)
+        return self.weight_transport or self.default_transport(bucket.tensors[0][1].device)
 
     def weights_change(self, why: str) -> None:
         """For `send_update`: mark the weights of the engine as invalid, and drop the kept copy."""
@@ -533,7 +533,7 @@ class EngineClient(ABC):
         self._kept = self._adapter = None
         self.deliver(None, Lost("it is closed"))
 
-    def release(self) -> None:  # noqa: B027 - most have no shared resources
+    def free_shared(self) -> None:  # noqa: B027 - most have no shared resources
         """Release resources shared with other engines; called after all engines are closed. Idempotent."""
 
     def check_alive(self) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swift.errors import EngineDead, EngineError, SwiftError, SyncFailed, first_line
+from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.models.tokenizer import read_tokenizer
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
@@ -198,9 +198,10 @@ class LMDeployEngine(StatefulEngine):
         """Also refuses a temperature above LMDeploy's maximum."""
         super().check_length(request)
         if request.sampling.temperature > api_.HIGHEST_TEMPERATURE:
-            raise EngineError(
+            raise RequestRefused(
+                request.request_id,
                 f"--temperature: {request.sampling.temperature}: LMDeploy takes at most {api_.HIGHEST_TEMPERATURE}; "
-                "use a lower one, or another engine"
+                "use a lower one, or another engine",
             )
 
     async def _serve(self, running: _Running) -> Completion:

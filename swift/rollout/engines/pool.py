@@ -47,7 +47,7 @@ from swift.rollout.weights.sending import new_sender, send_update
 from swift.types import Completion, Request
 
 T = TypeVar("T")
-LOOK_S = 0.05
+POLL_S = 0.05
 """Interval, in seconds, at which the pool checks for a usable engine while requests wait."""
 
 
@@ -68,12 +68,12 @@ class EnginePool(InferenceEngine):
             client.alone = len(clients) == 1
         self._gone: list[EngineClient] = []  # dead engines
         self._choose = EngineChoice()
-        self._asked: dict[str, _Pending] = {}
+        self._pending: dict[str, _Pending] = {}
         self._held = self._paused = self._closed = False
         self._pruning = threading.Lock()
         self._ending: list[Future[None]] = []  # ends of dead engines
         self._waiting: list[asyncio.Future[None]] = []  # for `release`, or an engine that is usable
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._capabilities: Capabilities | None = None
         self._sender: BroadcastSender | None = None
         self._in_group: dict[EngineClient, object] = {}  # members and their `receiving_processes`
@@ -115,9 +115,9 @@ class EnginePool(InferenceEngine):
         self._check_open()
         self.check_length(request)
         name = request.request_id
-        if name in self._asked:
+        if name in self._pending:
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
-        asked = self._asked[name] = _Pending()
+        asked = self._pending[name] = _Pending()
         try:
             while (client := await self._engine_for(request, asked)) is not None:
                 with contextlib.suppress(Lost):
@@ -126,13 +126,13 @@ class EnginePool(InferenceEngine):
                         return completion
             return Completion(name, [], [], "abort")
         finally:
-            del self._asked[name]
+            del self._pending[name]
 
     async def _engine_for(self, request: Request, asked: _Pending) -> EngineClient | None:
         """The engine that samples a request; waits until an engine is usable. None: the request was aborted."""
         while not asked.aborted:
             if self._held:
-                await self._change()
+                await self._wait_for_change()
                 continue
             self._check_open()
             self._check_valid()
@@ -146,24 +146,24 @@ class EnginePool(InferenceEngine):
                     f"engine: each was lost since version {self.version} was sent, and none of them has it; "
                     "--weight_transport object_store keeps a copy for restarts"
                 )
-            await self._change()
+            await self._wait_for_change()
         return None
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait until a request may continue; one task checks for all requests."""
         loop = asyncio.get_running_loop()
         self._waiting.append(loop.create_future())
-        if not self._held and (self._looking is None or self._looking.done()):
-            self._looking = loop.create_task(self._look())
+        if not self._held and (self._polling is None or self._polling.done()):
+            self._polling = loop.create_task(self._poll())
         await self._waiting[-1]
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         while not (self._held or self._closed or self.invalid):
             clients = self._clients
             any_changed = any(client.usable or client.dead is not None for client in clients)
             if any_changed or all(client.outdated for client in clients):
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         if not self._held:
             self._wake()
 
@@ -175,7 +175,7 @@ class EnginePool(InferenceEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         wanted = None if request_ids is None else set(request_ids)
-        chosen = {name: asked for name, asked in list(self._asked.items()) if wanted is None or name in wanted}
+        chosen = {name: asked for name, asked in list(self._pending.items()) if wanted is None or name in wanted}
         for asked in chosen.values():
             asked.aborted = True
         for client in list(self._clients):
@@ -278,7 +278,7 @@ class EnginePool(InferenceEngine):
 
     def _await_begun(self, feeds: dict[EngineClient, Feed]) -> None:
         """Wait until every engine takes weights; a dead engine is left out."""
-        outcomes = {client: outcome_of(feed.asked.result) for client, feed in feeds.items()}
+        outcomes = {client: outcome_of(feed.ready.result) for client, feed in feeds.items()}
         alive = self.engines
         for client, outcome in outcomes.items():
             if client not in alive:
@@ -363,7 +363,7 @@ class EnginePool(InferenceEngine):
             return SleepReport()
         if level not in self.capabilities.sleep_levels:
             raise self._unsupported(f"sleep({level})")
-        if count := len(self._asked):
+        if count := len(self._pending):
             raise EngineError(f"engine: {self.capabilities.name}: sleep: {count} requests are outstanding; abort them")
         reports = self._call_all(lambda client: client.sleep(level))
         notes = dict.fromkeys(report.note for report in reports if report.note)
@@ -396,7 +396,7 @@ class EnginePool(InferenceEngine):
         in_parallel([client.close for client in self._clients])
         futures.wait(self._ending, max((client.timeouts.close_s for client in self._gone), default=0.0))
         for client in [*self._clients, *self._gone]:
-            client.release()
+            client.free_shared()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -411,7 +411,7 @@ class EnginePool(InferenceEngine):
 
     def _check_at_rest(self, what: str) -> None:
         self._check_open()
-        count = len(self._asked)
+        count = len(self._pending)
         if count and not self._paused:
             raise EngineError(
                 f"engine: {self.capabilities.name}: {what} while {count} requests are outstanding; wait for them, or "

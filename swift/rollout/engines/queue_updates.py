@@ -49,9 +49,9 @@ class QueueUpdates:
         return self._latest and (self._latest.number, self._latest.feed.touched_at)
 
     def begin(self, manifest: Sequence[TensorInfo], version: int) -> OpenUpdate:
-        """Start an update, after giving up one that was left open. `feed.asked` is done when the engine takes buckets.
+        """Start an update, after giving up one that was left open. `feed.ready` is done when the engine takes buckets.
 
-        `feed.asked` and `job` raise as `InferenceEngine.update`.
+        `feed.ready` and `job` raise as `InferenceEngine.update`.
         """
         self.abort()
         self._number += 1
@@ -91,8 +91,8 @@ class QueueUpdates:
         update.job.add_done_callback(lambda _: ended.set_result(None))
         return ended
 
-    def missing(self, number: int) -> tuple[TensorInfo, ...]:
-        """Tensors of an update that have not arrived. Asking is a sign of life. Raises SyncFailed: it is not open."""
+    def renew(self, number: int) -> tuple[TensorInfo, ...]:
+        """Renew the time limit of an update; its tensors that have not arrived. Raises SyncFailed: it is not open."""
         update = self._open(number)
         update.feed.touch()
         return update.stream.missing

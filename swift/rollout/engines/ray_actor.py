@@ -129,7 +129,7 @@ class EngineHost:
 
     def begin_update(self, manifest: Any, version: int) -> int:
         update = self._live.updates.begin(manifest, version)
-        update.feed.asked.result()
+        update.feed.ready.result()
         return update.number
 
     def bucket(self, update: int, way: str, payload: Any) -> None:

@@ -76,14 +76,14 @@ class RequestQueue:
         self._jobs: deque[tuple[Callable[[InferenceEngine], Any], Future[Any]]] = deque()
         self._numbers = itertools.count(1)
         self._pausing = threading.Lock()
-        self._kept = False  # the running requests are paused in flight
+        self._paused_in_flight = False  # the running requests are paused in flight
         self._closed = False
         self._working: Any = None  # the job that runs
         self._worker: asyncio.Task[None] | None = None
         self._failures: dict[tuple[CompletionStream, SwiftError], list[str]] = {}
         self._seen: Any = None  # signs of progress
         self._seen_at = 0.0
-        self._loop.call(self._turn)
+        self._loop.call(self._dispatch)
 
     @property
     def thread(self) -> threading.Thread | None:
@@ -131,7 +131,7 @@ class RequestQueue:
     def _abort(self, begun: list[str]) -> None:
         if begun:  # after the coroutines begun in this iteration of the loop have called the engine
             asyncio.get_running_loop().call_soon(self.engine.abort, begun)
-        self._turn()
+        self._dispatch()
 
     def enqueue(self, stream: CompletionStream, requests: Sequence[Request]) -> None:
         self._check_alive()
@@ -155,23 +155,23 @@ class RequestQueue:
             for name, request in named.items():
                 limit_s = min(request.limit_s, self.request_limit_s)
                 self._waiting[name] = replace(request, request_id=name, limit_s=limit_s)
-        self._loop.call(self._turn)
+        self._loop.call(self._dispatch)
 
     async def _sample(self, request: Request) -> None:
         """Sample a request, and deliver its completion or failure."""
         name = request.request_id
         try:
             completion = await self.engine.generate(request)
-            if (stream := self._left(name)) is not None:  # it has not ended already
+            if (stream := self._remove(name)) is not None:  # it has not ended already
                 stream.put(replace(completion, request_id=_own_id(name)))
         except Exception as error:
             if isinstance(error, SwiftError) and not isinstance(error, EngineDead):
                 self._fail(name, error)
             else:
                 self._die(error)
-        self._turn()
+        self._dispatch()
 
-    def _left(self, name: str) -> CompletionStream | None:
+    def _remove(self, name: str) -> CompletionStream | None:
         with self._lock:
             stream = self._streams.pop(name, None)
             self._waiting.pop(name, None)
@@ -181,7 +181,7 @@ class RequestQueue:
 
     def _fail(self, name: str, error: SwiftError) -> None:
         """End a request; requests with the same error are delivered in one `Failure`."""
-        if (stream := self._left(name)) is None:
+        if (stream := self._remove(name)) is None:
             return
         if not self._failures:
             asyncio.get_running_loop().call_soon(self._put_failures)
@@ -214,7 +214,7 @@ class RequestQueue:
         with self._lock:
             self._check_alive()
             self._jobs.append((work, future))
-        self._loop.call(self._turn)
+        self._loop.call(self._dispatch)
         return future
 
     def pause_in_flight(self) -> None:
@@ -233,8 +233,8 @@ class RequestQueue:
                 self._loop.call(self._go_on)
                 raise
             self._loop.run(self.engine.rest())
-            self.paused = self._kept = True
-            self._loop.call(self._turn)
+            self.paused = self._paused_in_flight = True
+            self._loop.call(self._dispatch)
 
     async def _hold(self) -> None:
         """Hold the engine when no job uses it."""
@@ -244,22 +244,22 @@ class RequestQueue:
 
     def resume(self) -> Future[None]:
         """Continue after a pause, as soon as no weight update is open; idempotent."""
-        if self._kept:
+        if self._paused_in_flight:
             return self.do(self._resume)
         self.paused = False
-        self._loop.call(self._turn)
+        self._loop.call(self._dispatch)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
     def _resume(self, engine: InferenceEngine) -> None:
         engine.resume()
-        self._kept = self.paused = False
+        self._paused_in_flight = self.paused = False
         self.engine.release()
 
     def _go_on(self) -> None:
         self.engine.release()
-        self._turn()
+        self._dispatch()
 
     def reset_caches(self) -> Future[None]:
         """Drop the engine's prefix cache: between two tokens if the engine can pause in flight, else at rest."""
@@ -273,15 +273,15 @@ class RequestQueue:
 
     # --- the engine's thread ----------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _dispatch(self) -> None:
         """Start the next job if the engine is at rest; without a job, begin the waiting requests."""
         with self._lock:
             if self._closed or self.dead is not None:
                 return
             if self._jobs:
-                at_rest = self._kept or len(self._streams) == len(self._waiting)
+                at_rest = self._paused_in_flight or len(self._streams) == len(self._waiting)
                 if at_rest and self._worker is None:
-                    self._worker = asyncio.get_running_loop().create_task(self._work_off())
+                    self._worker = asyncio.get_running_loop().create_task(self._run_job())
                 return
             if self.paused or self._worker is not None:
                 return
@@ -289,7 +289,7 @@ class RequestQueue:
         for request in waiting:
             asyncio.get_running_loop().create_task(self._sample(request))
 
-    async def _work_off(self) -> None:
+    async def _run_job(self) -> None:
         """Run one job, while the engine is at rest."""
         await self.engine.rest()
         with self._lock:
@@ -303,7 +303,7 @@ class RequestQueue:
                 future.set_exception(error)
             self._working = None
         self._worker = None
-        self._turn()
+        self._dispatch()
 
     def _die(self, error: Exception) -> None:
         """Mark the engine as dead; all requests and jobs fail, and further ones are refused."""
@@ -324,7 +324,7 @@ class RequestQueue:
             jobs = list(self._jobs)
             self._jobs.clear()
         for stream, names in by_stream.items():
-            arrival: Arrival = Failure([_own_id(name) for name in names if self._left(name) is not None], error)
+            arrival: Arrival = Failure([_own_id(name) for name in names if self._remove(name) is not None], error)
             stream.put(arrival)
         for _, future in jobs:
             if future.set_running_or_notify_cancel():
@@ -345,7 +345,7 @@ class RequestQueue:
         """
         running = self.load[0]
         now, signs = time.monotonic(), (self._working, self.updates.progress, running, astuple(self.engine.counters))
-        idle = self._working is None and (not running or self._kept)
+        idle = self._working is None and (not running or self._paused_in_flight)
         if idle or signs != self._seen:
             self._seen, self._seen_at = signs, now
         limit_s = stall_s if self._working is None else job_s

@@ -302,7 +302,7 @@ class ServerClient(ServerCalls):
 
     # --- weights ----------------------------------------------------------------------------------------------
 
-    def choose(self, device: torch.device) -> str:
+    def default_transport(self, device: torch.device) -> str:
         """Files on a shared disk, else HTTP; a broadcast, whose server must connect back, is never chosen."""
         return self.stored
 

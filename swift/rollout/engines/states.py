@@ -48,7 +48,7 @@ class StatefulEngine(InferenceEngine):
     _new: Any = ()  # requests that the next step begins
 
     def _reset_states(self) -> None:
-        """As it is once it was made."""
+        """The states of a new engine."""
         self.version = self._base_version = 0
         self._paused = False
         self._asleep: set[Tag] = set()
@@ -66,11 +66,11 @@ class StatefulEngine(InferenceEngine):
 
     @abstractmethod
     def _wake_up(self, tag: Tag) -> None:
-        """Take one kind of memory back."""
+        """Allocate one kind of memory again."""
 
     @abstractmethod
     def _outstanding(self) -> int:
-        """How many requests are outstanding; ends first what `abort` has named."""
+        """The number of outstanding requests, after those that `abort` has named are ended."""
 
     @abstractmethod
     def _load(self, stream: WeightStream) -> str:

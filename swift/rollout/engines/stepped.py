@@ -22,7 +22,7 @@ from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.loop import idle
 from swift.types import Completion, Request
 
-LOOK_S = 0.05
+CHECK_S = 0.05
 """Least interval between two checks of time limits, in seconds."""
 MAX_TRIES = 2
 """How often a request that exceeds its time limit is sampled."""
@@ -47,13 +47,13 @@ class SteppedEngine(InferenceEngine):
 
     def __init__(self) -> None:
         self._new: deque[Request] = deque()
-        self._asked: dict[str, _Pending] = {}
+        self._pending: dict[str, _Pending] = {}
         self._to_abort: list[str] = []
         self._step_done: asyncio.Future[None] | None = None  # done when the pump has made a step
         self._pumping: asyncio.Task[None] | None = None
         self._held = False
         self._error: Exception | None = None  # that no caller has been told
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
 
     # --- what a backend has ---------------------------------------------------------------------------------------
 
@@ -76,9 +76,9 @@ class SteppedEngine(InferenceEngine):
         name = request.request_id
         tries = MAX_TRIES if request.sampling.exact else 1  # another completion would more often be a short one
         for tries_left in reversed(range(tries)):
-            if name in self._asked:
+            if name in self._pending:
                 raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
-            asked = self._asked[name] = _Pending(request, asyncio.get_running_loop().create_future())
+            asked = self._pending[name] = _Pending(request, asyncio.get_running_loop().create_future())
             self._new.append(request)
             self._ensure_pump()
             try:
@@ -96,7 +96,7 @@ class SteppedEngine(InferenceEngine):
 
     async def _wait_removed(self, asked: _Pending) -> None:
         """Wait until the engine has removed a cancelled request, or is held."""
-        while self._asked.get(asked.request.request_id) is asked:
+        while self._pending.get(asked.request.request_id) is asked:
             self._ensure_pump()
             if self._pumping is None:
                 return
@@ -107,8 +107,8 @@ class SteppedEngine(InferenceEngine):
         """Withdraw a request that was cancelled."""
         if request in self._new:
             self._new.remove(request)
-            del self._asked[request.request_id]
-        elif request.request_id in self._asked:
+            del self._pending[request.request_id]
+        elif request.request_id in self._pending:
             if not self._to_abort:
                 asyncio.get_running_loop().call_soon(self._abort_abandoned)
             self._to_abort.append(request.request_id)
@@ -120,7 +120,7 @@ class SteppedEngine(InferenceEngine):
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         chosen = None if request_ids is None else set(request_ids)
-        for name, asked in list(self._asked.items()):
+        for name, asked in list(self._pending.items()):
             asked.withdrawn = asked.withdrawn or chosen is None or name in chosen
         self.abort_submitted(chosen)
 
@@ -138,7 +138,7 @@ class SteppedEngine(InferenceEngine):
         self._ensure_pump()
 
     async def free(self) -> None:
-        while self._pumping is not None and all(asked.completion.done() for asked in self._asked.values()):
+        while self._pumping is not None and all(asked.completion.done() for asked in self._pending.values()):
             await asyncio.wait([self._pumping])
         if self._error is not None:
             error, self._error = self._error, None
@@ -149,13 +149,13 @@ class SteppedEngine(InferenceEngine):
             self.abort_submitted(None)
             while self.advance() is not None:
                 pass
-        for name in [name for name, asked in self._asked.items() if asked.completion.done()]:
-            del self._asked[name]
+        for name in [name for name, asked in self._pending.items() if asked.completion.done()]:
+            del self._pending[name]
 
     # --- the pump -------------------------------------------------------------------------------------------------
 
     def _ensure_pump(self) -> None:
-        if self._pumping is None and self._asked and not self._held:
+        if self._pumping is None and self._pending and not self._held:
             self._pumping = asyncio.get_running_loop().create_task(self._pump())
             self._pumping.add_done_callback(_retrieved)
 
@@ -180,7 +180,7 @@ class SteppedEngine(InferenceEngine):
                     return
             except Exception as error:
                 self._fail(error)
-                if not self._asked:
+                if not self._pending:
                     return
             self._tell_step_done()
 
@@ -192,7 +192,7 @@ class SteppedEngine(InferenceEngine):
     def _make_step(self) -> bool:
         """One step with what is new; whether nothing is outstanding any more."""
         self._submit_new()
-        if late := self._late():
+        if late := self._mark_late():
             self.abort_submitted(late)
         done = self.advance()
         for completion in done or ():
@@ -209,28 +209,28 @@ class SteppedEngine(InferenceEngine):
         while self._new:
             request = self._new.popleft()
             name = request.request_id
-            asked = self._asked[name]
+            asked = self._pending[name]
             if asked.withdrawn:
                 self._deliver(Completion(name, [], [], "abort"))
                 continue
             try:
                 self.submit(request)
             except Exception as error:
-                _raise_in(self._asked.pop(name), error)
+                _raise_in(self._pending.pop(name), error)
             if asked.withdrawn:  # meanwhile, by another thread
                 self.abort_submitted([name])
 
-    def _late(self) -> list[str]:
-        """Requests that exceed their limit.
+    def _mark_late(self) -> list[str]:
+        """Mark the requests that have exceeded their limit since the last check; their ids.
 
         Each check counts at most a tenth of a limit, so a process that was suspended times out none.
         """
-        passed = time.monotonic() - self._looked_at
-        if passed < LOOK_S:
+        passed = time.monotonic() - self._checked_at
+        if passed < CHECK_S:
             return []
-        self._looked_at += passed
+        self._checked_at += passed
         names = []
-        for name, asked in self._asked.items():
+        for name, asked in self._pending.items():
             if asked.elapsed_s is None:
                 asked.elapsed_s = 0.0 if self.so_far(name)[0] else None
                 continue
@@ -241,7 +241,7 @@ class SteppedEngine(InferenceEngine):
         return names
 
     def _deliver(self, completion: Completion) -> None:
-        asked = self._asked.pop(completion.request_id, None)
+        asked = self._pending.pop(completion.request_id, None)
         if asked is None:
             raise EngineError(
                 f"engine: request {completion.request_id}: it came back twice, or nobody asked for it; "
@@ -251,19 +251,19 @@ class SteppedEngine(InferenceEngine):
             asked.completion.set_result(completion)
 
     def _check_nothing_is_lost(self) -> None:
-        lost = [name for name, asked in self._asked.items() if not asked.completion.done()]
+        lost = [name for name, asked in self._pending.items() if not asked.completion.done()]
         if lost:
             raise EngineError(f"engine: request {lost[0]}: it never came back; this is a defect of the engine")
-        self._asked.clear()
+        self._pending.clear()
 
     def _fail(self, error: Exception) -> None:
         """Raise in the callers of submitted requests; requests that were not submitted yet stay."""
-        if isinstance(error, RequestRefused) and (refused := self._asked.pop(error.request_id, None)) is not None:
+        if isinstance(error, RequestRefused) and (refused := self._pending.pop(error.request_id, None)) is not None:
             _raise_in(refused, error)
             return
         self.empty()
         new = {request.request_id for request in self._new}
-        told = [_raise_in(self._asked.pop(name), error) for name in list(self._asked) if name not in new]
+        told = [_raise_in(self._pending.pop(name), error) for name in list(self._pending) if name not in new]
         if not any(told):
             self._error = error
 

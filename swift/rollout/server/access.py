@@ -257,9 +257,9 @@ class Holder:
 class Lease:
     """The lease of the run that owns the server's weights. Pure: callers pass the time.
 
-    A run takes the lease with its run id, and each of its requests renews it. Other runs are refused until the lease
-    expires, with the name of the holder. The holder can renew an expired lease until another run takes it. Clients
-    without a run id may change weights only while no run holds the lease.
+    A run takes the lease with its run id, and each of its requests that needs the lease renews it. Other runs are
+    refused until it expires, with the name of the holder. The holder can renew an expired lease until another run takes
+    it. Clients without a run id may change weights only while no run holds the lease.
     """
 
     def __init__(self, lifetime_s: float = LIFETIME_S) -> None:

@@ -80,7 +80,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
     async def begin(body: Annotated[wire.BeginUpdate, json_body(wire.BeginUpdate)]) -> Response:
         manifest = [_tensor_info(*entry) for entry in body.manifest]
         update = updates.begin(manifest, body.version)
-        await service.job(update.feed.asked, update.job.cancel)
+        await service.job(update.feed.ready, update.job.cancel)
         return json_response({"update": update.number})
 
     @routes.post("/weights/bucket")
@@ -93,8 +93,8 @@ def _updates(routes: APIRouter, service: Service) -> None:
         elif update is None:
             raise field_error("update: missing: a safetensors body needs it in its query")
         else:
-            left = sum(info.nbytes for info in updates.missing(update))
-            data = await read_body(http, left + HEADER_ROOM, lambda size: updates.missing(update))
+            left = sum(info.nbytes for info in updates.renew(update))
+            data = await read_body(http, left + HEADER_ROOM, lambda size: updates.renew(update))
             service.authorize(run)  # another run may have taken the lease during the upload
             await _deliver(service, update, functools.partial(_uploaded, data))
         return json_response({"delivered": True})
@@ -114,7 +114,7 @@ def _updates(routes: APIRouter, service: Service) -> None:
 async def _deliver(service: Service, update: int, read: Callable[[tuple[TensorInfo, ...]], Bucket]) -> None:
     """Read the next bucket with `read`, from the missing tensors, and send it; an error aborts the update."""
     updates = service.queue.updates
-    missing = updates.missing(update)
+    missing = updates.renew(update)
     try:
         bucket = await asyncio.to_thread(read, missing)
         await service.job(updates.send(update, bucket))

@@ -34,7 +34,7 @@ from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.process import on_thread
 from swift.rollout.loop import idle
 from swift.rollout.seeds import seed_of
-from swift.rollout.sources.engine import Source
+from swift.rollout.sources.base import Source
 from swift.rollout.sources.function_output import FLAG, OutputReader
 from swift.types import Completion, Request, SamplingParams
 
@@ -185,11 +185,11 @@ class Rollout:
 class FunctionSource(Source):
     """Completions made by a rollout function.
 
-    inner: the engine. name: name of the function, for messages. args: the settings of the run. tokenizer, vocab_size:
+    engine: the engine. name: name of the function, for messages. args: the settings of the run. tokenizer, vocab_size:
     the policy's. end_token_ids: tokens that end a completion. limit_s: time limit of a call.
     """
 
-    inner: InferenceEngine
+    engine: InferenceEngine
     function: RolloutFunc
     name: str
     args: Any
@@ -220,7 +220,7 @@ class FunctionSource(Source):
             self._rollout._revoked = True
 
     async def generate(self, request: Request) -> Completion:
-        self.inner.check_length(request)
+        self.engine.check_length(request)
         if request.request_id in self._waiting:
             raise EngineError(f"request: {request.request_id}: is outstanding already; give each an id of its own")
         ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -276,7 +276,7 @@ class FunctionSource(Source):
                 ended.set_result(completion)
 
     def _new_rollout(self, groups: Sequence[Sequence[Request]]) -> Rollout:
-        requests, engine = [request for group in groups for request in group], self.inner
+        requests, engine = [request for group in groups for request in group], self.engine
         return Rollout(
             prompt_ids=[list(group[0].prompt_ids) for group in groups],
             columns=[dict(group[0].prompt.columns) for group in groups if group[0].prompt is not None],
@@ -287,7 +287,7 @@ class FunctionSource(Source):
             end_token_ids=tuple(sorted({*self.end_token_ids, *requests[0].sampling.stop_token_ids})),
             version=engine.version,
             max_model_len=engine.capabilities.max_model_len,
-            _engine=self.inner,
+            _engine=self.engine,
             _loop=asyncio.get_running_loop(),
             _seeds=[request.sampling.seed for request in requests],
             _number=self._calls,
@@ -316,7 +316,7 @@ class FunctionSource(Source):
         if (error := called.exception()) is not None:
             raise self._with_place(error) from error
         self._given_up = 0
-        reader = OutputReader(self.name, rollout, self.vocab_size, self.inner.room)
+        reader = OutputReader(self.name, rollout, self.vocab_size, self.engine.room)
         return reader.completions(called.result(), requests)
 
     def _with_place(self, error: BaseException) -> SwiftError:

@@ -2,7 +2,7 @@
 
     trainer model -> PolicyWeights (gather, merge, engine-facing names) -> buckets -> transport -> engine -> Ack
 
-`base` holds the words of that sentence and `digest` the proof, `policy` reads the trainer's model, `sync` decides when
-and repeats what failed; `sending` is the trainer's end for engines elsewhere, and a file per transport carries the
+`base` has the types of that line, `digest` the checksum. `policy` reads the trainer's model, `sync` decides when and
+sends again what failed. `sending` is the trainer's end for engines elsewhere, and a file per transport carries the
 bytes: `object_store`, `broadcast`, `disk`.
 """

@@ -154,24 +154,24 @@ class WeightStream:
         manifest: every tensor that comes.
         buckets: those of the manifest.
         version: of the policy.
-        first_hand: whether they come from the trainer's own memory, so that an ack is checked against them.
+        from_trainer: whether they come from the trainer's own memory, so that an ack is checked against them.
 
     Attributes:
         count, nbytes: what has come so far: tensors, and their bytes.
     """
 
     def __init__(
-        self, manifest: Sequence[TensorInfo], buckets: Iterable[Bucket], version: int, *, first_hand: bool = False
+        self, manifest: Sequence[TensorInfo], buckets: Iterable[Bucket], version: int, *, from_trainer: bool = False
     ) -> None:
         self.manifest, self.version = tuple(manifest), version
         self._buckets = iter(buckets)
-        self._digest = StreamDigest() if first_hand else None
+        self._digest = StreamDigest() if from_trainer else None
         self.count = self.nbytes = 0
 
     @classmethod
     def of(cls, source: WeightSource, version: int) -> WeightStream:
         """The weights of a source."""
-        return cls(source.manifest(), source.buckets(), version, first_hand=True)
+        return cls(source.manifest(), source.buckets(), version, from_trainer=True)
 
     def first(self) -> Bucket:
         """The first bucket, before the stream is iterated; an empty one if there is none."""

@@ -140,7 +140,7 @@ class BroadcastGroup:
                 time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Leave; never waits for the others."""
+        """Leave. A broadcast under way is aborted with NCCL (bounded); gloo waits for it."""
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             futures.wait([on_thread(group.abort, "weights: nccl")], ABORT_S)

@@ -14,18 +14,18 @@ from swift.rollout.weights.base import Bucket
 
 
 class Feed:
-    """The giver calls `give` for each bucket, waits for `asked` before the next one, and ends with `end` or `fail`.
+    """The giver calls `give` for each bucket, waits for `ready` before the next one, and ends with `end` or `fail`.
 
     Args:
         silence_s: longest time without a bucket before the receiver gets SyncFailed.
 
     Attributes:
-        asked: done when the receiver asks for the next bucket, so that memory of the last one may be reused. Raises
+        ready: done when the receiver asks for the next bucket, so that memory of the last one may be reused. Raises
             what the receiver has ended with.
     """
 
     def __init__(self, silence_s: float = float("inf")) -> None:
-        self.asked = pending()
+        self.ready = pending()
         self.silence_s = silence_s
         self._items: queue.SimpleQueue[Bucket | Exception | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -33,15 +33,15 @@ class Feed:
         self.touched_at = time.monotonic()
 
     def give(self, bucket: Bucket) -> Future[None]:
-        """Hand the next bucket over; returns `asked`. Raises SyncFailed: the last one is not taken yet."""
+        """Hand the next bucket over; returns `ready`. Raises SyncFailed: the last one is not taken yet."""
         with self._lock:
-            if not self.asked.done():
+            if not self.ready.done():
                 raise SyncFailed("weights: a bucket came before the last one was taken; send one at a time")
             if self._ended is None:
-                self.asked = pending()
+                self.ready = pending()
                 self.touch()
                 self._items.put(bucket)
-            return self.asked
+            return self.ready
 
     def end(self) -> None:
         """All buckets were given."""
@@ -59,8 +59,8 @@ class Feed:
         while True:
             self.touch()
             with self._lock:
-                if not self.asked.done():
-                    self.asked.set_result(None)
+                if not self.ready.done():
+                    self.ready.set_result(None)
             item = self._next()
             if item is None:
                 return
@@ -84,9 +84,9 @@ class Feed:
             error = receiver.exception() or SyncFailed("weights: the update is over; begin another")
         with self._lock:
             self._ended = error if isinstance(error, Exception) else SyncFailed(f"weights: {first_line(error)}")
-            if self.asked.done():
-                self.asked = pending()
-            self.asked.set_exception(self._ended)
+            if self.ready.done():
+                self.ready = pending()
+            self.ready.set_exception(self._ended)
 
 
 def pending() -> Future[None]:

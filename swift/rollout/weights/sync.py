@@ -80,7 +80,7 @@ class WeightSync:
         self.version = 0
         self.last_step = 0
         self._step_of = {0: 0}
-        self._lost = True  # whether the engine does not have the weights of `version`
+        self._must_send = True  # whether the engine does not have the weights of `version`
         self._saved = False  # whether a checkpoint was saved after the last sync
         self._gather_error: Exception | None = None
 
@@ -96,10 +96,10 @@ class WeightSync:
 
         Raises SyncFailed or EngineDead on every rank: an engine did not get the weights.
         """
-        ack = self._everywhere(self.version + 1)
+        ack = self._send_on_all_ranks(self.version + 1)
         self.version += 1
         self.last_step = step
-        self._lost = self._saved = False
+        self._must_send = self._saved = False
         self._step_of[self.version] = step
         while len(self._step_of) > KEPT_VERSIONS:
             del self._step_of[min(self._step_of)]
@@ -107,8 +107,8 @@ class WeightSync:
 
     def refresh(self) -> Ack | None:
         """Send the current weights without a new version: at the start, or after level-2 sleep."""
-        ack = self._everywhere(self.version)
-        self._lost = False
+        ack = self._send_on_all_ranks(self.version)
+        self._must_send = False
         return ack
 
     def send_trial(self) -> Ack | None:
@@ -116,8 +116,8 @@ class WeightSync:
 
         For the parity check, which sends changed weights to test whether they arrive.
         """
-        self._lost = True
-        return self._everywhere(TRIAL_VERSION)
+        self._must_send = True
+        return self._send_on_all_ranks(TRIAL_VERSION)
 
     def separate(self) -> None:
         """End the sharing of memory until the next sync, so that trainer or engine can change its weights alone."""
@@ -133,11 +133,11 @@ class WeightSync:
             lost: whether the engine has dropped its weights (level-2 sleep).
         """
         behind = step != self.last_step
-        if self.due(step) or (behind and (current or lost or self._lost or self._saved)):
+        if self.due(step) or (behind and (current or lost or self._must_send or self._saved)):
             return self.sync(step)
-        return self.refresh() if lost or self._lost else None
+        return self.refresh() if lost or self._must_send else None
 
-    def _everywhere(self, version: int) -> Ack | None:
+    def _send_on_all_ranks(self, version: int) -> Ack | None:
         """Send the current weights as `version` to the engines of all ranks; see `sync`."""
         if self.engine is not None and self.engine.capabilities.shares_weights:
             self.engine.version = version
@@ -203,7 +203,7 @@ class WeightSync:
         buckets = self._gathered(source)
         outcome: Outcome[Ack] = (None, None)
         if engine is not None:
-            outcome = _outcome(version, lambda: _confirmed(engine, source.manifest(), buckets, version))
+            outcome = _outcome(version, lambda: _send_and_check(engine, source.manifest(), buckets, version))
         deque(buckets, maxlen=0)  # also after a failure: the other ranks take part in the gathers
         if self._gather_error is not None:  # not a failure of an engine, so none is rebuilt
             raise self._gather_error
@@ -230,12 +230,14 @@ class WeightSync:
         """Restore the version; the next `update` sends the weights, which the engine does not have yet."""
         self.version, self.last_step = state["version"], state["last_step"]
         self._step_of = dict(state["step_of"])
-        self._lost = True
+        self._must_send = True
 
 
-def _confirmed(engine: InferenceEngine, manifest: Sequence[TensorInfo], buckets: Iterator[Bucket], version: int) -> Ack:
+def _send_and_check(
+    engine: InferenceEngine, manifest: Sequence[TensorInfo], buckets: Iterator[Bucket], version: int
+) -> Ack:
     """Send the buckets; the ack of the engine. Raises as `InferenceEngine.update`."""
-    stream = WeightStream(manifest, buckets, version, first_hand=True)
+    stream = WeightStream(manifest, buckets, version, from_trainer=True)
     ack = engine.update(stream)
     stream.check(ack, engine.capabilities.name)  # also of engines that users bring
     return ack

@@ -21,7 +21,7 @@ from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
 from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator
-from swift.rollout.arguments import MAKERS, in_use
+from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
 from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
@@ -35,9 +35,9 @@ from swift.rollout.scheduler import RerollConfig, RolloutScheduler
 from swift.rollout.sources.atropos.api import MessageAPI, Registration
 from swift.rollout.sources.atropos.groups import GroupReader
 from swift.rollout.sources.atropos.source import AtroposSource
-from swift.rollout.sources.engine import EngineSource, Source
+from swift.rollout.sources.base import EngineSource, Source
 from swift.rollout.sources.function import FunctionSource
-from swift.rollout.sources.multi_turn.source import MOST_TURNS, TrajectorySource
+from swift.rollout.sources.multi_turn.source import DEFAULT_MAX_TURNS, TrajectorySource
 from swift.rollout.sources.multi_turn.trajectory import Limits
 from swift.rollout.sources.nemo_gym.gym import NemoGym
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swift.models.forward import TokenSequence
-    from swift.rollout.sources.atropos.launch import Sources
+    from swift.rollout.sources.atropos.launch import AtroposProcesses
     from swift.trainers.grpo.attempt import Attempt
     from swift.trainers.grpo.trainer import GRPOTrainer
 
@@ -235,14 +235,14 @@ def _source(run: Attempt) -> Source | None:
         return _atropos_source(run, engine, run.setup.sources)
     if parts.play is not None:
         limits = Limits(
-            max_turns=args.max_turns or MOST_TURNS,
+            max_turns=args.max_turns or DEFAULT_MAX_TURNS,
             scope=args.completion_length_limit_scope,
             max_model_len=engine.capabilities.max_model_len,
             on_prefix_break=args.on_prefix_break,
         )
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))
-        name = next(iter(in_use(args, MAKERS)), "rows")
+        name = next(iter(in_use(args, COMPLETION_SETTINGS)), "rows")
         return TrajectorySource(engine, parts.template, limits, parts.play, name, args.rollout_timeout)
     if parts.rollout_func is None:
         return EngineSource(engine)
@@ -267,7 +267,7 @@ def _vocab_size(args: Any) -> int:
     return int(load_config(locate(args).base, args).get_text_config().vocab_size)
 
 
-def _atropos_source(run: Attempt, engine: InferenceEngine, sources: Sources) -> Source:
+def _atropos_source(run: Attempt, engine: InferenceEngine, sources: AtroposProcesses) -> Source:
     """Atropos environments; sets `setup.begin`, which registers at their message API and starts those of the run."""
     assert isinstance(engine, EnginePool), "the policy server is behind a pool"
     parts, args, plan = run.parts, run.parts.args, run.parts.plan

@@ -84,7 +84,7 @@ def prepare(
     from swift.observability.health_rules import load_rules
     from swift.rewards import models
     from swift.rewards.pipeline import RewardPipeline
-    from swift.rollout.arguments import MAKERS, in_use
+    from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
     from swift.rollout.arithmetic import plan_batches
     from swift.rollout.sources.function import load_rollout_func
     from swift.rollout.sources.multi_turn.tools import open_toolbox
@@ -134,7 +134,7 @@ def prepare(
         _check_sent_adapter(args)
     require_backend(args)
     play = _play_of(args, references, toolbox, rewards.names)
-    makers = in_use(args, MAKERS) or (["--dataset: remaining_turns"] if play is not None else [])
+    makers = in_use(args, COMPLETION_SETTINGS) or (["--dataset: remaining_turns"] if play is not None else [])
     if makers:
         _check_lockstep(args, placement, makers[0])
     if eval_prompts is not None and args.eval_strategy != "no" and play is None and args.rollout_func is None:
@@ -177,12 +177,12 @@ def _open_data(
 def _play_of(args: Any, references: References | None, toolbox: Toolbox | None, reward_names: list[str]) -> Play | None:
     """The code that makes completions of several turns, or None: further turns of EBFT's rows, tools, environments."""
     if references is not None:
-        from swift.rollout.arguments import MAKERS, in_use
+        from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
         from swift.trainers.ebft import turns
 
         references.settle()
         if references.conversations:
-            if makers := in_use(args, MAKERS):
+            if makers := in_use(args, COMPLETION_SETTINGS):
                 raise ConfigError(
                     f"{makers[0]}: makes the completions, and rows have {turns.COLUMN}, which samples answer; leave it "
                     "out, or the column"

@@ -12,6 +12,7 @@ The hooks that the subclass overrides, and why:
                            (ZeRO-3, FSDP2) needs the same number of forward passes on each rank; shards frozen models
     evaluate               samples and scores held-out prompts
     log                    adds the metrics of the steps to Trainer's logs
+    is_as_after_last_step  whether an error leaves a state that can be saved
     state_beside_weights, add_to_checkpoint  the state that a checkpoint of `AtomicTrainer` holds beyond Trainer's files
 
 Trainer's gradient accumulation is always 1: accumulation happens inside `training_step`, so none of Trainer's implicit

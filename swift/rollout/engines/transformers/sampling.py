@@ -24,7 +24,7 @@ from swift.types import Alternatives
 WIDE, BLOCK = 4096, 128
 """Minimum vocabulary size at which the inverse CDF sums blocks first, and number of tokens of a block."""
 CANDIDATES = 1024
-"""Number of likeliest tokens that truncation selects before it sorts the whole vocabulary."""
+"""Number of likeliest tokens that truncation on a CPU selects before it sorts the whole vocabulary."""
 
 
 @dataclass(slots=True)

@@ -93,6 +93,7 @@ def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any,
         guided=True,
         sampling_fields=settings.sampling_fields(vllm),
         quantization=str(model.quantization or ""),
+        seeds_are_slow=not on_cpu,  # a kernel for each seeded row
     )
 
 

@@ -31,7 +31,7 @@ OF_TRAINER = (
 
 
 @dataclass(slots=True)
-class Sources:
+class AtroposProcesses:
     """The Atropos processes of this run, on rank 0.
 
     api_url, server_url: URLs of the message API and of the policy server; server_url is "" until it is set.

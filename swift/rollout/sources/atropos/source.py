@@ -21,7 +21,7 @@ from swift.rollout.engines.wire import Versions
 from swift.rollout.loop import idle
 from swift.rollout.sources.atropos.api import Group, MessageAPI
 from swift.rollout.sources.atropos.groups import GroupReader
-from swift.rollout.sources.engine import Source
+from swift.rollout.sources.base import Source
 from swift.types import Completion, Request
 
 logger = logging.getLogger("swift.rollout")
@@ -42,7 +42,7 @@ class AtroposSource(Source):
     waits here and that many batches are ready; held requests are sampled later, with newer weights.
 
     Attributes:
-        inner: the policy server's client.
+        engine: the policy server's client.
         api: the message API.
         reader: converts groups to completions.
         check: raises if a process of this run has died.
@@ -51,7 +51,7 @@ class AtroposSource(Source):
         max_batches: number of ready batches at which requests are held back; None is no limit.
     """
 
-    inner: InferenceEngine
+    engine: InferenceEngine
     api: MessageAPI
     reader: GroupReader
     check: Callable[[], None] = lambda: None

@@ -17,7 +17,7 @@ LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", 
 """Folders of libraries, whose frames are skipped in messages."""
 
 
-class Loop:
+class EnvironmentLoop:
     """The event loop of environments; another thread samples."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Loop:
 class _EventLoop(asyncio.SelectorEventLoop):
     """Runs each function of `asyncio.to_thread` on a new daemon thread, which delays neither others nor the exit."""
 
-    def __init__(self, owner: Loop) -> None:
+    def __init__(self, owner: EnvironmentLoop) -> None:
         super().__init__(_Selector(owner))
         self._owner = owner
 
@@ -118,7 +118,7 @@ class _EventLoop(asyncio.SelectorEventLoop):
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
     """Records when the loop is idle: `select` is about to wait."""
 
-    def __init__(self, owner: Loop) -> None:
+    def __init__(self, owner: EnvironmentLoop) -> None:
         super().__init__()
         self._owner = owner
 

@@ -25,8 +25,8 @@ from functools import partial
 from swift.errors import EngineError, SwiftError, first_line
 from swift.models.template import Template
 from swift.rollout.engines.base import InferenceEngine
-from swift.rollout.sources.engine import Source
-from swift.rollout.sources.multi_turn.loop import Loop
+from swift.rollout.sources.base import Source
+from swift.rollout.sources.multi_turn.loop import EnvironmentLoop
 from swift.rollout.sources.multi_turn.trajectory import Excluded, Limits, OutOfRoom, Trajectory
 from swift.types import Completion, Episode, Request
 
@@ -36,7 +36,7 @@ IDLE_WAIT_S = 0.05
 """Maximum wait of the engine for running environments, in seconds."""
 LOOK_S = 1.0
 """Interval of the check for an environment that blocks the others, in seconds."""
-MOST_TURNS = 32
+DEFAULT_MAX_TURNS = 32
 """Default of the maximum number of answers per sample."""
 FIRST_FAILURES = 32
 """Number of failed trajectories at the start of a run that stop it if none has succeeded."""
@@ -50,7 +50,7 @@ class TrajectorySource(Source):
     """See the module's docstring.
 
     Attributes:
-        inner: samples each turn.
+        engine: samples each turn.
         template: the policy's chat template.
         limits: limits of each trajectory.
         play: runs one trajectory.
@@ -58,7 +58,7 @@ class TrajectorySource(Source):
         limit_s: time limit of a trajectory (`--rollout_timeout`); one that exceeds it is excluded.
     """
 
-    inner: InferenceEngine
+    engine: InferenceEngine
     template: Template
     limits: Limits
     play: Play
@@ -67,16 +67,16 @@ class TrajectorySource(Source):
     _running: dict[str, asyncio.Future[Completion]] = field(default_factory=dict)
     _tasks: dict[asyncio.Future[Completion], asyncio.Task[None]] = field(default_factory=dict)
     """Completion -> task of its trajectory, on the environments' loop."""
-    _turns: dict[asyncio.Task[None], tuple[str, Loop]] = field(default_factory=dict)
+    _turns: dict[asyncio.Task[None], tuple[str, EnvironmentLoop]] = field(default_factory=dict)
     """Task of a turn -> id of its trajectory, loop of its environment."""
     _late: int = 0
     _failures: int = 0
     _any_succeeded: bool = False
-    _environments: Loop | None = None
+    _environments: EnvironmentLoop | None = None
     _watch: asyncio.Task[None] | None = None
 
     def __post_init__(self) -> None:
-        self.inner.before_step = self._wait_for_environments
+        self.engine.before_step = self._wait_for_environments
 
     @property
     def late(self) -> int:
@@ -89,11 +89,11 @@ class TrajectorySource(Source):
 
     async def generate(self, request: Request) -> Completion:
         name, rollout_loop = request.request_id, asyncio.get_running_loop()
-        self.inner.check_length(request)
+        self.engine.check_length(request)
         if name in self._running:
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
         if self._environments is None:
-            self._environments = Loop()
+            self._environments = EnvironmentLoop()
         environments, ended = self._environments, rollout_loop.create_future()
         self._running[name] = ended
         if self._watch is None:
@@ -109,13 +109,15 @@ class TrajectorySource(Source):
 
     # --- on the rollout loop --------------------------------------------------------------------------------------
 
-    async def _sample_turn(self, environments: Loop, request: Request, answer: asyncio.Future[Completion]) -> None:
+    async def _sample_turn(
+        self, environments: EnvironmentLoop, request: Request, answer: asyncio.Future[Completion]
+    ) -> None:
         """Sample a turn, and set `answer` on the environments' loop."""
         task = asyncio.current_task()
         assert task is not None
         self._turns[task] = request.request_id.rpartition("#")[0], environments
         try:
-            outcome: Completion | Exception = await self.inner.generate(request)
+            outcome: Completion | Exception = await self.engine.generate(request)
         except Exception as error:
             outcome = error
         finally:
@@ -161,7 +163,7 @@ class TrajectorySource(Source):
 
     def _begin(
         self,
-        environments: Loop,
+        environments: EnvironmentLoop,
         request: Request,
         rollout_loop: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
@@ -175,7 +177,7 @@ class TrajectorySource(Source):
 
     async def _run(
         self,
-        environments: Loop,
+        environments: EnvironmentLoop,
         request: Request,
         rollout_loop: asyncio.AbstractEventLoop,
         ended: asyncio.Future[Completion],
@@ -191,7 +193,7 @@ class TrajectorySource(Source):
                 rollout_loop.call_soon_threadsafe(_end, ended, outcome)
 
     async def _play_request(
-        self, environments: Loop, request: Request, rollout_loop: asyncio.AbstractEventLoop
+        self, environments: EnvironmentLoop, request: Request, rollout_loop: asyncio.AbstractEventLoop
     ) -> Completion:
         """The completion of a request, with the reason if it is excluded."""
         assert request.prompt is not None, "a request without its row"
@@ -223,7 +225,7 @@ class TrajectorySource(Source):
         return trajectory.completion(problem)
 
     async def _request_turn(
-        self, environments: Loop, rollout_loop: asyncio.AbstractEventLoop, request: Request
+        self, environments: EnvironmentLoop, rollout_loop: asyncio.AbstractEventLoop, request: Request
     ) -> Completion:
         """Sample a turn on the rollout loop; cancelling the caller aborts it."""
         if environments.given_up:

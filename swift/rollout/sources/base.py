@@ -14,9 +14,9 @@ from swift.types import Completion, Request
 
 
 class Source(ABC):
-    """Provides completions, on the thread of the rollout loop. inner: the engine that samples."""
+    """Provides completions, on the thread of the rollout loop. engine: the engine that samples."""
 
-    inner: InferenceEngine
+    engine: InferenceEngine
 
     @abstractmethod
     async def generate(self, request: Request) -> Completion:
@@ -25,23 +25,23 @@ class Source(ABC):
     @property
     def late(self) -> int:
         """Number of attempts of requests that exceeded their time limit."""
-        return self.inner.counters.late
+        return self.engine.counters.late
 
     def drain_metrics(self) -> dict[str, float]:
         """Metrics of the sampling since the last call, by the name in the log."""
-        return self.inner.drain_metrics()
+        return self.engine.drain_metrics()
 
     async def free(self) -> None:
         """Wait until the engine has no request of a cancelled caller. Raises an error that no caller has received."""
-        await self.inner.free()
+        await self.engine.free()
 
     def hold(self) -> None:
         """Submit no request until `release`, before a pause of the engine. Raises Unsupported: it cannot be paused."""
-        self.inner.hold()
+        self.engine.hold()
 
     def release(self) -> None:
         """Continue after `hold`."""
-        self.inner.release()
+        self.engine.release()
 
     def close(self) -> None:  # noqa: B027 - most sources have no resources of their own
         """Release resources of the source; the owner of the engine closes it."""
@@ -51,7 +51,7 @@ class Source(ABC):
 class EngineSource(Source):
     """Samples each request once with an engine."""
 
-    inner: InferenceEngine
+    engine: InferenceEngine
 
     async def generate(self, request: Request) -> Completion:
-        return await self.inner.generate(request)
+        return await self.engine.generate(request)
