@@ -217,7 +217,7 @@ def test_a_check_that_fails_in_the_middle_leaves_the_weights_as_they_were(nano_f
     with pytest.raises(SyncFailed, match="planted"):
         check.run()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert check.weight_sync._lost  # the next update sends the weights again
+    assert check.weight_sync._must_send  # the next update sends the weights again
 
 
 # --- later in the run ----------------------------------------------------------------------------------------------
