@@ -1,7 +1,6 @@
 """Environments that wait, fail, hang and end the run: what becomes of the samples of a rollout of several turns."""
 
 import asyncio
-import statistics
 import threading
 import time
 from dataclasses import replace
@@ -69,7 +68,7 @@ def test_64_trajectories_with_a_slow_tool_take_hardly_longer(template, source_fo
     seconds(0.0)
     pairs = [(seconds(0.0), seconds(0.2)) for _ in range(5)]
     print(pairs)
-    assert statistics.median(slow / fast for fast, slow in pairs) < 1.3
+    assert min(slow / fast for fast, slow in pairs) < 1.3  # a busy machine only makes it longer
 
 
 async def raising(error):
