@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from swift.models.attention.interface import is_packed
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
+from swift.models.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -88,8 +89,8 @@ def pack(
             spans.append((prompt, own))
         groups.append(GroupSpans(prompt, tuple(own for _, own in spans[-len(completions) :])))
     inputs = {
-        "input_ids": torch.tensor([ids], device=device),
-        "position_ids": torch.tensor([positions], device=device),
+        "input_ids": to_device([ids], device),
+        "position_ids": to_device([positions], device),
         "attention_layout": SegmentLayout(groups, device),
     }
     return _batch(inputs, spans, sequences, device, packed=True)
@@ -100,8 +101,8 @@ def pad(sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu
     rows = [[*sequence.prompt_ids, *sequence.completion_ids[:-1]] for sequence in sequences]
     width = max(map(len, rows))
     inputs = {
-        "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device),
+        "input_ids": to_device([row + [0] * (width - len(row)) for row in rows], device),
+        "attention_mask": to_device([[1] * len(row) + [0] * (width - len(row)) for row in rows], device),
     }
     spans = []
     for i, sequence in enumerate(sequences):
@@ -121,8 +122,7 @@ def _batch(
     assert all(prompt.length and own.length >= 0 for prompt, own in spans), "a sequence needs prompt and completion"
     predict = [place for prompt, own in spans for place in (prompt.stop - 1, *range(own.start, own.stop))]
     targets = [token for sequence in sequences for token in sequence.completion_ids]
-    predict_index, target_ids = torch.tensor(predict, device=device), torch.tensor(targets, device=device)
-    return TokenBatch(inputs, spans, predict_index, target_ids, packed)
+    return TokenBatch(inputs, spans, to_device(predict, device), to_device(targets, device), packed)
 
 
 def completion_logits(model: nn.Module, tokens: TokenBatch) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from swift.rl.objective import SamplerCorrection
-from swift.rl.segments import Segments
+from swift.rl.segments import Segments, largest, smallest
 
 CorrectionMode = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 SequenceRatio = Literal["mean", "sum"]
@@ -110,26 +110,27 @@ def mismatch_statistics(
 
     Returns:
         Sums `{name: [2] (sum, count)}` and extremes `{name: scalar}`, to be reduced as those of `LossOutput`
-        (`.../min` by minimum).
+        (`.../min` by minimum); extremes are infinite without a trained token. Nothing waits for the device.
     """
-    eta = (old_logprobs_T - sampler_logprobs_T)[mask_T.bool() & sampler_logprobs_T.isfinite()].double()
-    ratio = torch.exp(eta)
-    columns = {
-        "mismatch/kl": -eta,
-        "mismatch/ratio_mean": ratio,
-        "mismatch/ratio_squared": ratio**2,
-        "mismatch/clipped_frac": ((ratio < lower) | (ratio > threshold)).double(),
-        "mismatch/k3": ratio - eta - 1,
-        "mismatch/logp_abs_diff_mean": eta.abs(),
+    counted_T = mask_T.bool() & sampler_logprobs_T.isfinite()
+    eta_T = torch.where(counted_T, old_logprobs_T - sampler_logprobs_T, 0).double()
+    ratio_T = torch.exp(eta_T)
+    columns_T = {
+        "mismatch/kl": -eta_T,
+        "mismatch/ratio_mean": ratio_T,
+        "mismatch/ratio_squared": ratio_T**2,
+        "mismatch/clipped_frac": ((ratio_T < lower) | (ratio_T > threshold)).double(),
+        "mismatch/k3": ratio_T - eta_T - 1,
+        "mismatch/logp_abs_diff_mean": eta_T.abs(),
     }
-    count = torch.tensor(float(eta.numel()), dtype=torch.float64, device=eta.device)
-    means = {name: torch.stack([values.sum(), count]) for name, values in columns.items()}
-    if not eta.numel():
-        return means, {}
+    count = counted_T.sum().double()
+    means = {
+        name: torch.stack([torch.where(counted_T, values_T, 0).sum(), count]) for name, values_T in columns_T.items()
+    }
     return means, {
-        "mismatch/ratio_min": ratio.min(),
-        "mismatch/ratio_max": ratio.max(),
-        "mismatch/logp_abs_diff_max": eta.abs().max(),
+        "mismatch/ratio_min": smallest(ratio_T, counted_T),
+        "mismatch/ratio_max": largest(ratio_T, counted_T),
+        "mismatch/logp_abs_diff_max": largest(eta_T.abs(), counted_T),
     }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swift.rl.kl import bias_corrected_k3, k3
 from swift.rl.losses import Level, LossConfig, TokenInputs, get_loss
-from swift.rl.segments import Segments
+from swift.rl.segments import Segments, largest, smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,17 +170,17 @@ def _metrics(
     """`means` and `extremes` of a `LossOutput`.
 
     Extremes are the largest ratio of a trained token, 0 without one; and of a sequence, the smallest share of tokens
-    clipped below and the largest clipped above.
+    clipped below and the largest clipped above, infinite without one. Nothing waits for the device.
     """
     mask_T, means = segments.mask_T, {}
-    for name, values_T in observations_T.items():  # where, not indexing: no device synchronisation
+    for name, values_T in observations_T.items():
         means[name] = torch.stack([torch.where(mask_T, values_T, 0).double().sum(), mask_T.sum().double()])
     extremes = {"ratio/max": torch.zeros((), dtype=torch.float64, device=ratio_T.device)}
     if ratio_T.numel():
         extremes["ratio/max"] = torch.where(mask_T, ratio_T, 0).amax().double()
     trained_S = segments.sum(torch.ones_like(segments.index_T)) > 0
-    for name, mean, extreme in (("low_min", "low_mean", torch.amin), ("high_max", "high_mean", torch.amax)):
+    for name, mean, extreme in (("low_min", "low_mean", smallest), ("high_max", "high_mean", largest)):
         clipped_T = observations_T.get(f"clip_ratio/{mean}")
-        if clipped_T is not None and bool(trained_S.any()):
-            extremes[f"clip_ratio/{name}"] = extreme(segments.mean(clipped_T.double())[trained_S], dim=0)
+        if clipped_T is not None:
+            extremes[f"clip_ratio/{name}"] = extreme(segments.mean(clipped_T.double()), trained_S)
     return means, extremes

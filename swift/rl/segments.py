@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,3 +32,13 @@ class Segments:
     def at_tokens(self, values_S: Tensor) -> Tensor:
         """Each sequence's value at each of its tokens, [T]."""
         return values_S.index_select(0, self.index_T)
+
+
+def largest(values_T: Tensor, chosen_T: Tensor) -> Tensor:
+    """The largest of the chosen values; -inf without one. Nothing waits for the device."""
+    return torch.where(chosen_T, values_T, -math.inf).amax() if len(values_T) else values_T.new_tensor(-math.inf)
+
+
+def smallest(values_T: Tensor, chosen_T: Tensor) -> Tensor:
+    """The smallest of the chosen values; inf without one."""
+    return -largest(-values_T, chosen_T)

@@ -205,6 +205,7 @@ def one_step(trainer, prepare=lambda samples: None, arriving=None):
     prepare(batch.samples)
     batch.arriving = arriving
     trainer.training_step(trainer.model, batch)
+    trainer._get_grad_norm(trainer.model)  # as Trainer does next; metrics are read there
     gradients = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
     return Step(gradients, trainer.metrics.commit(), batch.samples)
 

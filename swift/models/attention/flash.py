@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.attention.spans import GroupSpans, Variant, in_autocast_type
+from swift.models.transfer import to_device
 
 
 class FlashSegments:
@@ -33,14 +34,14 @@ class FlashSegments:
             queries += [len(prompt), *(len(places) for _, places in own)]
             keys += [prompt, *(torch.cat(pair) for pair in own)]
             order += [prompt, *(places for _, places in own)]
-        self.key_index = torch.cat(keys).to(device)
+        self.key_index = to_device(torch.cat(keys), device)
         """[C] where in the stream each key stands."""
         query_index = torch.cat(order)
-        self.query_index = None if bool((query_index.diff() == 1).all()) else query_index.to(device)
+        self.query_index = None if bool((query_index.diff() == 1).all()) else to_device(query_index, device)
         """[T] where in the stream each query stands; None where they are in its order."""
         lengths = queries, [len(places) for places in keys]
         self.starts_q, self.starts_k = (
-            torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device) for sizes in lengths
+            to_device([0, *accumulate(sizes)], device, dtype=torch.int32) for sizes in lengths
         )
         self.longest_q, self.longest_k = map(max, lengths)
 

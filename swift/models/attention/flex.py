@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.attention.spans import GroupSpans, Variant, in_autocast_type
+from swift.models.transfer import to_device
 
 FILL = 1024
 """Streams are filled up to a multiple of this many tokens."""
@@ -26,7 +27,7 @@ class FlexSegments:
         numbers = segment_numbers(groups)
         self.num_tokens = numbers[0].shape[0]
         self.num_filling = -self.num_tokens % FILL
-        filled = [nn.functional.pad(number, (0, self.num_filling), value=-1).to(device) for number in numbers]
+        filled = [to_device(nn.functional.pad(number, (0, self.num_filling), value=-1), device) for number in numbers]
         self.block_mask = _block_mask_of(*filled)
 
     @staticmethod

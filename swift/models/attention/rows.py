@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended, in_autocast_type
+from swift.models.transfer import to_device
 
 # T tokens of the stream, R rows of a block, P prompt keys, L steps of the longest row, C = P + L keys
 # H query heads, K key/value heads, D head width, E value width, X heads times width
@@ -69,7 +70,7 @@ class SegmentRows:
         for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is query t
             places[block.query_index[block.real]] = first + block.real.flatten().nonzero()[:, 0]
             first += block.real.numel()
-        self._places = places.to(device)
+        self._places = to_device(places, device)
 
     @staticmethod
     def computes(variant: Variant) -> bool:
@@ -114,15 +115,15 @@ class _Block:
         lengths = torch.tensor([row.span.length for row in rows])[:, None]
         self.query_index = own_index = starts + torch.minimum(steps, lengths - 1)
         self.real = steps < lengths  # [R, L]
-        self._query_index, self._key_index = own_index.to(device), own_index.to(device)
+        self._query_index = self._key_index = to_device(own_index, device)
         self._padded: Tensor | None = None  # [R, 1, 1, P]
         if self.num_before:
             stops = torch.tensor([row.prompt.stop for row in rows])[:, None]
             before = torch.tensor([row.prompt.length for row in rows])[:, None]
             distance = torch.arange(self.num_before, 0, -1)
-            self._key_index = torch.cat([stops - torch.minimum(distance, before), own_index], 1).to(device)
+            self._key_index = to_device(torch.cat([stops - torch.minimum(distance, before), own_index], 1), device)
             if bool((before < self.num_before).any()):
-                self._padded = (distance > before)[:, None, None].to(device)
+                self._padded = to_device((distance > before)[:, None, None], device)
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, *tables_TX: Tensor, heads: tuple[int, int], scale: float | None, variant: Variant) -> Tensor:
@@ -189,14 +190,14 @@ class _Tile(_Block):
         self.longest, self.num_before = own_index.numel(), prompt.length
         self.query_index = own_index[:, queries].reshape(1, -1) - first_query
         self.real = torch.ones_like(self.query_index, dtype=torch.bool)
-        self._query_index = self.query_index.to(device)
-        self._key_index = torch.cat([prompt.index, own_index.flatten()])[None].to(device)
+        self._query_index = to_device(self.query_index, device)
+        self._key_index = to_device(torch.cat([prompt.index, own_index.flatten()])[None], device)
         self._padded, self._masks = None, {}
 
     def _visible(self, window: int | None, device: torch.device) -> Tensor:
         """[Q, P + L]: of the prompt what is before the anchor, then the earlier tokens of the same column."""
-        anchor, column, position = self._queries.reshape(3, -1, 1).to(device)
-        _, columns, positions = self._own.flatten(1).to(device)
+        anchor, column, position = to_device(self._queries.reshape(3, -1, 1), device)
+        _, columns, positions = to_device(self._own.flatten(1), device)
         before = torch.arange(self.num_before, device=device)
         visible = torch.cat([before < anchor, (columns == column) & (positions <= position)], 1)
         return visible if window is None else visible & (torch.cat([before, positions]) > position - window)

@@ -6,6 +6,7 @@ their device, and `StepMetrics.collect` moves those of the whole step in one tra
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +15,17 @@ from torch import Tensor
 from swift.observability.metrics import Kind, Values, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput, SamplerCorrection
+from swift.rl.segments import largest, smallest
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from swift.trainers.grpo.settings import GRPOSettings
+
+
+NO_VALUE = (("max", -math.inf), ("min", math.inf))
+"""What an extreme of no values is."""
 
 
 class StepMetrics(Values):
@@ -33,6 +39,10 @@ class StepMetrics(Values):
         """Add a scalar, without synchronising the device; for a mean, `total` is the sum of `count` values."""
         self._added.append((name, kind, total, count))
 
+    def add_mean(self, name: str, values_N: Tensor, chosen_N: Tensor) -> None:
+        """Add the mean of the chosen values, in float64."""
+        self.add(name, torch.where(chosen_N, values_N, 0).double().sum(), chosen_N.sum())
+
     def collect(self) -> None:
         """Read the added tensors in one transfer and combine all values, in the order of the calls; repeatable."""
         added, self._added = self._added, []
@@ -40,7 +50,8 @@ class StepMetrics(Values):
         numbers = iter(torch.stack(tensors).tolist() if tensors else ())
         for name, kind, *values in added:
             total, count = (next(numbers) if isinstance(value, Tensor) else value for value in values)
-            self.combine(name, kind, total, count)
+            if (kind, total) not in NO_VALUE:
+                self.combine(name, kind, total, count)
 
     def merge(self, other: StepMetrics) -> None:
         """Combine with the collected values of another rank."""
@@ -80,24 +91,22 @@ def observe(
             report.add(name, total, count)
         for name, value in extremes.items():
             report.add(name, value, kind=kind_of(name))
-    if correction is not None and (weights := correction.weights_T[batch.mask_N]).numel():
-        report.add("mismatch/is_weight_mean", weights.double().sum(), weights.numel())
-        report.add("mismatch/is_weight_min", weights.min(), kind="min")
-        report.add("mismatch/is_weight_max", weights.max(), kind="max")
+    if correction is not None:
+        report.add_mean("mismatch/is_weight_mean", correction.weights_T, batch.mask_N)
+        report.add("mismatch/is_weight_min", smallest(correction.weights_T, batch.mask_N), kind="min")
+        report.add("mismatch/is_weight_max", largest(correction.weights_T, batch.mask_N), kind="max")
     if settings.log_offpolicy:
         for name, chosen_N in (("positive", batch.advantages_N > 0), ("negative", batch.advantages_N < 0)):
-            values = policy_logprobs_N[batch.mask_N & chosen_N]
-            report.add(f"logp/{name}_advantage_mean", values.double().sum(), values.numel())
+            report.add_mean(f"logp/{name}_advantage_mean", policy_logprobs_N, batch.mask_N & chosen_N)
     if settings.ce_coef is not None:
         reinforce = -(batch.weights_N * batch.advantages_N * policy_logprobs_N.double()).sum()
         report.add("ebft/rl_loss", reinforce / (settings.rl_coef or 1.0), kind="sum")
 
 
 def summarise(
-    report: StepMetrics, loss: Tensor, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
+    report: StepMetrics, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
 ) -> dict[str, float]:
     """The metrics of an update from the sums of all ranks; {} on ranks other than 0. Collective."""
-    report.add("loss", loss, 0.0)
     report.collect()
     report["loss"].total /= collectives.world_size
     reports = collectives.gather(report)

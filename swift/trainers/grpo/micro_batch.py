@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swift.models.forward import TokenBatch, TokenSequence, pack
+from swift.models.transfer import to_device
 from swift.rl.segments import Segments
 from swift.rollout.samples import TrainSample
 
@@ -45,7 +46,7 @@ def collate(
     """
 
     def join(parts: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+        return to_device(np.concatenate(parts), device)
 
     sequences = [TokenSequence(sample.prompt_ids.tolist(), sample.token_ids.tolist()) for sample in samples]
     unknown = (np.full(sample.token_ids.size, np.nan, dtype=np.float32) for sample in samples)
@@ -53,9 +54,9 @@ def collate(
     references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
     advantages = [np.float32(s.advantage) if s.token_advantages is None else s.token_advantages for s in samples]
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
-    index_N = torch.arange(len(samples)).repeat_interleave(lengths).to(device)
+    index_N = to_device(torch.arange(len(samples)).repeat_interleave(lengths), device)
     mask_N = join([sample.trained & (not filler) for sample in samples])
-    weights_N = torch.tensor(list(weights_S), dtype=torch.float32, device=device)[index_N]
+    weights_N = to_device(list(weights_S), device, dtype=torch.float32)[index_N]
     return MicroBatch(
         samples=list(samples),
         sequences=sequences,

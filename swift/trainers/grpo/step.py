@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from swift.models.scoring import scores_itself
+from swift.models.transfer import to_device
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus
 from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
@@ -50,7 +51,7 @@ class _Shared:
     coefficient: float = 0.0
     top: TopEntropy | None = None
     entropy_sum: Tensor | float = 0.0
-    entropy_count: float = 0.0
+    entropy_count: Tensor | float = 0.0
 
 
 @dataclass(eq=False)
@@ -131,7 +132,7 @@ class GlobalBatchStep:
                 if logprobs.collectives.is_main:
                     report.add("entropy_coef", shared.coefficient)
                 if self.entropy.controller is not None:
-                    self.entropy.steer(float(shared.entropy_sum), shared.entropy_count)
+                    self.entropy.steer(float(shared.entropy_sum), float(shared.entropy_count))
         if self.deepspeed is not None:
             self.deepspeed.step()
         return loss
@@ -156,8 +157,7 @@ class GlobalBatchStep:
             logprobs.on_progress()
             loss += share.detach()
             if held:
-                trained_N = logprobs_N.detach()[batch.mask_N]
-                report.add("ebft/ce_loss", -trained_N.double().sum(), trained_N.numel())
+                report.add_mean("ebft/ce_loss", -logprobs_N.detach(), batch.mask_N)
         return loss
 
     def _weights(self, samples: Sequence[TrainSample], counts: BatchCounts | None = None) -> list[float]:
@@ -324,9 +324,9 @@ class GlobalBatchStep:
         if entropy_N is None or not settings.entropy.has_bonus:
             return output.loss
         if self.entropy.controller is not None:
-            values = entropy_N.detach()[batch.mask_N if top_N is None else batch.mask_N & top_N]
-            shared.entropy_sum = shared.entropy_sum + values.double().sum()
-            shared.entropy_count += values.numel()
+            counted_N = batch.mask_N if top_N is None else batch.mask_N & top_N
+            shared.entropy_sum = shared.entropy_sum + torch.where(counted_N, entropy_N.detach(), 0).double().sum()
+            shared.entropy_count = shared.entropy_count + counted_N.sum()
         coefficient = shared.coefficient
         return output.loss + entropy_bonus(
             entropy_N, batch.mask_N, coefficient=coefficient, num_tokens=num_bonus_tokens, keep_T=top_N
@@ -345,7 +345,7 @@ class GlobalBatchStep:
         if held[0] == shared.filler:  # once per global batch
             shared.report.add("entropy_threshold", top.threshold)
         keep = np.concatenate([top.keep[i] for i in held])
-        return torch.from_numpy(keep).to(batch.mask_N.device), float(top.num_tokens)
+        return to_device(keep, batch.mask_N.device), float(top.num_tokens)
 
     def _off_policy_mask(
         self, report: StepMetrics, batch: MicroBatch, policy_logprobs_N: Tensor, old_N: Tensor, delta: float

@@ -117,6 +117,7 @@ class GRPOTrainer(AtomicTrainer):
         self.alignment: AlignmentCheck | None = None
         self._reference_moved = False
         self._non_finite_in_a_row = 0
+        self._measured: tuple[StepMetrics, RolloutBatch]  # of the step under way
         super().__init__(
             collectives=collectives,
             metrics=metrics,
@@ -219,33 +220,39 @@ class GRPOTrainer(AtomicTrainer):
             loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step)
         if inputs.position == 0:
             self.state.num_input_tokens_seen += sum(len(s.prompt_ids) + len(s.token_ids) for s in inputs.samples)
-        self.metrics.add_many(summarise(report, loss, inputs, self.logprobs.settings, self.collectives))
+        report.add("loss", loss, 0.0)
+        self._measured = report, inputs
         return loss
 
     def _print_line(self, line: str) -> None:
         if self.report is not None:
             self.report.progress.line(line)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """The norm before clipping; a non-finite one drops the gradients, so that no weight changes.
+
+        It is read from the device together with the metrics of the step: the one time that a step waits.
 
         Raises NumericError after `NON_FINITE_LIMIT` of them in a row.
         """
         if self.step.deepspeed is not None:  # clipped, checked and applied already, if there was a gradient
             norm = self.step.deepspeed.norm
-            has_gradient = norm is not None
+        elif any(parameter.grad is not None for parameter in model.parameters()):
+            norm = super()._get_grad_norm(model, grad_norm)
         else:
-            has_gradient = any(parameter.grad is not None for parameter in model.parameters())
-            norm = super()._get_grad_norm(model, grad_norm) if has_gradient else None
-        if not has_gradient:
-            self.metrics.add("grad_norm", 0.0)
-            return torch.zeros(())
-        value = float(norm) if norm is not None else None
-        if value is None or math.isfinite(value):
-            self._non_finite_in_a_row = 0
-            if value is not None:
-                self.metrics.add("grad_norm", value)
-            return norm
+            norm = None
+        report, batch = self._measured
+        if hasattr(norm, "full_tensor"):  # of a sharded model
+            norm = norm.full_tensor()
+        report.add("grad_norm", 0.0 if norm is None else norm, kind="sum")
+        report.collect()
+        value = report.pop("grad_norm").total
+        self.metrics.add_many(summarise(report, batch, self.logprobs.settings, self.collectives))
+        if math.isfinite(value):
+            if norm is not None:
+                self._non_finite_in_a_row = 0
+            self.metrics.add("grad_norm", value)
+            return value
         if self.step.deepspeed is None:
             model.zero_grad(set_to_none=True)
         self._non_finite_in_a_row += 1
@@ -255,7 +262,7 @@ class GRPOTrainer(AtomicTrainer):
                 f"grad_norm: {value}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
                 f"{self.state.global_step + 1}; lower --learning_rate, or use --torch_dtype float32"
             )
-        return norm
+        return value
 
     def move_reference(self, alpha: float) -> None:
         """Mix `alpha` of the policy into the reference, and discard the old reference's log-probs of the rollout batch.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from swift.errors import NumericError
 from swift.models.attention.layout import DecodeLayout, SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
+from swift.models.transfer import to_device
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.guided import allowed_tokens, guide_of
 from swift.rollout.engines.running import ends_with_stop
@@ -90,7 +91,7 @@ class BatchRun:
         is_guided = any(row.guide is not None for row in self.rows)
         allowed_RV = allowed_tokens([row.guide for row in self.rows], logits_RV) if is_guided else None
         uniforms = np.array([row.uniforms[min(len(row.token_ids), row.budget - 1)] for row in self.rows])
-        uniform_R = torch.from_numpy(uniforms).to(self.device)
+        uniform_R = to_device(uniforms, self.device)
         self._last_R, logprob_R, log_mass_R, tops = self._sampler.draw(logits_RV, uniform_R, allowed_RV)
         masses = [0.0] * len(self.rows) if log_mass_R is None else log_mass_R.tolist()
         ended = []
@@ -153,14 +154,14 @@ class BatchRun:
         if not kept:
             self.cache = None
         elif self.cache is not None:
-            keep = torch.tensor(kept, dtype=torch.long, device=self.device)
-            self._last_R = self._last_R[keep]
+            keep = torch.tensor(kept)
+            self._last_R = self._last_R[to_device(keep, self.device)]
             self.cache.reorder_cache(keep)
 
     def _positions(self) -> Tensor:
         """[R, 1] positions of the last tokens."""
         ends = [len(row.request.prompt_ids) + len(row.token_ids) - 1 for row in self.rows]
-        return torch.tensor(ends, device=self.device)[:, None]
+        return to_device(ends, self.device)[:, None]
 
     # --- forward passes ---------------------------------------------------------------------------------------
 
@@ -170,13 +171,13 @@ class BatchRun:
         spans: list[Span] = []
         for prompt in distinct:
             spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
-        ids = torch.tensor([token for prompt in distinct for token in prompt], device=self.device)
+        ids = to_device([token for prompt in distinct for token in prompt], self.device)
         capture = PromptCapture()
         output = model(
             input_ids=ids[None],
             position_ids=torch.cat([torch.arange(span.length, device=self.device) for span in spans])[None],
             attention_layout=SegmentLayout([GroupSpans(span, ()) for span in spans], self.device),
-            logits_to_keep=torch.tensor([span.stop - 1 for span in spans], device=self.device),
+            logits_to_keep=to_device([span.stop - 1 for span in spans], self.device),
             past_key_values=capture,
             use_cache=True,
         )
@@ -184,7 +185,7 @@ class BatchRun:
         if self.cache is None:
             self.cache = RowCache(capture.layers)
         self.cache.add(capture.layers, [spans[i] for i in which], [row.budget for row in rows])
-        return output.logits[0][torch.tensor(which, device=self.device)]
+        return output.logits[0][to_device(which, self.device)]
 
     def _decode(self, model: nn.Module) -> Tensor:
         """One decode step of the rows in the cache; logits [R, V]."""
@@ -214,9 +215,9 @@ class OwnCacheRun(BatchRun):
 
     def _prefill(self, model: nn.Module, rows: Sequence[Row]) -> Tensor:
         distinct, which = _distinct_prompts(rows)
-        ids = torch.tensor(distinct, device=self.device)
+        ids = to_device(distinct, self.device)
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        places = torch.tensor(which, device=self.device)
+        places = to_device(which, self.device)
         self.cache = output.past_key_values
         self.cache.reorder_cache(places)
         self.counters.prefill_tokens += ids.numel()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from swift.models.attention.spans import Span
+from swift.models.transfer import to_device
 
 Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
@@ -67,10 +68,9 @@ class RowCache:
         self._last = torch.cat([self._last + shift, self.used - 1 + torch.tensor(budgets) - 1])
         capacity = int(self._last.max()) + 1
         slots = torch.arange(self.used)
-        source = (
-            (torch.tensor([span.start for span in spans])[:, None] + slots - first[:, None]).clamp(min=0).to(device)
-        )
-        before = (slots < first[:, None])[:, None, :, None].to(device)
+        starts = torch.tensor([span.start for span in spans])[:, None]
+        source = to_device((starts + slots - first[:, None]).clamp(min=0), device)
+        before = to_device((slots < first[:, None])[:, None, :, None], device)
 
         for index, prompt in enumerate(prompts):  # at most one layer exists twice at a time
             layer = []
@@ -85,10 +85,10 @@ class RowCache:
         self._update_mask()
 
     def reorder_cache(self, rows: Tensor) -> None:
-        """Keep only `rows`, in this order; at most one layer exists twice at a time."""
+        """Keep only `rows`, an index on the host, in this order; at most one layer exists twice at a time."""
+        there = to_device(rows, self.layers[0][0].device)
         for index, (keys, values) in enumerate(self.layers):
-            self.layers[index] = keys[rows], values[rows]
-        rows = rows.cpu()
+            self.layers[index] = keys[there], values[there]
         self._first, self._last = self._first[rows], self._last[rows]
         self._update_mask()
 
@@ -96,7 +96,7 @@ class RowCache:
         self._visible = None
         if self._first.numel() and int(self._first.max()) > 0:
             keys = self.layers[0][0]
-            self._visible = (torch.arange(keys.shape[2])[None] >= self._first[:, None]).to(keys.device)
+            self._visible = to_device(torch.arange(keys.shape[2])[None] >= self._first[:, None], keys.device)
 
     def begin_step(self) -> Tensor | None:
         """Begin the next slot; returns the mask [R, 1, 1, K] over the slots in use, None without padding."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swift.models.transfer import to_device
 from swift.rollout.engines.running import Running
 from swift.types import Alternatives
 
@@ -51,7 +52,7 @@ class BatchSampler:
         sampling = [row.request.sampling for row in rows]
 
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]
+            return to_device(values, device)[:, None]
 
         self.divisor_R1 = column([params.temperature if params.temperature > 0 else 1.0 for params in sampling])
         self.greedy_R = column([params.temperature <= 0 for params in sampling])[:, 0]

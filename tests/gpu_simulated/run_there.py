@@ -1,0 +1,55 @@
+"""`swift` on a simulated GPU: `python run_there.py LEDGER rlhf ...` writes what happened there as JSON.
+
+Waits and copies are those from the beginning of the second optimizer step to the end of the last one: what is made once
+is made before, and checkpoints are written after.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+
+from simulated_gpu import simulated_gpu
+
+
+def without_kernels():
+    """TRL's losses without its Triton kernels, and without products that only CUDA has."""
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._TRITON_AVAILABLE = chunked_logprob._MM_OUT_DTYPE = False
+    utils.is_triton_available = lambda: False
+
+
+def main():
+    path, *words = sys.argv[1:]
+    found = {"steps": -1}
+    if "grpo" not in words:
+        without_kernels()
+    with simulated_gpu() as ledger:
+        from transformers.trainer_callback import CallbackHandler
+
+        import swift.cli.main as cli
+
+        begin, end = CallbackHandler.on_step_begin, CallbackHandler.on_step_end
+
+        def on_step_begin(*args):
+            found["steps"] += 1
+            if found["steps"] == 1:
+                ledger.clear()
+            return begin(*args)
+
+        def on_step_end(*args):
+            for name in ("waits", "copies", "attention"):
+                found[name] = [[what, line, count] for (what, line), count in getattr(ledger, name).most_common()]
+            return end(*args)
+
+        CallbackHandler.on_step_begin, CallbackHandler.on_step_end = on_step_begin, on_step_end
+        code = cli.main(words)
+    Path(path).write_text(json.dumps({**found, "operations": ledger.operations, "peak_bytes": ledger.peak_bytes}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
