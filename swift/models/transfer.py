@@ -1,7 +1,8 @@
-"""Copies from the host to a device that do not make the host wait."""
+"""Copies between the host and a device that make the host wait as little as possible."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,3 +18,11 @@ def to_device(values: Any, device: torch.device | str, *, dtype: torch.dtype | N
     if torch.device(device).type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(values: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of one device on the host: from a CUDA device through pinned memory, after one wait for all of them."""
+    copies = [value.to("cpu", non_blocking=value.is_cuda) for value in values]
+    if copies and values[0].is_cuda:
+        torch.cuda.current_stream(values[0].device).synchronize()
+    return copies

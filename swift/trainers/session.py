@@ -367,6 +367,10 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
         **(sharding_options(args) if args.deepspeed or args.fsdp else {}),
+        "accelerator_config": {
+            "non_blocking": on_gpu,  # batches of a data loader leave pinned memory without a wait
+            "use_configured_state": bool(args.deepspeed or args.fsdp),
+        },
     }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from swift.rl.entropy import AdaptiveEntropy, top_entropy_threshold
 from swift.rl.linear_logprobs import Entropy
@@ -24,10 +24,13 @@ from swift.trainers.grpo.micro_batch import split_by_sample
 
 if TYPE_CHECKING:
     from swift.trainers.grpo.logprobs import LogProbs
+    from swift.trainers.grpo.metrics import StepMetrics
 
 
 LOG_EVERY = 10
 """Optimizer steps between two entropies that are computed only for the log, from the first step on."""
+STEERING = "steering"
+"""The sum and number of an update's entropies in its report, for the controller and not for the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +116,18 @@ class EntropyControl:
         if logprobs.in_one(plan):
             return None
         policy.eval()
-        mine: dict[int, np.ndarray] = {}
+        own: list[int] = []
+        values: list[Tensor] = []
         for part, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
             with torch.no_grad():
                 _, entropy_N = logprobs.scores(policy, part, "value")
             assert entropy_N is not None
-            mine |= dict(zip(held, split_by_sample(entropy_N, part.samples), strict=False))  # none of a filler
+            if held:  # no filler
+                own += held
+                values.append(entropy_N)
         policy.train()
+        samples = [batch.samples[i] for i in own]
+        mine = dict(zip(own, split_by_sample(torch.cat(values), samples), strict=True)) if own else {}
         return self.mask_of(batch, logprobs.collectives.merged(mine))
 
     def mask_of(self, batch: RolloutBatch, entropies: dict[int, np.ndarray]) -> TopEntropy:
@@ -134,9 +142,11 @@ class EntropyControl:
         keep = {i: entropies[i] >= np.float32(threshold) for i in order}
         return TopEntropy(threshold, keep, sum(int((keep[i] & trained[i]).sum()) for i in order))
 
-    def steer(self, total: float, count: float) -> None:
-        """Update the controller from the sum and number of this rank's entropies of an update; collective."""
-        assert self.controller is not None, "a fixed weight"
-        total, count = self.logprobs.collectives.sum([total, count])
+    def steer(self, report: StepMetrics) -> None:
+        """Update the controller, if there is one, from what `report` has of this rank's entropies; collective."""
+        if self.controller is None or STEERING not in report:
+            return
+        entropy = report.pop(STEERING)
+        total, count = self.logprobs.collectives.sum([entropy.total, entropy.weight])
         if count and math.isfinite(total):  # else the update is skipped
             self.controller = self.controller.updated(total / count)

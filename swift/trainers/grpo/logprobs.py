@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from swift.trainers.token_budget import MicroBatchPlanner
 if TYPE_CHECKING:
     from swift.models.reference import ReferenceModel
     from swift.trainers.grpo.settings import GRPOSettings
+
+Scored: TypeAlias = tuple[Sequence[TrainSample], Tensor]
+"""The samples of a micro-batch and what a model gave for their tokens, [N]."""
 
 
 @dataclass(eq=False)
@@ -111,6 +114,7 @@ class LogProbs:
             return
         model = self.unwrapped()
         model.eval()
+        scored: list[Scored] = []
         for number in range(0 if self.settings.keep_dropout else 1, batch.num_global_batches):
             chosen = batch.global_batch(number)
             # the plan of the training passes, so that a rank scores the samples that it will train on
@@ -119,8 +123,9 @@ class LogProbs:
                 with torch.no_grad():
                     logprobs_N, _ = self.scores(model, part)
                 if held:
-                    keep_old(part.samples, logprobs_N)
+                    scored.append((part.samples, logprobs_N))
         model.train()
+        keep("old_logprobs", scored)
 
     def check_old(self, batch: RolloutBatch, own: Sequence[int]) -> None:
         """Raises NumericError if a sample of this rank has no old log-probs, in an update that cannot do without.
@@ -157,23 +162,22 @@ class LogProbs:
         """
         if not self.planner.ready:
             return
+        scored: list[Scored] = []
         with self.timer("train"):
             for number in range(batch.num_global_batches):
                 plan = self.planner.plan(batch.samples, batch.global_batch(number))
                 missing = self.own_micro_batches(batch.samples, plan, lambda sample: sample.ref_logprobs is None)
                 for part, held in missing:
-                    self.ensure_reference(part, keep=bool(held))
+                    logprobs_N = self.of_reference(part)
+                    if held:
+                        scored.append((part.samples, logprobs_N))
+            keep("ref_logprobs", scored)
 
-    def ensure_reference(self, batch: MicroBatch, *, keep: bool) -> None:
-        """Fill in the reference's log-probs of a micro-batch; with `keep`, of its samples too, for later updates."""
-        missing = batch.ref_logprobs_N is None
-        if not (self.collectives.any(missing) if self.in_step else missing):
-            return
-        batch.ref_logprobs_N = self._of_reference(batch)
-        if not keep or not missing:
-            return
-        for sample, values in zip(batch.samples, split_by_sample(batch.ref_logprobs_N, batch.samples), strict=True):
-            sample.ref_logprobs = values
+    def of_reference(self, batch: MicroBatch) -> Tensor:
+        """The reference's log-probs [N] of a micro-batch, computed where they are missing; collective if sharded."""
+        given_N = batch.ref_logprobs_N
+        others_miss = self.in_step and self.collectives.any(given_N is None)
+        return self._score_reference(batch) if given_N is None or others_miss else given_N
 
     def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
         """`sum_t m (lp_s - lp_r)` of each sample in nats, the on-policy k1 estimate; 0 without a trained token.
@@ -186,27 +190,33 @@ class LogProbs:
         values: list[Tensor] = []
         with self.timer("ref_logp"):
             for part, held in self.own_micro_batches(samples, plan, lambda sample: True):
-                k1_S = sequence_k1(part.sampler_logprobs_N, self._of_reference(part), part.segments)
+                k1_S = sequence_k1(part.sampler_logprobs_N, self._score_reference(part), part.segments)
                 own += held
                 values.append(k1_S[: len(held)])  # none of a filler
             mine = dict(zip(own, torch.cat(values).tolist(), strict=True)) if values else {}
         sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]
 
-    def _of_reference(self, batch: MicroBatch) -> Tensor:
+    def _score_reference(self, batch: MicroBatch) -> Tensor:
         """The reference's log-probs [N], without gradient."""
         assert self.reference is not None, "a KL without a reference"
         with self.reference.active() as module, torch.no_grad():
             return self.scores(module, batch)[0]
 
 
-def keep_old(samples: Sequence[TrainSample], logprobs_N: Tensor) -> None:
-    """Keep log-probs with the samples that have no old ones yet, for later updates on the same rollout batch."""
-    if all(sample.old_logprobs is not None for sample in samples):
+def keep(name: Literal["old_logprobs", "ref_logprobs"], scored: Sequence[Scored]) -> None:
+    """Keep log-probs with the samples that have none yet, for later updates on the same rollout batch.
+
+    One transfer brings those of all micro-batches to the host.
+    """
+    scored = [(part, part_N) for part, part_N in scored if any(getattr(sample, name) is None for sample in part)]
+    if not scored:
         return
+    samples = [sample for part, _ in scored for sample in part]
+    logprobs_N = torch.cat([part_N for _, part_N in scored])
     for sample, values in zip(samples, split_by_sample(logprobs_N, samples), strict=True):
-        if sample.old_logprobs is None:
-            sample.old_logprobs = values
+        if getattr(sample, name) is None:
+            setattr(sample, name, values)
 
 
 def take_sampler_logprobs(samples: Sequence[TrainSample]) -> None:

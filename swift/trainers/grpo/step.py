@@ -24,8 +24,8 @@ from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
-from swift.trainers.grpo.entropy import EntropyControl, TopEntropy
-from swift.trainers.grpo.logprobs import LogProbs, keep_old, take_sampler_logprobs
+from swift.trainers.grpo.entropy import STEERING, EntropyControl, TopEntropy
+from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
 
@@ -132,7 +132,7 @@ class GlobalBatchStep:
                 if logprobs.collectives.is_main:
                     report.add("entropy_coef", shared.coefficient)
                 if self.entropy.controller is not None:
-                    self.entropy.steer(float(shared.entropy_sum), float(shared.entropy_count))
+                    report.add(STEERING, shared.entropy_sum, shared.entropy_count)
         if self.deepspeed is not None:
             self.deepspeed.step()
         return loss
@@ -239,15 +239,15 @@ class GlobalBatchStep:
         """
         logprobs, settings = self.logprobs, self.logprobs.settings
         entropy = settings.entropy.kind(self.num_updates, free=not scores_itself(model))
-        kept: list[TrainSample] = []
-        kept_logprobs: list[Tensor] = []
+        scored: list[Scored] = []
+        of_reference: list[Scored] = []
         loss = torch.zeros((), device=logprobs.device)
         for turn, held in enumerate(own):
             samples = [shared.batch.samples[i] for i in held or [shared.filler]]
             weights = [shared.weights[i] for i in held] or [0.0]
             batch = collate(samples, weights, device=logprobs.device, filler=not held)
             if settings.loss.beta > 0:
-                logprobs.ensure_reference(batch, keep=bool(held))
+                batch.ref_logprobs_N = logprobs.of_reference(batch)
             final = last and turn == len(own) - 1
             with contextlib.nullcontext() if final else self._without_reduction(model):
                 policy_logprobs_N, entropy_N = logprobs.scores(model, batch, entropy)
@@ -256,10 +256,11 @@ class GlobalBatchStep:
             logprobs.on_progress()
             loss += share.detach()
             if held and shared.batch.updates_per_rollout > 1:
-                kept += samples
-                kept_logprobs.append(policy_logprobs_N.detach())
-        if kept:
-            keep_old(kept, torch.cat(kept_logprobs))
+                scored.append((samples, policy_logprobs_N.detach()))
+                if batch.ref_logprobs_N is not None:
+                    of_reference.append((samples, batch.ref_logprobs_N))
+        keep("old_logprobs", scored)
+        keep("ref_logprobs", of_reference)
         return loss
 
     def _without_reduction(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -235,6 +235,7 @@ class GRPOTrainer(AtomicTrainer):
 
         Raises NumericError after `NON_FINITE_LIMIT` of them in a row.
         """
+        norm: Any
         if self.step.deepspeed is not None:  # clipped, checked and applied already, if there was a gradient
             norm = self.step.deepspeed.norm
         elif any(parameter.grad is not None for parameter in model.parameters()):
@@ -247,6 +248,7 @@ class GRPOTrainer(AtomicTrainer):
         report.add("grad_norm", 0.0 if norm is None else norm, kind="sum")
         report.collect()
         value = report.pop("grad_norm").total
+        self.step.entropy.steer(report)
         self.metrics.add_many(summarise(report, batch, self.logprobs.settings, self.collectives))
         if math.isfinite(value):
             if norm is not None:

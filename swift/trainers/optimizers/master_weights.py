@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import Adafactor
 
+from swift.models.transfer import to_device, to_host
+
 MASTER = "master"
 """Where a master stands in the optimizer's state."""
 
@@ -50,17 +52,19 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
 
     @torch.no_grad()
     def before(optimizer: Optimizer, *_: Any) -> None:
+        gradients = _gradients(weights)
         for group in optimizer.param_groups:
             for master in group["params"]:
-                if master in weights and weights[master].grad is not None:
+                if master in gradients:
                     _begin(optimizer, master, weights[master])
+                    master.grad = gradients[master].float()
                     if step in ONE_BY_ONE:
                         _step_alone(optimizer, step, {**group, "params": [master]})
                         finish(optimizer, master)
 
     @torch.no_grad()
     def finish(optimizer: Optimizer, master: Tensor) -> None:
-        weights[master].copy_(master)
+        _round(master, weights[master])
         optimizer.state[master][MASTER] = master.data
         master.grad = None
 
@@ -75,15 +79,30 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
 
 
 def _begin(optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
-    """Let the master be what it was after its last step, and give it the gradient."""
+    """Let the master be what it was after its last step."""
     saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
     if saved is None:  # never stepped: weights may have been loaded since
         master.copy_(weight)
     elif saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
         master.copy_(saved)
         optimizer.state[master][MASTER] = master.data
-    assert weight.grad is not None
-    master.grad = weight.grad.to(master.device).float()
+
+
+def _round(master: Tensor, weight: Tensor) -> None:
+    if weight.device == master.device:
+        weight.copy_(master)
+    else:
+        weight.copy_(to_device(master, weight.device, dtype=weight.dtype))
+
+
+def _gradients(weights: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """The gradient of each master that has one, on its device and in the precision of the weight.
+
+    What goes from a GPU to the host is queued as a whole, and waited for once.
+    """
+    found = {master: weight.grad for master, weight in weights.items() if weight.grad is not None}
+    leaving = [master for master, gradient in found.items() if master.device != gradient.device]
+    return found | dict(zip(leaving, to_host([found[master] for master in leaving]), strict=True))
 
 
 def _step_alone(optimizer: Optimizer, step: Callable[[Optimizer], Any], group: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`swift` on a simulated GPU: `python run_there.py LEDGER rlhf ...` writes what happened there as JSON.
+"""`swift` on a simulated GPU: `python run_on_simulated_gpu.py LEDGER rlhf ...` writes what happened there as JSON.
 
 Waits and copies are those from the beginning of the second optimizer step to the end of the last one: what is made once
 is made before, and checkpoints are written after.
