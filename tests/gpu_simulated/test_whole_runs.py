@@ -29,9 +29,7 @@ GRADIENTS = "transfer.py to_host"
         ),
         pytest.param(
             "--tuner_type full --top_entropy_quantile 0.5",
-            {
-                SPLIT: 2 * STEPS
-            },  # log-probs of the reference, and the entropies
+            {SPLIT: 2 * STEPS},  # log-probs of the reference, and the entropies
             id="top-entropy",
         ),
         pytest.param("--tuner_type full --use_adaptive_entropy true", {}, id="adaptive-entropy"),
