@@ -343,6 +343,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
 
     logging.getLogger("transformers.training_args").addFilter(_is_relevant)
     on_gpu = torch.cuda.is_available()
+    sharding = sharding_options(args) if args.deepspeed or args.fsdp else {}
     eval_strategy = args.eval_strategy if evaluates else "no"
     checkpointing = {"use_reentrant": False, **args.gradient_checkpointing_kwargs}
     return {
@@ -366,11 +367,9 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         # for TensorBoard see `equip`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",
         "disable_tqdm": True,
-        **(sharding_options(args) if args.deepspeed or args.fsdp else {}),
-        "accelerator_config": {
-            "non_blocking": on_gpu,  # batches of a data loader leave pinned memory without a wait
-            "use_configured_state": bool(args.deepspeed or args.fsdp),
-        },
+        **sharding,
+        # batches of a data loader leave pinned memory without a wait
+        "accelerator_config": {**sharding.get("accelerator_config", {}), "non_blocking": on_gpu},
     }
 
 

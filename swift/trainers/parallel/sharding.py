@@ -68,6 +68,7 @@ def sharding_options(args: Any) -> dict[str, Any]:
         **options,
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
+        "accelerator_config": {"use_configured_state": True},
     }
 
 
