@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -60,6 +61,15 @@ def measure(device: torch.device) -> MemoryFigures:
         alloc, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
         return MemoryFigures(str(device), alloc, reserved, torch.accelerator.get_memory_info(device)[0], rss)
     return MemoryFigures(str(device), None, None, available_bytes(), rss)
+
+
+def collect_garbage(device: torch.device) -> None:
+    """Free what nobody refers to, and give torch's cache back to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.empty_cache()
 
 
 def memory_line(step: int, phase: str, figures: MemoryFigures, held: Mapping[str, int | None], freed: int) -> str:

@@ -65,16 +65,22 @@ class MicroBatchPlan:
     """How the ranks share a global batch: `micro_batches[rank][i]` are sample indices.
 
     Every rank has the same number of micro-batches; a short rank's last ones are empty. too_long: samples that exceed
-    the limit of tokens by themselves.
+    the limit of tokens by themselves. tokens: of the largest micro-batch.
     """
 
     micro_batches: list[list[list[int]]]
     too_long: tuple[int, ...] = ()
+    tokens: int = 0
 
     @property
     def first(self) -> int:
         """The first sample that any rank computes."""
         return next(i for rank in self.micro_batches for micro_batch in rank for i in micro_batch)
+
+    @property
+    def can_be_finer(self) -> bool:
+        """Whether some micro-batch has more than one sample."""
+        return any(len(micro_batch) > 1 for rank in self.micro_batches for micro_batch in rank)
 
 
 def plan_micro_batches(
@@ -110,7 +116,9 @@ def plan_micro_batches(
     shares = [loads] if world_size == 1 else _share_out(loads, world_size, limits, work)
     number = max(_fewest(share, limits, packed) for share in shares)
     too_long = tuple(load.sample for load in loads if limits.tokens and load.tokens > limits.tokens)
-    return MicroBatchPlan([_cut(share, limits, number, packed) for share in shares], too_long)
+    cut = [_cut(share, limits, number, packed) for share in shares]
+    indices = [[[load.sample for load in micro_batch.loads] for micro_batch in rank] for rank in cut]
+    return MicroBatchPlan(indices, too_long, max((rank[0].tokens for rank in cut if rank), default=0))
 
 
 class _Load(NamedTuple):
@@ -272,7 +280,7 @@ def _fewest(loads: Sequence[_Load], limits: Limits, packed: bool) -> int:
     return min(prices)[1]
 
 
-def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> list[list[int]]:
+def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> list[_MicroBatch]:
     """`number` micro-batches within the limits and as even as they get, the largest first.
 
     Memory that suffices for the first then suffices for all, and ranks compute micro-batches of similar size at once.
@@ -287,5 +295,4 @@ def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> l
         range(low, high), True, key=lambda bound: len(_fill(blocks, Limits(limits.samples, bound), packed)) <= number
     )
     filled = sorted(_fill(blocks, Limits(limits.samples, best), packed), key=lambda micro_batch: -micro_batch.tokens)
-    empty: list[list[int]] = [[] for _ in range(number - len(filled))]
-    return [[load.sample for load in micro_batch.loads] for micro_batch in filled] + empty
+    return filled + [_MicroBatch(packed) for _ in range(number - len(filled))]

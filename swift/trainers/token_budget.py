@@ -11,19 +11,21 @@ budget, and a resumed run keeps it unless it needs more than twice the free memo
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from swift.errors import counted
+from swift.errors import counted, is_out_of_memory
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.attention.interface import is_packed
 from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.sharded import is_dtensor, is_zero3
-from swift.observability.memory import measure
+from swift.observability.memory import collect_garbage, measure
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
 from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, plan_micro_batches
@@ -43,12 +45,15 @@ MOST_TOKENS = 16384
 CPU_BYTES, CPU_TOKENS = 1 << 30, 1280
 """On a CPU: activations of a micro-batch, or so many tokens if these take more."""
 
+T = TypeVar("T")
+
 
 class MicroBatchPlanner:
     """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
     `limits` without tokens means the measured budget, `fitting_tokens`; it is None before memory is measured.
-    `per_device` are the completions of a device batch, and of a micro-batch until then.
+    `per_device` are the completions of a device batch, and of a micro-batch until then. survived: most tokens of a
+    micro-batch whose gradient was made.
     """
 
     def __init__(
@@ -64,6 +69,9 @@ class MicroBatchPlanner:
         self.model, self.collectives, self.device = model, collectives, device
         self.limits, self.per_device = limits, per_device
         self.fitting_tokens: int | None = None
+        self.survived = 0
+        self._alone = False
+        self._last: MicroBatchPlan | None = None
         self._measured = False
         self._report = say
         self._has_reported = False
@@ -93,6 +101,7 @@ class MicroBatchPlanner:
             packed=is_packed(self.model),
             work=self._work,
         )
+        self._last = plan
         if plan.too_long and self.limits.tokens is not None and not self._has_reported:
             self._has_reported = True
             self._report(
@@ -100,6 +109,42 @@ class MicroBatchPlanner:
                 "prompt: each has a micro-batch of its own"
             )
         return plan
+
+    def surviving(self, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+        """What `attempt` returns; whenever it runs out of memory, `undo`, and again with smaller micro-batches.
+
+        With several ranks, it has to fail on all of them alike, except inside of `alone`.
+        """
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                if self._alone or not is_out_of_memory(error) or not self._shrink():
+                    raise
+            undo()  # here the traceback, which holds what the failed pass had made, is gone
+            collect_garbage(self.device)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around a pass whose failure the other ranks do not learn, so that no rank may make it again."""
+        self._alone = True
+        yield
+        self._alone = False  # after a failure it stays
+
+    def _shrink(self) -> bool:
+        """Halve the budget, whoever set it; False if the last plan's micro-batches have one completion each."""
+        if self._last is None or not self._last.can_be_finer:
+            return False
+        had = min(filter(None, (self._last.tokens, self.limits.tokens, self.fitting_tokens)))
+        if self.limits.tokens is None:
+            self.fitting_tokens = max(1, had // 2)
+        else:
+            self.limits = replace(self.limits, tokens=max(1, had // 2))
+        self._report(
+            f"memory: ran out in a micro-batch of {self._last.tokens} tokens; again, with {max(1, had // 2)} at most "
+            "from here on"
+        )
+        return True
 
     @property
     def ready(self) -> bool:
@@ -110,7 +155,6 @@ class MicroBatchPlanner:
         """Set the budget to that of the rank with least memory; collective.
 
         The budget of a checkpoint is kept if it needs at most twice the memory.
-
 
         whole_logits: the head makes all logits of a micro-batch at once. has_state: the optimizer has its state.
         """

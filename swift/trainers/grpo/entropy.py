@@ -118,13 +118,13 @@ class EntropyControl:
         policy.eval()
         own: list[int] = []
         values: list[Tensor] = []
-        for part, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
-            with torch.no_grad():
+        with logprobs.agreed(), torch.no_grad():
+            for part, held in logprobs.own_micro_batches(batch.samples, plan, lambda sample: True):
                 _, entropy_N = logprobs.scores(policy, part, "value")
-            assert entropy_N is not None
-            if held:  # no filler
-                own += held
-                values.append(entropy_N)
+                assert entropy_N is not None
+                if held:  # no filler
+                    own += held
+                    values.append(entropy_N)
         policy.train()
         samples = [batch.samples[i] for i in own]
         mine = dict(zip(own, split_by_sample(torch.cat(values), samples), strict=True)) if own else {}

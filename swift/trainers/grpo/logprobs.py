@@ -7,7 +7,7 @@ sample, so a sample stays on its rank (`swift.trainers.micro_batches`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -88,6 +88,10 @@ class LogProbs:
                 yield collate(chosen, [0.0] * len(chosen), device=self.device), mine
                 self.on_progress()
 
+    def agreed(self) -> AbstractContextManager[None]:
+        """Around passes without a collective: where one rank fails in it, all do. Nothing with a sharded model."""
+        return nullcontext() if self.in_step else self.collectives.together()
+
     # --- forward passes ---------------------------------------------------------------------------------------
 
     def scores(
@@ -115,15 +119,17 @@ class LogProbs:
         model = self.unwrapped()
         model.eval()
         scored: list[Scored] = []
-        for number in range(0 if self.settings.keep_dropout else 1, batch.num_global_batches):
-            chosen = batch.global_batch(number)
-            # the plan of the training passes, so that a rank scores the samples that it will train on
-            plan = self.planner.plan(batch.samples, chosen, self.useful(batch, chosen))
-            for part, held in self.own_micro_batches(batch.samples, plan, lambda sample: sample.old_logprobs is None):
-                with torch.no_grad():
-                    logprobs_N, _ = self.scores(model, part)
-                if held:
-                    scored.append((part.samples, logprobs_N))
+        with self.agreed():
+            for number in range(0 if self.settings.keep_dropout else 1, batch.num_global_batches):
+                chosen = batch.global_batch(number)
+                # the plan of the training passes, so that a rank scores the samples that it will train on
+                plan = self.planner.plan(batch.samples, chosen, self.useful(batch, chosen))
+                missing = self.own_micro_batches(batch.samples, plan, lambda sample: sample.old_logprobs is None)
+                for part, held in missing:
+                    with torch.no_grad():
+                        logprobs_N, _ = self.scores(model, part)
+                    if held:
+                        scored.append((part.samples, logprobs_N))
         model.train()
         keep("old_logprobs", scored)
 
@@ -162,8 +168,12 @@ class LogProbs:
         """
         if not self.planner.ready:
             return
-        scored: list[Scored] = []
         with self.timer("train"):
+            self.planner.surviving(lambda: self._score_reference(batch))
+
+    def _score_reference(self, batch: RolloutBatch) -> None:
+        scored: list[Scored] = []
+        with self.agreed():
             for number in range(batch.num_global_batches):
                 plan = self.planner.plan(batch.samples, batch.global_batch(number))
                 missing = self.own_micro_batches(batch.samples, plan, lambda sample: sample.ref_logprobs is None)
@@ -171,13 +181,13 @@ class LogProbs:
                     logprobs_N = self.of_reference(part)
                     if held:
                         scored.append((part.samples, logprobs_N))
-            keep("ref_logprobs", scored)
+        keep("ref_logprobs", scored)
 
     def of_reference(self, batch: MicroBatch) -> Tensor:
         """The reference's log-probs [N] of a micro-batch, computed where they are missing; collective if sharded."""
         given_N = batch.ref_logprobs_N
         others_miss = self.in_step and self.collectives.any(given_N is None)
-        return self._score_reference(batch) if given_N is None or others_miss else given_N
+        return self._reference_scores(batch) if given_N is None or others_miss else given_N
 
     def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
         """`sum_t m (lp_s - lp_r)` of each sample in nats, the on-policy k1 estimate; 0 without a trained token.
@@ -185,19 +195,24 @@ class LogProbs:
         `--kl_in_reward` subtracts it, as RLOO (arXiv:2402.14740) and REINFORCE++ do. Collective: ranks share the
         samples, and every rank gets all sums, because it computes all advantages.
         """
-        plan = self.planner.plan(samples, range(len(samples)))
-        own: list[int] = []
-        values: list[Tensor] = []
         with self.timer("ref_logp"):
-            for part, held in self.own_micro_batches(samples, plan, lambda sample: True):
-                k1_S = sequence_k1(part.sampler_logprobs_N, self._score_reference(part), part.segments)
-                own += held
-                values.append(k1_S[: len(held)])  # none of a filler
-            mine = dict(zip(own, torch.cat(values).tolist(), strict=True)) if values else {}
+            mine = self.planner.surviving(lambda: self._own_reward_kl(samples))
         sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]
 
-    def _score_reference(self, batch: MicroBatch) -> Tensor:
+    def _own_reward_kl(self, samples: Sequence[TrainSample]) -> dict[int, float]:
+        """This rank's part of `reward_kl`."""
+        plan = self.planner.plan(samples, range(len(samples)))
+        own: list[int] = []
+        values: list[Tensor] = []
+        with self.agreed():
+            for part, held in self.own_micro_batches(samples, plan, lambda sample: True):
+                k1_S = sequence_k1(part.sampler_logprobs_N, self._reference_scores(part), part.segments)
+                own += held
+                values.append(k1_S[: len(held)])  # none of a filler
+        return dict(zip(own, torch.cat(values).tolist(), strict=True)) if values else {}
+
+    def _reference_scores(self, batch: MicroBatch) -> Tensor:
         """The reference's log-probs [N], without gradient."""
         assert self.reference is not None, "a KL without a reference"
         with self.reference.active() as module, torch.no_grad():

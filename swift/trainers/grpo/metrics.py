@@ -43,6 +43,11 @@ class StepMetrics(Values):
         """Add the mean of the chosen values, in float64."""
         self.add(name, torch.where(chosen_N, values_N, 0).double().sum(), chosen_N.sum())
 
+    def clear(self) -> None:
+        """Forget all values, read or not."""
+        super().clear()
+        self._added.clear()
+
     def collect(self) -> None:
         """Read the added tensors in one transfer and combine all values, in the order of the calls; repeatable."""
         added, self._added = self._added, []

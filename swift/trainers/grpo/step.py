@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from swift.trainers.grpo.entropy import STEERING, EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.micro_batches import MicroBatchPlan
 
 if TYPE_CHECKING:
     from swift.trainers.parallel.deepspeed import DeepSpeedSteps
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -91,7 +94,29 @@ class GlobalBatchStep:
         if batch.arriving is not None:
             return self._arriving(model, batch, batch.arriving, report)
         with self.timer("train"):
-            return self._whole(model, policy, batch, report)
+            return self._surviving(model, report, lambda: self._whole(model, policy, batch, report))
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether every backward pass reduces its gradients over the ranks."""
+        return self.deepspeed is not None or self.fsdp
+
+    def _surviving(
+        self, model: nn.Module, report: StepMetrics, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None
+    ) -> T:
+        """`attempt`, which makes gradients; from the beginning with smaller micro-batches where memory runs out.
+
+        Not if every backward pass reduces gradients: ranks could not agree in it.
+        """
+        if self.in_backward:
+            return attempt()
+
+        def undo_all() -> None:
+            model.zero_grad(set_to_none=True)
+            report.clear()
+            undo()
+
+        return self.logprobs.planner.surviving(attempt, undo_all)
 
     def _whole(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """The next global batch of a rollout batch that is complete."""
@@ -114,8 +139,8 @@ class GlobalBatchStep:
             if settings.entropy.quantile < 1:
                 top = self.entropy.mask_ahead(batch, chosen, policy)
             plan = logprobs.planner.plan(batch.samples, chosen, useful)
-            own = plan.micro_batches[logprobs.collectives.rank]
             if batch.position > 0 or settings.keep_dropout:
+                own = plan.micro_batches[logprobs.collectives.rank]
                 logprobs.check_old(batch, [i for held in own for i in held])
             samples = [batch.samples[i] for i in chosen]
             shared = _Shared(
@@ -127,7 +152,7 @@ class GlobalBatchStep:
                 coefficient=self.entropy.coefficient if settings.entropy.has_bonus else 0.0,
                 top=top,
             )
-            loss = loss + self._micro_batches(model, shared, own, last=True)
+            loss = loss + self._micro_batches(model, shared, plan, last=True)
             if settings.entropy.has_bonus:
                 if logprobs.collectives.is_main:
                     report.add("entropy_coef", shared.coefficient)
@@ -143,22 +168,17 @@ class GlobalBatchStep:
         """The cross-entropy of references at temperature 1: `ce_coef * sum -lp / N` over their N tokens."""
         logprobs, ranks, coefficient = self.logprobs, self.logprobs.collectives, self.logprobs.settings.ce_coef or 0.0
         plan = logprobs.planner.plan(references, range(len(references)))
-        own = plan.micro_batches[ranks.rank]
         num_tokens = sum(reference.num_trained for reference in references)
-        loss = torch.zeros((), device=logprobs.device)
-        for turn, held in enumerate(own):
+
+        def share_of(held: Sequence[int]) -> Tensor:
             chosen = [references[i] for i in held or [plan.first]]
             batch = collate(chosen, [1 / num_tokens if held else 0.0] * len(chosen), device=logprobs.device)
-            final = last and turn == len(own) - 1
-            with contextlib.nullcontext() if final else self._without_reduction(model):
-                logprobs_N, _ = logprobs.scores(model, batch, temperature=1.0)
-                share = -coefficient * ranks.world_size * (batch.weights_N * logprobs_N).sum()
-                self._backward(share, last=final)
-            logprobs.on_progress()
-            loss += share.detach()
+            logprobs_N, _ = logprobs.scores(model, batch, temperature=1.0)
             if held:
                 report.add_mean("ebft/ce_loss", -logprobs_N.detach(), batch.mask_N)
-        return loss
+            return -coefficient * ranks.world_size * (batch.weights_N * logprobs_N).sum()
+
+        return self._passes(model, plan, share_of, last=last)
 
     def _weights(self, samples: Sequence[TrainSample], counts: BatchCounts | None = None) -> list[float]:
         """The loss weight of each trained token of each sample; of all in the global batch, or by its `counts`."""
@@ -185,8 +205,7 @@ class GlobalBatchStep:
         loss, ran = torch.zeros((), device=self.logprobs.device), False
         for arrival in arrivals:
             with self.timer("train"):
-                share, has_run = self._arrival(model, batch, arrival, report, ran=ran)
-            loss, ran = loss + share, ran or has_run
+                loss, ran = self._with(arrival, model, batch, report, loss, ran=ran)
         if not ran:
             report.add("health/steps_without_signal", 1.0)
             return loss
@@ -208,6 +227,24 @@ class GlobalBatchStep:
         """The counts of a global batch full of the longest completions."""
         return count_batch([self.logprobs.settings.max_completion_length] * self.sequences)
 
+    def _with(
+        self, arrival: Arrival, model: nn.Module, batch: RolloutBatch, report: StepMetrics, loss: Tensor, *, ran: bool
+    ) -> tuple[Tensor, bool]:
+        """The loss with one more arrival, and whether this rank has computed anything; `ran`: whether it had before.
+
+        If memory runs out, the earlier arrivals are computed again with it.
+        """
+
+        def attempt() -> tuple[Tensor, bool]:
+            share, has_run = self._arrival(model, batch, arrival, report, ran=ran)
+            return loss + share, ran or has_run
+
+        def undo() -> None:
+            nonlocal arrival, loss, ran
+            arrival, loss, ran = Arrival(range(arrival.samples.stop), arrival.last), torch.zeros_like(loss), False
+
+        return self._surviving(model, report, attempt, undo)
+
     def _arrival(
         self, model: nn.Module, batch: RolloutBatch, arrival: Arrival, report: StepMetrics, *, ran: bool
     ) -> tuple[Tensor, bool]:
@@ -217,9 +254,9 @@ class GlobalBatchStep:
             take_sampler_logprobs(samples)
         weights = self._weights(samples, self._fullest())
         plan = self.logprobs.planner.plan(batch.samples, arrival.samples, self.logprobs.useful(batch, arrival.samples))
-        own = plan.micro_batches[self.logprobs.collectives.rank]
-        if arrival.last and ran and not own and self.logprobs.collectives.active:
-            own = [[]]  # a filler, whose backward pass reduces the gradients over the ranks
+        ranks = self.logprobs.collectives
+        if arrival.last and ran and not plan.tokens and ranks.active:
+            plan = MicroBatchPlan([[[]]] * ranks.world_size)  # fillers, whose backward pass reduces the gradients
         shared = _Shared(
             batch,
             dict(zip(arrival.samples, weights, strict=True)),
@@ -227,47 +264,73 @@ class GlobalBatchStep:
             report=report,
             num_tokens=sum(sample.num_trained for sample in samples),
         )
-        return self._micro_batches(model, shared, own, last=arrival.last), bool(own)
+        return self._micro_batches(model, shared, plan, last=arrival.last), bool(plan.micro_batches[ranks.rank])
 
     # --- micro-batches ------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, model: nn.Module, shared: _Shared, own: Sequence[list[int]], *, last: bool) -> Tensor:
-        """Forward and backward of this rank's micro-batches, `own` as sample indices; their loss.
+    def _micro_batches(self, model: nn.Module, shared: _Shared, plan: MicroBatchPlan, *, last: bool) -> Tensor:
+        """Forward and backward of this rank's micro-batches; their loss. `last`: see `_passes`.
 
-        A rank with none left computes the filler with weight 0. `last`: the gradients are reduced over the ranks after
-        the last micro-batch.
+        A rank with none left computes the filler with weight 0.
         """
         logprobs, settings = self.logprobs, self.logprobs.settings
         entropy = settings.entropy.kind(self.num_updates, free=not scores_itself(model))
         scored: list[Scored] = []
         of_reference: list[Scored] = []
-        loss = torch.zeros((), device=logprobs.device)
-        for turn, held in enumerate(own):
+
+        def share_of(held: Sequence[int]) -> Tensor:
             samples = [shared.batch.samples[i] for i in held or [shared.filler]]
             weights = [shared.weights[i] for i in held] or [0.0]
             batch = collate(samples, weights, device=logprobs.device, filler=not held)
             if settings.loss.beta > 0:
                 batch.ref_logprobs_N = logprobs.of_reference(batch)
-            final = last and turn == len(own) - 1
-            with contextlib.nullcontext() if final else self._without_reduction(model):
-                policy_logprobs_N, entropy_N = logprobs.scores(model, batch, entropy)
-                share = self._loss(shared, held, batch, policy_logprobs_N, entropy_N) * logprobs.collectives.world_size
-                self._backward(share, last=final)
-            logprobs.on_progress()
-            loss += share.detach()
+            policy_logprobs_N, entropy_N = logprobs.scores(model, batch, entropy)
             if held and shared.batch.updates_per_rollout > 1:
                 scored.append((samples, policy_logprobs_N.detach()))
                 if batch.ref_logprobs_N is not None:
                     of_reference.append((samples, batch.ref_logprobs_N))
+            return self._loss(shared, held, batch, policy_logprobs_N, entropy_N) * logprobs.collectives.world_size
+
+        loss = self._passes(model, plan, share_of, last=last)
         keep("old_logprobs", scored)
         keep("ref_logprobs", of_reference)
+        return loss
+
+    def _passes(
+        self, model: nn.Module, plan: MicroBatchPlan, share_of: Callable[[Sequence[int]], Tensor], *, last: bool
+    ) -> Tensor:
+        """Forward and backward of this rank's micro-batches; the sum of their losses, which `share_of` computes.
+
+        With `last`, the last backward pass reduces the gradients over the ranks. Whether memory suffices is agreed on
+        before, so it is a pass of a size that has been survived, or a filler.
+        """
+        ranks, planner = self.logprobs.collectives, self.logprobs.planner
+        own = plan.micro_batches[ranks.rank]
+        if last and len(own) == 1 and ranks.active and plan.tokens > planner.survived and not self.in_backward:
+            own = [*own, []]
+        loss = torch.zeros((), device=self.logprobs.device)
+
+        def run(held: Sequence[int], *, final: bool) -> Tensor:
+            with contextlib.nullcontext() if final else self._without_reduction(model):
+                share = share_of(held)
+                self._backward(share, last=final)
+            self.logprobs.on_progress()
+            return share.detach()
+
+        with self.logprobs.agreed():
+            for held in own[:-1] if last else own:
+                loss += run(held, final=False)
+        planner.survived = max(planner.survived, plan.tokens)
+        if last and own:
+            with planner.alone() if ranks.active else contextlib.nullcontext():
+                loss += run(own[-1], final=True)
         return loss
 
     def _without_reduction(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Around all micro-batches but the last: their gradients are not reduced over the ranks yet."""
         # DeepSpeed's boundary does the same; FSDP without a reduction would keep the gradients of the whole model on
         # every rank, and sum them in the type of the computation
-        if self.deepspeed is not None or self.fsdp:
+        if self.in_backward:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(model)
 

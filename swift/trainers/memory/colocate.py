@@ -26,7 +26,6 @@ trainer's own weights, the model is not offloaded either.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,15 @@ from transformers import set_seed
 
 from swift.errors import ConfigError, EngineDead, ResourceError, SwiftError, end_process, is_out_of_memory
 from swift.models.sharded import is_sharded, reading_from
-from swift.observability.memory import MIB, MemoryFigures, freed_between, measure, memory_line, too_little
+from swift.observability.memory import (
+    MIB,
+    MemoryFigures,
+    collect_garbage,
+    freed_between,
+    measure,
+    memory_line,
+    too_little,
+)
 from swift.rollout.engines.process import same_randomness
 from swift.rollout.seeds import sample_seed
 from swift.trainers.memory.offload import Offloader, model_tensors, optimizer_tensors
@@ -207,7 +214,7 @@ class ColocateCycle:
             turn.expected += owner.resident_bytes()
             owner.leave()
         if self._collects:
-            _collect_garbage(self.device)
+            collect_garbage(self.device)
         turn.freed += freed_between(before, measure(self.device))
 
     def _restore_trainer(self) -> None:
@@ -216,7 +223,7 @@ class ColocateCycle:
             try:
                 owner.come_back()
             except ResourceError:
-                _collect_garbage(self.device)
+                collect_garbage(self.device)
                 owner.come_back()
 
     # --- the engine's memory ------------------------------------------------------------------------------------
@@ -282,7 +289,7 @@ class ColocateCycle:
                 self.engine.close()
         except Exception as error:
             self._log(f"{name}: not closed after a failure ({error})")
-        _collect_garbage(self.device)
+        collect_garbage(self.device)
         return freed_between(before, measure(self.device))
 
     # --- figures ------------------------------------------------------------------------------------------------
@@ -344,12 +351,6 @@ def _bounded(what: str, limit_s: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _collect_garbage(device: torch.device) -> None:
-    gc.collect()
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
 
 
 def _notes(engine: str, given: Sequence[str], moves: bool, shares_weights: bool) -> list[str]:

@@ -1,0 +1,92 @@
+"""Memory that runs out in a pass changes no gradient: it is made again, with smaller micro-batches."""
+
+import random
+
+import pytest
+import torch
+from invariance_worker import Layout, rollout, settings
+from out_of_memory_worker import Case, ShortBench, on_two_ranks
+
+pytestmark = pytest.mark.slow
+
+FP32 = 1e-6
+NAMES = [name for name in settings() if not name.startswith("vespo")]  # which amplifies rounding
+
+
+AMPLE, LEAST = 10**6, 30
+"""Tokens; the longest completion with its prompt has 26."""
+
+
+def cases(seed, count, ranks):
+    """Random cases; the first pass of a rank fails."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        room = [draw.choice([AMPLE, draw.randrange(LEAST, 60)]) for _ in range(ranks)]
+        room[draw.randrange(ranks)] = draw.randrange(LEAST, 60)
+        numbers = (draw.randrange(4),) if ranks == 1 else ()
+        layout = Layout(draw.choice([1, 2]) if ranks == 1 else 1, draw.choice(["shared", "padded"]))
+        yield Case(draw.choice(NAMES), layout, draw.choice(["forward", "backward"]), tuple(room), numbers)
+
+
+@pytest.fixture(scope="module")
+def bench(nano_folders, tmp_path_factory):
+    return ShortBench(nano_folders["qwen2"], tmp_path_factory.mktemp("short"))
+
+
+@pytest.fixture(scope="module")
+def batch(bench):
+    return rollout(bench.trainer)
+
+
+@pytest.fixture(scope="module")
+def whole(bench, batch):
+    """The gradient of a setting for which memory suffices."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name], failed = bench.of(batch, Case(name, Layout(1), "forward", (AMPLE,)))
+            assert not failed
+        return made[name]
+
+    return of
+
+
+def gap(gradient, other):
+    return float((gradient - other).norm() / other.norm())
+
+
+def test_150_times_on_one_device(bench, batch, whole):
+    times = 0
+    for case in cases(1, 70, ranks=1):
+        gradient, failed = bench.of(batch, case)
+        assert failed >= 1, case
+        assert gap(gradient, whole(case.name)) < FP32, case
+        times += failed
+    assert times >= 150
+
+
+def test_50_times_on_two_ranks(bench, batch, whole, nano_folders, tmp_path):
+    drawn = list(cases(2, 32, ranks=2))
+    found = on_two_ranks(tmp_path / "two", nano_folders["qwen2"], batch, drawn)
+    for case, (gradient, failed, same_gradient, same_budget) in zip(drawn, found, strict=True):
+        assert failed >= 1, case
+        assert same_gradient and same_budget, case
+        assert gap(gradient, whole(case.name)) < FP32, case
+    assert sum(failed for _, failed, *_ in found) >= 50
+
+
+def test_the_budget_is_halved_and_said_each_time(bench, batch):
+    bench.lines.clear()
+    bench.of(batch, Case("dapo, later update", Layout(1), "backward", (AMPLE,), (0, 1)))
+    had = [int(line.split()[7]) for line in bench.lines]
+    assert bench.lines == [
+        f"memory: ran out in a micro-batch of {tokens} tokens; again, with {tokens // 2} at most from here on"
+        for tokens in had
+    ]
+    assert len(had) == 2 and bench.trainer.planner.fitting_tokens == had[1] // 2 < had[0] // 2
+
+
+def test_a_completion_that_does_not_fit_alone_ends_the_run(bench, batch):
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.of(batch, Case("dapo, later update", Layout(1), "backward", (10,)))
