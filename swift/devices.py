@@ -45,12 +45,12 @@ def count_accelerators() -> tuple[int, str]:
 
 
 def own_device() -> torch.device:
-    """The device of this process."""
+    """The device of this process: that of its LOCAL_RANK, or the only one that a scheduler shows it."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if torch.cuda.device_count() > 1 else 0)
 
 
 def cache_room(device: torch.device) -> int:

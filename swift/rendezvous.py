@@ -20,6 +20,8 @@ import psutil
 from swift.errors import EngineError, ResourceError, first_line
 
 LOOPBACK = ("127.0.0.1", "localhost")
+ANYWHERE = "192.0.2.1"
+"""An address of other networks (RFC 5737), to which nothing is sent."""
 LOOK_S = 0.2
 PATIENT_S = 10.0
 """After so long rank 0 says whom it waits for."""
@@ -31,13 +33,16 @@ def process_group_place(timeout_s: float) -> dict[str, Any]:
     """Arguments of `init_process_group` that say where the ranks meet, once all are there; {} leaves it to torch.
 
     They meet at a store of rank 0 at MASTER_ADDR:MASTER_PORT. On one node it listens on 127.0.0.1 only, and so does
-    gloo, whose messages between ranks are pickles. Where a torchrun agent holds a store, torch knows better.
+    gloo, whose messages between ranks are pickles; on several, gloo has the interface of the way to MASTER_ADDR. Where
+    a torchrun agent holds a store, torch knows better.
 
     An EngineError: node 0 cannot be reached, or a node does not come, within `timeout_s`.
     """
     import torch.distributed as dist
 
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if host and host not in LOOPBACK:
+        lead_gloo(host)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not host or not port:
         return {}
     if host in LOOPBACK:
@@ -89,6 +94,30 @@ def keep_gloo_here() -> None:
     here = (name for name, all_of in psutil.net_if_addrs().items() if LOOPBACK[0] in [one.address for one in all_of])
     if (name := next(here, None)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def lead_gloo(host: str) -> None:
+    """Process groups of gloo use the network interface of the way to `host`, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself gloo takes the address of this machine's own name, which Debian's /etc/hosts has at 127.0.1.1: other nodes
+    cannot reach it, and all would wait without end. Where `host` is such a name, the way out of this machine counts.
+    """
+    own = _source_address(host)
+    if own is None or own.startswith("127."):
+        own = _source_address(ANYWHERE)
+    names = (name for name, all_of in psutil.net_if_addrs().items() if own in [one.address for one in all_of])
+    if (name := next(names, None)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _source_address(host: str) -> str | None:
+    """The address that packets to `host` come from; nothing is sent. None: there is no way."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _report(store: Any, rank: int, limit: timedelta) -> None:

@@ -46,6 +46,7 @@ MAY_IMPORT = {
     | {"rl", "data", "models", "rewards", "rollout"},
     "arguments": {"devices", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
+    "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
     "cli": {"devices", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},

@@ -82,3 +82,11 @@ def test_defaults_follow_what_torch_sees_whatever_is_in_dev(version, expected, t
 def test_keys_and_values_get_no_more_than_the_model_leaves(monkeypatch, free_gib, room_gib):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 80 * 2**30))
     assert devices.cache_room(torch.device("cuda", 0)) == room_gib * 2**30
+
+
+@pytest.mark.parametrize(("visible", "rank", "device"), [(8, "3", "cuda:3"), (1, "3", "cuda:0"), (1, "0", "cuda:0")])
+def test_a_process_that_sees_one_gpu_uses_it_whatever_its_rank(monkeypatch, visible, rank, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert devices.own_device() == torch.device(device)

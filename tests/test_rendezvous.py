@@ -111,3 +111,23 @@ def listening(rank, answers):
 
 def listeners():
     return {one.laddr for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+
+
+def test_gloo_uses_the_interface_of_the_way_to_the_first_node(monkeypatch):
+    for host, source in (("10.0.0.1", "10.0.0.7"), ("debian", "127.0.1.1")):  # the second is this machine's own name
+        ways = {host: source, rendezvous.ANYWHERE: "10.0.0.7"}
+        monkeypatch.setattr(rendezvous, "_source_address", ways.get)
+        address = type("Address", (), {"address": "10.0.0.7"})
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda one=address: {"lo": [], "eth1": [one]})
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        rendezvous.lead_gloo(host)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth1"
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+        rendezvous.lead_gloo(host)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0", "what the user names stays"
+
+
+def test_the_way_to_this_machine_has_its_own_address():
+    assert rendezvous._source_address("127.0.0.1") == "127.0.0.1"
+    assert rendezvous._source_address("no.such.host.invalid") is None

@@ -196,6 +196,26 @@ class DoctorArguments(CommonArguments):
 
 
 @dataclass(kw_only=True)
+class PlanArguments(CommonArguments):
+    """`swift plan`: memory and time of a run before it starts; the other flags are those of the run."""
+
+    device: str = flag("here")
+    """GPU to plan for: the one of this machine, or h100-80gb, h200, a100-80gb, l40s, rtx4090 and others."""
+
+    num_devices: int | None = flag(at_least=1, unset="NPROC_PER_NODE times NNODES, else 1")
+    """Number of training processes, each on a GPU."""
+
+    prompt_tokens: int = flag(512, at_least=1)
+    """Length of a prompt in tokens; completions are planned at their longest."""
+
+    num_rows: int | None = flag(at_least=1, unset="only --max_steps tells how long the run is")
+    """Rows of the dataset, which is not read."""
+
+    price_per_hour: float | None = flag(above=0, unset="no price is shown")
+    """Price of a GPU for an hour."""
+
+
+@dataclass(kw_only=True)
 class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
@@ -235,6 +255,7 @@ MODES: dict[str, type] = {
     "reward-test": RewardTestArguments,
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
+    "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,
     **PREFERENCES,

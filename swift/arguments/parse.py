@@ -84,10 +84,10 @@ class Resolved:
         return {**values, "_provenance": origins}
 
 
-def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolved:
+def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine: Machine | None = None) -> Resolved:
     """The settings of one invocation, `argv` being the words after the mode; `--rlhf_type` may choose another mode.
 
-    A ConfigError has every problem found.
+    machine: what defaults depend on; None looks at this one. A ConfigError has every problem found.
     """
     line = read_command_line(argv)
     file = read_config(line.config) if line.config else Layer()
@@ -115,7 +115,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str]) -> Resolve
     reader.apply_preset()
 
     args = reader.args = reader.cls(**reader.values)
-    complete(reader, Machine.detect(variables))
+    complete(reader, machine or Machine.detect(variables))
     reported = tuple(f"--{name}:" for name in reader.broken)
     problems = [problem for problem in _collect(args, "problems") if not problem.startswith(reported)]
     reader.problems += [*map(reader.with_origin, problems), *_refused(reader)]

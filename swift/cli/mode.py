@@ -27,7 +27,7 @@ class Mode:
     summary: one line for `swift --help`. action: `module:function` that takes the resolved settings and returns the
     exit code, None for 0. dry_run: the same for `--dry_run true`. workers: whether NPROC_PER_NODE and NNODES start
     processes of this mode. runs: whether it continues after its console is closed. first: the setting that a first word
-    without dashes gives.
+    without dashes gives. wraps: whether the action takes the words themselves, of which some are another mode's.
     """
 
     summary: str
@@ -36,6 +36,7 @@ class Mode:
     workers: bool = False
     runs: bool = False
     first: str | None = None
+    wraps: bool = False
 
 
 TRL = "swift.trainers.trl.run:run", "swift.cli.dry_run:dry_run_trl"
@@ -61,6 +62,7 @@ MODES = {
     "infer": Mode("answers at the terminal or over a dataset; scores", "swift.cli.infer:run", workers=True),
     "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
+    "plan": Mode("memory and time of a run on any GPU, before it starts", "swift.planning.command:run", wraps=True),
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run", first="run"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
     "import-config": Mode(
@@ -80,6 +82,12 @@ def start(name: str, words: Sequence[str]) -> int | None:
         show_warnings()
     if MODES[name].first is not None:
         words = with_first(name, words)
+    if MODES[name].wraps:
+        if shows_help(name, words):
+            return 0
+        module, _, function = MODES[name].action.partition(":")
+        wrapped: int | None = getattr(importlib.import_module(module), function)(words)
+        return wrapped
     resolved = resolve(name, words)
     if resolved is None:
         return 0
@@ -114,9 +122,7 @@ def with_first(name: str, words: Sequence[str]) -> Sequence[str]:
 
 def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
     """The mode's settings, with the variables of a config's `ENV:` block set; None when help was printed."""
-    asked = [index for index, word in enumerate(words) if word.partition("=")[0] in ("-h", "--help")]
-    if asked or {"--help-all", "--help_all"} & set(words):
-        print(help_text(mode, words, asked).rstrip("\n"))
+    if shows_help(mode, words):
         return None
     from swift.arguments import parse
 
@@ -125,6 +131,15 @@ def resolve(mode: str, words: Sequence[str]) -> Resolved | None:
     if resolved.args.debug:
         os.environ["SWIFT_DEBUG"] = "1"  # a config file may ask for it as well
     return resolved
+
+
+def shows_help(mode: str, words: Sequence[str]) -> bool:
+    """Prints the help, if the words ask for it; whether they do."""
+    asked = [index for index, word in enumerate(words) if word.partition("=")[0] in ("-h", "--help")]
+    if not asked and not {"--help-all", "--help_all"} & set(words):
+        return False
+    print(help_text(mode, words, asked).rstrip("\n"))
+    return True
 
 
 def help_text(mode: str, words: Sequence[str], asked: Sequence[int]) -> str:

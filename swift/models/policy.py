@@ -264,12 +264,13 @@ def clear_config_dropout(config: Any) -> None:
             setattr(config, name, 0.0)
 
 
-def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
+def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weights: bool = True) -> Any:
     """Refuses a model that cannot be trained, and names and shapes that do not fit it, without reading its weights.
 
     Args:
         args: model and tuner settings.
         reward_head: see `load_policy`.
+        weights: whether there are files of weights, whose names and shapes are read; the config is enough.
 
     Returns:
         The policy on the device "meta"; None where code of a repository, which may need real tensors, makes it.
@@ -279,12 +280,15 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
     """
     import transformers
 
-    source = locate(args)
+    source = locate(args, require_weights=weights)
     config = load_config(source.base, args)
     refuse_part(config, source.base, HEADS[reward_head][0])
     if type(config) not in transformers.CONFIG_MAPPING.values():
         return None
-    model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
+    if weights:
+        model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
+    else:
+        model = _from_config(config, args, HEADS[reward_head][0])
     if hasattr(config, "quantization_config"):
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
     if args.tuner_type == "full":
@@ -304,6 +308,20 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None) -> Any:
     if args.changes_base:
         check_ranks(policy, args)
     return policy
+
+
+def _from_config(config: Any, args: CheckpointArguments, kind: str) -> Any:
+    """The model on the device "meta", from its config alone."""
+    import torch
+    import transformers
+
+    clear_config_dropout(config)
+    with quiet_loading(), torch.device("meta"):
+        return getattr(transformers, kind).from_config(
+            config,
+            dtype=pick_dtype(args.torch_dtype, "meta"),
+            attn_implementation="eager" if _attention_for(config, args.attn_impl) == "eager" else "sdpa",
+        )
 
 
 def _without_weights(folder: Path, config: Any, kind: Any) -> Any:

@@ -233,7 +233,7 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
         # of weights on the host that shards alone will leave, one copy is enough
         share = policy_device.type == "cpu" and torch.accelerator.is_available()
         reference = FrozenReference(_copied(policy, device or "cpu", share=share), moves=moves)
-    elif moves or locate(args).adapters or args.changes_base or args.init_weights == "false":
+    elif moves or locate(args, require_weights=False).adapters or args.changes_base or args.init_weights == "false":
         reference = StartAdapterReference(policy)
     else:
         reference = AdapterOffReference(policy)

@@ -101,7 +101,8 @@ def scores_itself(model: nn.Module) -> bool:
 def prepare_scoring(model: nn.Module) -> str | None:
     """Let `model` take score requests if a trial finds its log-probs equal to those of its logits.
 
-    What the model does with its logits is guessed from the names in its config, likeliest first.
+    What the model does with its logits is guessed from the names in its config, likeliest first; on the device "meta"
+    the likeliest is taken.
 
     Args:
         model: without wrappers other than PEFT's; its attention is chosen (`choose_attention`).
@@ -124,6 +125,9 @@ def prepare_scoring(model: nn.Module) -> str | None:
     for head in heads:
         head.forward = MethodType(_head_forward, head)  # type: ignore[method-assign]
     base.forward = MethodType(_scoring_forward(base), base)
+    if base.device.type == "meta":  # there are no numbers to compare
+        base._scoring = LogitMap(factors[0] if factors else 1.0, softcap)
+        return None
     for factor in dict.fromkeys([*factors, 1.0]):
         base._scoring = LogitMap(factor, softcap)
         obstacle = _gap(model)

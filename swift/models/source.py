@@ -40,8 +40,8 @@ class ModelSource:
     tokenizer: Path | None = None
 
 
-def locate(args: CheckpointArguments) -> ModelSource:
-    """Resolves `--model` and `--adapters` to folders; downloads from a hub when needed.
+def locate(args: CheckpointArguments, *, require_weights: bool = True) -> ModelSource:
+    """Resolves `--model` and `--adapters` to folders; downloads from a hub when needed, weights only if required.
 
     A `--model` that is itself a LoRA checkpoint (adapter_config.json, no config.json) becomes the first
     adapter and its base is read from the checkpoint. A missing `--model` is allowed when `--adapters`
@@ -56,7 +56,7 @@ def locate(args: CheckpointArguments) -> ModelSource:
     if model and is_adapter(Path(model)):
         adapters.insert(0, adapter_folder(model))
         model = None
-    base = find_base(model, adapters, use_hf=args.use_hf, revision=args.model_revision)
+    base = find_base(model, adapters, use_hf=args.use_hf, revision=args.model_revision, require_weights=require_weights)
     for folder in adapters:
         check_adapter(folder, base)
     with_tokenizer = [folder for folder in adapters if has_tokenizer(folder)]
@@ -68,16 +68,24 @@ def served_name(args: CheckpointArguments) -> str:
     return args.model or str(locate(args).base)
 
 
-def find_base(model: str | None, adapters: list[Path], *, use_hf: bool = False, revision: str | None = None) -> Path:
+def find_base(
+    model: str | None,
+    adapters: list[Path],
+    *,
+    use_hf: bool = False,
+    revision: str | None = None,
+    require_weights: bool = True,
+) -> Path:
     """The base model's folder, from `model` when given, else from what the first adapter was trained on."""
+    place: Any = {"use_hf": use_hf, "revision": revision, "require_weights": require_weights}
     if model:
-        return find_folder(model, flag="--model", use_hf=use_hf, revision=revision)
+        return find_folder(model, flag="--model", **place)
     if not adapters:
         raise ConfigError("--model: none: no model is named; give a folder or a hub id")
     recorded = recorded_base(adapters[0])
     if not recorded:
         raise ConfigError(f"--model: none: {adapters[0]} does not record its base model; name it with --model")
-    return find_folder(recorded, flag=f"base model of {adapters[0]}", use_hf=use_hf, revision=revision)
+    return find_folder(recorded, flag=f"base model of {adapters[0]}", **place)
 
 
 def find_other(name: str, *, flag: str, use_hf: bool = False) -> ModelSource:
@@ -116,7 +124,8 @@ def find_folder(
     elif looks_like_path(name):
         raise ConfigError(f"{flag}: {name}: no such folder; {_beside(path)}")
     else:
-        folder = _download(name, flag=flag, use_hf=use_hf, revision=revision)
+        files = WANTED_FILES if require_weights else [pattern for pattern in WANTED_FILES if pattern != WEIGHTS]
+        folder = _download(name, files, flag=flag, use_hf=use_hf, revision=revision)
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json")
     if not (folder / "config.json").is_file():
@@ -248,10 +257,10 @@ def _beside(path: Path) -> str:
     return f"nearest: {', '.join(str(parent / name) for name in near)}" if near else "check the path"
 
 
-def _download(name: str, *, flag: str, use_hf: bool, revision: str | None) -> Path:
+def _download(name: str, files: list[str], *, flag: str, use_hf: bool, revision: str | None) -> Path:
     hub = "Hugging Face" if use_hf else "ModelScope"
     try:
-        return _from_hugging_face(name, revision) if use_hf else _from_modelscope(name, revision)
+        return _from_hugging_face(name, files, revision) if use_hf else _from_modelscope(name, files, revision)
     except ImportError as error:
         package = "huggingface_hub" if use_hf else "modelscope"
         other = "drop --use_hf" if use_hf else "use --use_hf true"
@@ -268,24 +277,25 @@ def _download(name: str, *, flag: str, use_hf: bool, revision: str | None) -> Pa
         ) from error
 
 
-WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+WEIGHTS = "*.safetensors"
+WANTED_FILES = ["*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
 
 
-def _from_hugging_face(name: str, revision: str | None) -> Path:
+def _from_hugging_face(name: str, files: list[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted: Any = {"revision": revision, "allow_patterns": WANTED_FILES, "etag_timeout": HUB_ATTEMPT_S}
+    wanted: Any = {"revision": revision, "allow_patterns": files, "etag_timeout": HUB_ATTEMPT_S}
     try:  # a complete cached copy needs no network
         cached = Path(snapshot_download(name, local_files_only=True, **wanted))
-        if any(cached.glob("*.safetensors")):
+        if WEIGHTS not in files or any(cached.glob(WEIGHTS)):
             return cached
     except LocalEntryNotFoundError:
         pass  # not cached: the download below is the answer
     return Path(snapshot_download(name, **wanted))
 
 
-def _from_modelscope(name: str, revision: str | None) -> Path:
+def _from_modelscope(name: str, files: list[str], revision: str | None) -> Path:
     from modelscope import snapshot_download
 
-    return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED_FILES))
+    return Path(snapshot_download(name, revision=revision, allow_patterns=files))

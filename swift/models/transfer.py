@@ -20,6 +20,14 @@ def to_device(values: Any, device: torch.device | str, *, dtype: torch.dtype | N
     return host.pin_memory().to(device, non_blocking=True)
 
 
+def copy_to(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into `tensor`, rounded to its type; from the host to CUDA without waiting or a second copy."""
+    if tensor.is_cuda and not values.is_cuda:
+        tensor.copy_(values.detach().to(tensor.dtype).pin_memory(), non_blocking=True)
+    else:
+        tensor.copy_(values)
+
+
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of one device on the host: from a CUDA device through pinned memory, after one wait for all of them."""
     copies = [value.to("cpu", non_blocking=value.is_cuda) for value in values]

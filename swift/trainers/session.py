@@ -185,6 +185,7 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     import torch
     import torch.distributed as dist
 
+    from swift.devices import own_device
     from swift.rendezvous import keep_gloo_here, process_group_place
     from swift.trainers.distributed import Collectives
 
@@ -192,7 +193,7 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     if (always or not alone) and not dist.is_initialized():
         on_gpu = torch.cuda.is_available()
         if on_gpu:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(own_device())
         place: dict[str, Any] = {}
         if alone:
             keep_gloo_here()

@@ -163,8 +163,8 @@ class MicroBatchPlanner:
         if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
             self.fitting_tokens = least
 
-    def budget(self, *, whole_logits: bool, has_state: bool) -> int:
-        """Tokens of a micro-batch that fit into this rank's free memory now, up to the number that is fastest."""
+    def budget(self, *, whole_logits: bool, has_state: bool, free: int | None = None) -> int:
+        """Tokens of a micro-batch that fit into `free` bytes, by default this rank's; no more than are fastest."""
         dtype = computing_dtype(self.model) or next(parameter.dtype for parameter in self.model.parameters())
         per_token = activation_bytes(
             self._shape,
@@ -173,7 +173,7 @@ class MicroBatchPlanner:
             whole_logits=whole_logits,
         )
         fitting = tokens_that_fit(
-            free_bytes(self.device),
+            free_bytes(self.device) if free is None else free,
             expected=expected_bytes(self.model.parameters(), has_state=has_state),
             per_token=per_token,
         )

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import sys
 import threading
 import types
@@ -314,21 +313,44 @@ def nothing(*_args, **_kwargs):
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Scaled dot-product attention of operations that the device has."""
+    """Scaled dot-product attention of a fused kernel, which keeps its inputs, its output and a number per query."""
     if attn_mask is not None and enable_gqa:
         LEDGER.note(LEDGER.attention, "mask and grouped keys")
-    if enable_gqa:
-        times = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.nn.functional.dropout(scores.softmax(-1), dropout_p) @ value
+    assert not dropout_p, "dropout in attention"
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    here = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor)]
+    check(aten.scaled_dot_product_attention.default, tensors, {}, here)
+    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    return FusedAttention.apply(query, key, value, attn_mask, settings)
 
+
+class FusedAttention(torch.autograd.Function):
+    """Computed on the host, beside the ledger."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, settings):
+        ctx.settings = settings
+        output = on_device(FusedAttention.on_host(query, key, value, mask, settings))
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, mask, *_ = ctx.saved_tensors
+        with torch._C._DisableTorchDispatch(), torch.enable_grad():
+            states = [state.host.detach().requires_grad_() for state in (query, key, value)]
+            output = FusedAttention.on_host(*states, mask, ctx.settings)
+            found = torch.autograd.grad(output, states, gradient.host)
+        return (*map(on_device, found), None, None)
+
+    @staticmethod
+    def on_host(query, key, value, mask, settings):
+        hosts = [host_of(tensor) for tensor in (query, key, value, mask)]
+        with torch._C._DisableTorchDispatch():
+            return HOST_ATTENTION(*hosts[:3], attn_mask=hosts[3], **settings)
+
+
+HOST_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 FACTORIES = (
     "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "randperm", "eye", "linspace", "zeros_like",
@@ -450,5 +472,8 @@ def simulated_gpu():
             missing = not hasattr(owner, name)
             stack.callback(delattr if missing else setattr, owner, name, *([] if missing else [getattr(owner, name)]))
             setattr(owner, name, value)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # else tied parameters part on their way there
         with SimulatedGpu():
             yield LEDGER

@@ -44,12 +44,12 @@ class GpuRuns:
                 row = {"messages": messages, "rejected_response": "no", "ground_truth": said}
                 file.write(json.dumps(row) + "\n")
 
-    def __call__(self, command, *, plugin=PLUGIN, arch="qwen2", steps=1 + STEPS):
+    def __call__(self, command, *, plugin=PLUGIN, model=None, steps=1 + STEPS):
         """The exit code, what was written to stderr, and what the ledger has of the counted steps."""
         (self.folder / "plugin.py").write_text(plugin)
         command = (
-            f"{command} --model {self.models[arch]} --dataset {self.folder / 'rows.jsonl'} --max_steps {steps} "
-            f"--output_dir {self.folder / 'out'} --add_version false --report_to none"
+            f"{command} --model {model or self.models['qwen2']} --dataset {self.folder / 'rows.jsonl'} "
+            f"--output_dir {self.folder / 'out'} --add_version false --report_to none --max_steps {steps}"
         )
         words = command.format(plugin=self.folder / "plugin.py").split()
         ledger, errors = self.folder / "ledger.json", self.folder / "stderr.txt"

@@ -31,8 +31,25 @@ def main():
         from transformers.trainer_callback import CallbackHandler
 
         import swift.cli.main as cli
+        from swift.trainers.grpo.step import GlobalBatchStep
 
         begin, end = CallbackHandler.on_step_begin, CallbackHandler.on_step_end
+        passes = GlobalBatchStep.run
+
+        def peak():
+            """The most bytes since the last call."""
+            most, ledger.peak_bytes = ledger.peak_bytes, ledger.live_bytes
+            return most
+
+        def run(step, model, policy, batch, *more):
+            peak()
+            loss = passes(step, model, policy, batch, *more)
+            found["training_bytes"] = peak()
+            found["samples"] = [
+                [one.group, one.prompt_ids.size, one.token_ids.size, one.advantage]
+                for one in (batch.samples[i] for i in batch.global_batch())
+            ]
+            return loss
 
         def on_step_begin(*args):
             found["steps"] += 1
@@ -43,11 +60,13 @@ def main():
         def on_step_end(*args):
             for name in ("waits", "copies", "attention"):
                 found[name] = [[what, line, count] for (what, line), count in getattr(ledger, name).most_common()]
+            found["update_bytes"], found["resident_bytes"] = peak(), ledger.live_bytes
             return end(*args)
 
         CallbackHandler.on_step_begin, CallbackHandler.on_step_end = on_step_begin, on_step_end
+        GlobalBatchStep.run = run
         code = cli.main(words)
-    Path(path).write_text(json.dumps({**found, "operations": ledger.operations, "peak_bytes": ledger.peak_bytes}))
+    Path(path).write_text(json.dumps({**found, "operations": ledger.operations}))
     return code
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import Adafactor
 
-from swift.models.transfer import to_device, to_host
+from swift.models.transfer import copy_to, to_host
 
 MASTER = "master"
 """Where a master stands in the optimizer's state."""
@@ -64,7 +64,7 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
 
     @torch.no_grad()
     def finish(optimizer: Optimizer, master: Tensor) -> None:
-        _round(master, weights[master])
+        copy_to(weights[master], master)
         optimizer.state[master][MASTER] = master.data
         master.grad = None
 
@@ -86,13 +86,6 @@ def _begin(optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
     elif saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
         master.copy_(saved)
         optimizer.state[master][MASTER] = master.data
-
-
-def _round(master: Tensor, weight: Tensor) -> None:
-    if weight.device == master.device:
-        weight.copy_(master)
-    else:
-        weight.copy_(to_device(master, weight.device, dtype=weight.dtype))
 
 
 def _gradients(weights: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:

@@ -1,0 +1,177 @@
+"""What a GRPO run takes: bytes of one device in each phase, and seconds of each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swift.errors import counted
+from swift.planning.devices import GIB, Device
+from swift.planning.step import StepCost
+
+CONTEXT_BYTES = int(0.6 * GIB)
+"""Of a process on a GPU, beside its tensors: CUDA's context and workspaces of its libraries."""
+ASLEEP_BYTES = int(1.5 * GIB)
+"""Of a vLLM engine that sleeps: its process's context and CUDA graphs."""
+SLACK = 0.05
+"""Of what the trainer allocates, in blocks that its allocator cannot use."""
+HOST_S = {"transformers": 1.0e-3, "eager": 0.84e-3, "graphs": 0.1e-3}
+"""Least seconds of a decode step for each layer, which the host takes to start its kernels: by the transformers engine
+and by vLLM without CUDA graphs as measured on an H100 machine (benchmarks/results), with CUDA graphs as estimated."""
+ENGINE_BYTES = int(1.0 * GIB)
+"""Of vLLM's share, for activations."""
+BUCKET_BYTES = 512 << 20
+"""Of a weight sync, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """The most that is on a device during a phase, in bytes by what it is for."""
+
+    name: str
+    held: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.held.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Generation on one device.
+
+    weights, cache: bytes of the engine's weights, and for keys and values. engine: of its whole share; 0 if it samples
+    with the trainer's weights. at_a_time: completions that are decoded together. seconds: for an optimizer step.
+    """
+
+    weights: int
+    engine: int
+    cache: int
+    at_a_time: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `swift plan` found. devices: how many train. step_s: seconds by phase of an optimizer step."""
+
+    title: str
+    device: Device
+    devices: int
+    cost: StepCost
+    phases: list[Phase]
+    step_s: dict[str, float]
+    steps: int | None
+    completions: int
+    tokens_per_step: int
+    price_per_hour: float | None = None
+    advice: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every phase does."""
+        return all(phase.total <= self.device.memory for phase in self.phases)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def as_json(self) -> dict[str, object]:
+        """For programs: bytes and seconds."""
+        return {
+            "device": self.device.name,
+            "devices": self.devices,
+            "memory_bytes": self.device.memory,
+            "parameters": self.cost.parameters,
+            "trained_parameters": self.cost.trained,
+            "micro_batches": self.cost.micro_batches,
+            "micro_batch_tokens": self.cost.tokens,
+            "phases": {phase.name: {"total": phase.total, **phase.held} for phase in self.phases},
+            "fits": self.fits,
+            "step_seconds": self.step_s,
+            "steps": self.steps,
+            "hours": self.hours,
+            "cost": self.price,
+            "advice": self.advice,
+        }
+
+    @property
+    def hours(self) -> float | None:
+        """Of the whole run; None if its steps are not known."""
+        return None if self.steps is None else self.steps * sum(self.step_s.values()) / 3600
+
+    @property
+    def price(self) -> float | None:
+        """Of the whole run, in the currency of the price of an hour."""
+        if self.hours is None or self.price_per_hour is None:
+            return None
+        return self.hours * self.devices * self.price_per_hour
+
+    def lines(self) -> list[str]:
+        """For people."""
+        cost, device = self.cost, self.device
+        columns = list(dict.fromkeys(name for phase in self.phases for name in phase.held))
+        width = max(len(phase.name) for phase in self.phases)
+        rows = [f"  {'GiB':<{width}}  " + "  ".join(f"{name:>11}" for name in (*columns, "in all", "free"))]
+        for phase in self.phases:
+            numbers = [phase.held.get(name, 0) for name in columns] + [phase.total, device.memory - phase.total]
+            cells = "  ".join(f"{number / GIB:>11.1f}" if number else f"{'-':>11}" for number in numbers)
+            rows.append(f"  {phase.name:<{width}}  {cells}")
+        whole = sum(self.step_s.values())
+        parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.step_s.items())
+        lines = [
+            self.title,
+            f"parameters: {cost.parameters:,}, of which {cost.trained:,} are trained",
+            f"device: {device.name}, {device.memory / GIB:.1f} GiB; {counted(self.devices, 'training process')}",
+            f"step: {counted(self.completions, 'completion')}; on each device "
+            f"{counted(cost.micro_batches, 'micro-batch')} of at most {cost.tokens:,} tokens",
+            "memory of one device, at its fullest:",
+            *rows,
+            self._verdict(),
+            *self.advice,
+            f"time of a step (estimated by a roofline, {REMARK}): {whole:.3g} s: {parts}; "
+            f"{self.tokens_per_step / whole:,.0f} tokens/s",
+        ]
+        if self.hours is not None:
+            price = (
+                f"; {self.price:,.2f} at {self.price_per_hour:g} an hour and device" if self.price is not None else ""
+            )
+            lines.append(f"run: {counted(self.steps or 0, 'step')}, {self.hours:,.2f} hours{price}")
+        return lines
+
+    def _verdict(self) -> str:
+        peak = self.peak
+        left = (self.device.memory - peak.total) / GIB
+        if left >= 0:
+            return f"fits: {peak.name} needs most, and leaves {left:.1f} GiB"
+        return f"does not fit: {peak.name} needs {-left:.1f} GiB more than there are"
+
+
+REMARK = "kernels at the rates that large ones reach"
+
+
+def decode_seconds(
+    device: Device,
+    *,
+    least_s: float,
+    parameters: int,
+    cache_per_token: int,
+    cache: int,
+    completions: int,
+    prompt_tokens: int,
+    completion_tokens: int,
+) -> tuple[int, float]:
+    """How many completions are decoded at a time, and the seconds that all of them take.
+
+    A step of decoding reads the weights and the keys and values of every sequence once, or computes 2 FLOPs for each
+    parameter and sequence, whichever takes longer; `least_s` in any case.
+    """
+    longest = prompt_tokens + completion_tokens
+    at_a_time = max(1, min(completions, cache // max(1, cache_per_token * longest)))
+    mean = prompt_tokens + completion_tokens / 2
+    moved = 2 * parameters + at_a_time * mean * cache_per_token
+    one = max(least_s, device.seconds(2 * parameters * at_a_time, moved, half=True))
+    prefill = device.seconds(2 * parameters * completions * prompt_tokens, 2 * parameters, half=True)
+    return at_a_time, prefill + math.ceil(completions / at_a_time) * completion_tokens * one

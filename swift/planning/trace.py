@@ -1,0 +1,112 @@
+"""What a computation on tensors without numbers (device "meta") would allocate, compute and move.
+
+Every operation passes `Trace`, the backward pass included. Bytes are those of the storages that are alive, in blocks as
+torch's CUDA allocator rounds them. Times are those of a roofline: a kernel takes as long as its FLOPs or its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from swift.planning.devices import Device
+
+aten = torch.ops.aten
+BLOCK = 512
+"""Bytes to whose multiple the allocator rounds."""
+FREE = {aten.detach.default, aten.lift_fresh.default}
+FUSED = {aten._fused_adamw_.default, aten._fused_adam_.default, aten._fused_sgd_.default}
+"""Updates in place, for which meta tensors have no kernel."""
+HALF = (torch.bfloat16, torch.float16)
+
+
+class Trace(TorchDispatchMode):
+    """Counts inside of a `with` block; nothing has a value there.
+
+    live, peak: bytes. flops, moved, seconds, kernels: of all operations so far.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.live = self.peak = 0
+        self.flops = self.moved = self.seconds = 0.0
+        self.kernels = 0
+        self.by_operation: Counter[str] = Counter()
+        """Seconds of each."""
+        self._known: dict[int, int] = {}
+
+    def hold(self, *modules: torch.nn.Module) -> None:
+        """Count the parameters and buffers of modules that were made before."""
+        for module in modules:
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._note(tensor)
+
+    def reset_peak(self) -> None:
+        """Let the peak be what is alive."""
+        self.peak = self.live
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = None if operation in FUSED else operation(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        for tensor in outputs:
+            self._note(tensor)
+        if not operation.is_view and operation not in FREE:
+            self._cost(operation, args, kwargs, results, outputs)
+        return results
+
+    def _cost(self, operation: Any, args: Any, kwargs: Any, results: Any, outputs: list[Tensor]) -> None:
+        packet = operation.overloadpacket
+        if str(packet).startswith(("aten.empty", "aten.new_empty", "aten._local_scalar")):
+            return
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        if packet is aten.embedding:  # only the rows that are asked for
+            moved = 2 * sum(tensor.nbytes for tensor in outputs)
+        flops = flop_registry[packet](*args, **kwargs, out_val=results) if packet in flop_registry else 0
+        self._add(str(packet), flops, moved, half=bool(inputs) and inputs[0].dtype in HALF)
+
+    def kernel(self, name: str, flops: float, tensors: Sequence[Tensor]) -> None:
+        """Count a kernel that reads or writes these tensors."""
+        self._add(name, flops, sum(tensor.nbytes for tensor in tensors), half=tensors[0].dtype in HALF)
+
+    def _add(self, name: str, flops: float, moved: float, *, half: bool) -> None:
+        seconds = self.device.seconds(flops, moved, half=half)
+        self.flops, self.moved, self.seconds = self.flops + flops, self.moved + moved, self.seconds + seconds
+        self.kernels += 1
+        self.by_operation[name] += seconds  # type: ignore[assignment]
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        self._known[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+@contextlib.contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """Optimizers accept `fused` for tensors without numbers, whose updates `Trace` then does not compute."""
+    from torch.optim import optimizer
+
+    supported = [*optimizer._get_fused_kernels_supported_devices(), "meta"]
+    with mock.patch.object(optimizer, "_get_fused_kernels_supported_devices", lambda: supported):
+        yield

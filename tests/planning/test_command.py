@@ -1,0 +1,157 @@
+"""`swift plan` as a command, from configurations of models that are not here."""
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from swift.arguments import parse
+from swift.arguments.derived import Machine
+from swift.cli.main import main
+from swift.models.policy import check_policy
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": False,
+}  # fmt: skip
+FAMILIES = {
+    "Qwen3-0.6B": (QWEN3, 596_049_920),
+    "Qwen3-8B": (
+        QWEN3 | {
+            "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 12288,
+            "tie_word_embeddings": False,
+        },
+        8_190_735_360,
+    ),
+    "Qwen2.5-7B": (QWEN2, 7_615_616_512),
+    "Qwen2.5-0.5B": (
+        QWEN2 | {
+            "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+            "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True,
+        },
+        494_032_768,
+    ),
+    "Llama-3.1-8B": (LLAMA, 8_030_261_248),
+    "Llama-3.1-70B": (
+        LLAMA | {
+            "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "intermediate_size": 28672,
+        },
+        70_553_706_496,
+    ),
+    "Mistral-7B": (LLAMA | {"model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
+    "Qwen3-30B-A3B": (
+        QWEN3 | {
+            "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "intermediate_size": 6144, "tie_word_embeddings": False,
+        },
+        30_532_122_624,
+    ),
+    "Gemma-2-2B": (
+        {
+            "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216,
+        },
+        2_614_341_888,
+    ),
+}  # fmt: skip
+RUN = "--rlhf_type grpo --reward_funcs accuracy --dataset rows.jsonl --beta 0 --tuner_type full --num_generations 8"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a configuration and nothing else."""
+
+    def make(config):
+        made = AutoConfig.for_model(**config)
+        made.save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def plan(folder, capsys):
+    """Runs the command on a configuration; its exit code, and what it says."""
+
+    def run(config, words):
+        code = main(["plan", *words.split(), "--model", str(folder(config))])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_published_models(folder, family):
+    config, count = FAMILIES[family]
+    words = f"{RUN} --model {folder(config)}".split()
+    policy = check_policy(parse("rlhf", words, {}, machine=Machine(True, 2)).args, weights=False)
+    assert sum(parameter.numel() for parameter in policy.parameters()) == count
+    assert all(parameter.is_meta for parameter in policy.parameters())
+
+
+@pytest.mark.slow
+def test_a_published_peak_is_met(plan):
+    """0.6B, full tuning, 16k tokens: 12.5 GiB on an H100, as prime-rl's documentation has it."""
+    flags = "--per_device_train_batch_size 8 --max_completion_length 1984 --device h100-80gb --json true"
+    code, out, _ = plan(QWEN3, f"{RUN} {flags}")
+    found = json.loads(out)
+    assert code == 0 and found["fits"] and found["micro_batch_tokens"] > 16_000
+    peak = max(found["phases"][name]["total"] for name in ("forward, backward", "update"))
+    assert peak / 2**30 == pytest.approx(12.5, rel=0.15)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said_with_what_makes_room(plan):
+    flags = "--per_device_train_batch_size 8 --max_completion_length 512 --device rtx4090 --use_vllm true"
+    code, out, _ = plan(QWEN2, f"{RUN} {flags} --max_steps 100 --price_per_hour 0.5 --vllm_gpu_memory_utilization 0.4")
+    assert code == 0
+    assert "parameters: 7,615,616,512, of which 7,615,616,512 are trained" in out
+    assert "does not fit: " in out and "to make room: " in out and "--tuner_type lora" in out
+    assert "run: 100 steps, " in out and " at 0.5 an hour and device" in out
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (f"{RUN} --device h1000", "--device: h1000: unknown; nearest: h100-80gb"),
+        (RUN, "--device: none given, and no GPU is visible here; valid: h100-80gb, "),
+        ("sft --dataset rows.jsonl --device h200", "plan: sft: only swift rlhf --rlhf_type grpo is planned so far"),
+        (
+            f"{RUN} --device h200 --fsdp full_shard",
+            "--deepspeed, --fsdp: full_shard: sharded models are not planned yet",
+        ),
+        (
+            f"{RUN} --device h200 --optim adafactor",
+            "--optim: adafactor: its memory is not known here; plan with one of",
+        ),
+        (f"{RUN} --device h200 --num_generatoins 4", "--num_generatoins: 4: unknown flag; nearest: num_generations"),
+        (f"{RUN} --device h200 --num_devices 0", "--num_devices: 0: out of range"),
+    ],
+)
+def test_what_is_not_planned_is_refused_in_a_line(plan, command, problem):
+    code, out, err = plan(QWEN3, command)
+    assert code == 2 and out == ""
+    assert problem in err
+
+
+def test_a_model_without_a_configuration_is_refused(tmp_path, capsys):
+    code = main(["plan", *RUN.split(), "--device", "h200", "--model", str(tmp_path)])
+    assert code == 2
+    assert "sought config.json there and found none" in capsys.readouterr().err
+
+
+def test_the_help_is_that_of_the_plan(capsys):
+    assert main(["plan", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--price_per_hour" in out and "--num_generations" not in out

@@ -1,0 +1,76 @@
+"""What a trace counts."""
+
+import pytest
+import torch
+
+from swift.planning.devices import DEVICES, Device
+from swift.planning.trace import Trace, fused_on_meta
+
+SLOW = Device("slow", memory=1 << 30, half=1e12, single=1e11, bandwidth=1e12)
+
+
+@pytest.fixture
+def trace():
+    with Trace(SLOW) as made:
+        yield made
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def test_bytes_are_those_alive_in_blocks(trace):
+    a = made(1000)
+    assert trace.live == trace.peak == 4096  # 4000, in blocks of 512
+    b = a + a
+    assert trace.live == 8192
+    view = b.view(10, 100)
+    del b
+    assert trace.live == 8192, "the view holds it"
+    del view
+    assert (trace.live, trace.peak) == (4096, 8192)
+    trace.reset_peak()
+    assert trace.peak == 4096
+
+
+def test_what_was_made_before_is_counted_once():
+    layer = torch.nn.Linear(10, 10, device="meta")
+    layer.tied = layer.weight
+    with Trace(SLOW) as trace:
+        trace.hold(layer)
+        trace.hold(layer)
+        assert trace.live == 2 * 512
+
+
+def test_the_backward_pass_is_seen(trace):
+    weight = torch.nn.Parameter(made(64, 64))
+    (made(8, 64) @ weight).sum().backward()
+    assert weight.grad is not None and trace.peak >= 2 * 64 * 64 * 4
+    assert trace.flops == 2 * 2 * 8 * 64 * 64  # the product, and that of the weight's gradient
+
+
+def test_a_product_takes_its_flops_and_a_sum_its_bytes(trace):
+    a, b = made(4096, 4096, dtype=torch.bfloat16), made(4096, 4096, dtype=torch.bfloat16)
+    before = trace.seconds
+    a @ b
+    assert trace.seconds - before == pytest.approx(2 * 4096**3 / (0.7 * 1e12))
+    before = trace.seconds
+    a + b
+    assert trace.seconds - before == pytest.approx(3 * a.nbytes / (0.85 * 1e12))
+
+
+def test_a_fused_update_needs_nothing_beside_its_state(trace):
+    with fused_on_meta():
+        weight = torch.nn.Parameter(made(1 << 20))
+        optimizer = torch.optim.AdamW([weight], fused=True)
+        weight.grad = made(1 << 20)
+        before = trace.live
+        optimizer.step()
+        assert trace.live == trace.peak
+        assert trace.live - before == pytest.approx(8 << 20, abs=2048)
+
+
+def test_h100_has_the_figures_of_its_data_sheet():
+    h100 = DEVICES["h100-80gb"]
+    assert (h100.half, h100.bandwidth) == (989e12, 3.35e12)
+    assert h100.memory / 2**30 == pytest.approx(79.6, abs=0.1)
