@@ -211,6 +211,12 @@ class PlanArguments(CommonArguments):
     num_rows: int | None = flag(at_least=1, unset="only --max_steps tells how long the run is")
     """Rows of the dataset, which is not read."""
 
+    fit: bool = flag(False)
+    """Whether to look for a command line that fits, if the given one does not."""
+
+    compare: bool = flag(False)
+    """Whether to compare placements of vLLM on the devices: beside the trainer, and on some of its own."""
+
     price_per_hour: float | None = flag(above=0, unset="no price is shown")
     """Price of a GPU for an hour."""
 

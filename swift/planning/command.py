@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,29 @@ def run(words: Sequence[str]) -> int | None:
     asked: Any = parse("plan", own, os.environ).args
     device = find_device(asked.device)
     processes = asked.num_devices or Machine.detect(os.environ).processes
-    planned = parse(command, others, os.environ, machine=Machine(True, os.cpu_count() or 1, processes))
-    plan = plan_of(planned, device, processes, asked)
-    print(json.dumps(plan.as_json(), indent=2) if asked.json else "\n".join(plan.lines()))
+
+    def planned(words: Sequence[str], processes: int) -> tuple[Plan, Any]:
+        machine = Machine(has_accelerator=True, cores=os.cpu_count() or 1, processes=processes)
+        resolved = parse(command, words, os.environ, machine=machine)
+        return plan_of(resolved, device, processes, asked), resolved.args
+
+    plan, args = planned(others, processes)
+    lines = plan.lines()
+    found: dict[str, Any] = plan.as_json()
+    if asked.fit and not plan.fits:
+        from swift.planning.choices import fitted
+
+        changed, plan = fitted(plan, args, others, lambda words: planned(words, processes))
+        fix = f"swift {command} {shlex.join(changed)}" if plan.fits else None
+        lines += ["", f"fits with: {fix}" if fix else "nothing that is known here makes it fit", *plan.lines()]
+        found |= {"fit": None if fix is None else {"command": fix, **plan.as_json()}}
+    if asked.compare:
+        from swift.planning.choices import compared, table
+
+        rows = compared(args, others, processes, planned)
+        lines += ["", *table(rows)]
+        found |= {"compared": rows}
+    print(json.dumps(found, indent=2) if asked.json else "\n".join(lines))
     return 0
 
 
@@ -100,6 +121,7 @@ def _not_planned(mode: str, args: Any, processes: int) -> list[str]:
 
 def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
     """The plan of a run of GRPO."""
+    from swift.planning.choices import advice
     from swift.planning.report import Plan
     from swift.rollout import placement
 
@@ -127,13 +149,14 @@ def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
         cost=cost,
         phases=phases,
         step_s={"rollout": rollout.seconds, "passes": cost.training_s, "update": cost.update_s},
+        ahead=bool(args.async_generate),
         steps=batches.max_steps if args.max_steps > 0 or asked.num_rows else None,
         completions=batches.global_batch,
         tokens_per_step=batches.global_batch * args.max_completion_length
         + batches.global_batch_prompts * asked.prompt_tokens,
         price_per_hour=asked.price_per_hour,
     )
-    return replace(plan, advice=_advice(plan, args))
+    return replace(plan, advice=advice(plan, args))
 
 
 def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
@@ -264,23 +287,3 @@ def _training(placed: Placement, cost: StepCost, processes: int) -> list[Phase]:
         Phase(name, {**beside, "trainer": held + buckets, "allocator": int(SLACK * held)})
         for name, held in (("forward, backward", cost.training), ("update", cost.update))
     ]
-
-
-def _advice(plan: Plan, args: Any) -> list[str]:
-    """Settings that make room, where the fullest phase does not fit."""
-    if plan.fits:
-        return []
-    if plan.peak.name in ("start", "rollout", "weight sync"):
-        choices = {
-            "--offload_optimizer true --gc_collect_after_offload true": not args.offload_optimizer,
-            "--offload_model true": not args.offload_model,
-            "a lower --vllm_gpu_memory_utilization": True,
-        }
-    else:
-        choices = {
-            "--gradient_checkpointing true": not args.gradient_checkpointing,
-            "a lower --max_tokens_per_micro_batch": plan.peak.name != "update",
-            "--optim adamw_cpu": args.optim != "adamw_cpu" and args.tuner_type == "full",
-            "--tuner_type lora": args.tuner_type == "full",
-        }
-    return ["to make room: " + ", ".join(name for name, helps in choices.items() if helps)]

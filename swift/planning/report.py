@@ -54,7 +54,11 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `swift plan` found. devices: how many train. step_s: seconds by phase of an optimizer step."""
+    """What `swift plan` found.
+
+    devices: how many train. step_s: seconds by phase of an optimizer step. ahead: the next rollout takes place while
+    this one is trained on.
+    """
 
     title: str
     device: Device
@@ -65,6 +69,7 @@ class Plan:
     steps: int | None
     completions: int
     tokens_per_step: int
+    ahead: bool = False
     price_per_hour: float | None = None
     advice: list[str] = field(default_factory=list)
 
@@ -91,6 +96,8 @@ class Plan:
             "phases": {phase.name: {"total": phase.total, **phase.held} for phase in self.phases},
             "fits": self.fits,
             "step_seconds": self.step_s,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_step / self.seconds,
             "steps": self.steps,
             "hours": self.hours,
             "cost": self.price,
@@ -98,9 +105,15 @@ class Plan:
         }
 
     @property
+    def seconds(self) -> float:
+        """Of an optimizer step."""
+        whole = sum(self.step_s.values())
+        return max(self.step_s["rollout"], whole - self.step_s["rollout"]) if self.ahead else whole
+
+    @property
     def hours(self) -> float | None:
         """Of the whole run; None if its steps are not known."""
-        return None if self.steps is None else self.steps * sum(self.step_s.values()) / 3600
+        return None if self.steps is None else self.steps * self.seconds / 3600
 
     @property
     def price(self) -> float | None:
@@ -119,7 +132,6 @@ class Plan:
             numbers = [phase.held.get(name, 0) for name in columns] + [phase.total, device.memory - phase.total]
             cells = "  ".join(f"{number / GIB:>11.1f}" if number else f"{'-':>11}" for number in numbers)
             rows.append(f"  {phase.name:<{width}}  {cells}")
-        whole = sum(self.step_s.values())
         parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.step_s.items())
         lines = [
             self.title,
@@ -131,8 +143,8 @@ class Plan:
             *rows,
             self._verdict(),
             *self.advice,
-            f"time of a step (estimated by a roofline, {REMARK}): {whole:.3g} s: {parts}; "
-            f"{self.tokens_per_step / whole:,.0f} tokens/s",
+            f"time of a step (estimated by a roofline, {REMARK}): {self.seconds:.3g} s: {parts}"
+            f"{', at the same time' if self.ahead else ''}; {self.tokens_per_step / self.seconds:,.0f} tokens/s",
         ]
         if self.hours is not None:
             price = (

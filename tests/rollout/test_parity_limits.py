@@ -132,3 +132,14 @@ def test_completions_that_break_it(text):
 
 def test_the_context_is_a_limit_too():
     assert contract_faults([drawn([4], [-1.0])], end_token_ids=[], limit=3, version=0) == ""
+
+
+def test_deeper_models_may_differ_more():
+    usual, same = limits_for("bfloat16", "bfloat16", "cuda"), limits_for("bfloat16", "bfloat16", "cuda", layers=24)
+    assert same == usual
+    deep = limits_for("bfloat16", "bfloat16", "cuda", layers=96, experts=True)
+    assert deep.row == "16 bits on GPU, 96 layers, experts"
+    assert deep.measures["mean"][1] == pytest.approx(5e-2 * 4**0.55)
+    assert deep.measures["k3"][1] == pytest.approx(1e-2 * 4**1.1)
+    assert deep.judge(gaps(mean=1e-1))[0] == "warn" and deep.judge(gaps(mean=1.1e-1))[0] == "refuse"
+    assert limits_for("float32", "int4", "cuda", layers=96) == limits_for("float32", "int4", "cuda")

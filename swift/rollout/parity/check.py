@@ -25,7 +25,7 @@ from swift.models.quantisation import is_quantised, rounds_activations
 from swift.models.sharded import exchanged
 from swift.rollout.engines.base import Capabilities, InferenceEngine
 from swift.rollout.engines.process import same_randomness
-from swift.rollout.parity.noise import has_experts, make_noise
+from swift.rollout.parity.noise import has_experts, make_noise, num_layers
 from swift.rollout.parity.tolerance import Gaps, Limits, Sample, Verdict, contract_faults, limits_for, measure
 from swift.rollout.seeds import sample_seed
 from swift.rollout.weights.base import dtype_name
@@ -161,6 +161,7 @@ class ParityCheck:
             own_device().type,
             quantised=quantised or bool(self.capabilities.quantization),
             experts=has_experts(model),
+            layers=num_layers(model),
         )
         self._requests = self._make_requests(prompts, sampling)
         self._end_tokens_checked = True

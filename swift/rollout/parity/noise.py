@@ -15,6 +15,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from swift.models.attention.interface import transformers_model
 from swift.models.sharded import gathered, whole_shape
 from swift.rollout.seeds import sample_seed
 
@@ -84,6 +85,12 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
 def has_experts(model: nn.Module) -> bool:
     """Whether tokens are routed to experts."""
     return any(_ROUTED.search(name) for name, _ in model.named_parameters())
+
+
+def num_layers(model: nn.Module) -> int:
+    """Layers of the decoder, as its config has it; 1 if it does not say."""
+    config = getattr(transformers_model(model), "config", None)
+    return getattr(config.get_text_config(), "num_hidden_layers", None) or 1 if config is not None else 1
 
 
 def _with_noise(name: str, tensor: Tensor, seed: int) -> Tensor:

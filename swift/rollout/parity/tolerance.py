@@ -11,6 +11,9 @@
 In 16 bits a router near a tie may choose another expert, which changes the log-prob of a token by up to a nat. So mean
 and k3 of a mixture of experts omit the largest 5% of the gaps; with wrong experts the other gaps are large, too.
 
+The table is for models of up to 24 layers. In deeper ones rounding adds up: max and mean may be larger by the factor
+(layers / 24)^0.55, and k3 by its square.
+
 Gaps are in nats per token. k3 is the mean of exp(d) - 1 - d with d = trainer - engine, an estimate of KL(engine,
 trainer) that is never negative (http://joschu.net/blog/kl-approx.html). Gaps between the two limits are only reported.
 TF32 has 10 of the 23 mantissa bits of a float32, so it counts as 16 bits.
@@ -158,6 +161,16 @@ class Limits:
                     return cast(Verdict, verdict), f"{name} {values[name]:.1e} above {limits[place]:.0e}"
         return "pass", ""
 
+    def at_depth(self, layers: int) -> Limits:
+        """The row for a model of so many layers."""
+        times = max(1.0, (layers / USUAL_LAYERS) ** GROWTH)
+        powers = {"max": times, "mean": times, "k3": times**2}
+        scaled = {name: (low * powers[name], high * powers[name]) for name, (low, high) in self.measures.items()}
+        return self if times == 1 else replace(self, row=f"{self.row}, {layers} layers", measures=scaled)
+
+
+USUAL_LAYERS, GROWTH = 24, 0.55
+"""Layers up to which the table holds, and the power of the number of layers with which gaps grow beyond."""
 
 FLOAT32_CPU = Limits("float32 on CPU", {"max": (1e-5, 1e-4)})
 FLOAT32_GPU = Limits("float32 on GPU", {"max": (1e-4, 1e-3)})
@@ -169,7 +182,14 @@ QUANTISED = Limits("quantised", {"k3": (math.inf, 0.1)})
 
 
 def limits_for(
-    trainer: str, engine: str, device: str, *, tf32: bool | None = None, quantised: bool = False, experts: bool = False
+    trainer: str,
+    engine: str,
+    device: str,
+    *,
+    tf32: bool | None = None,
+    quantised: bool = False,
+    experts: bool = False,
+    layers: int = 1,
 ) -> Limits:
     """The row that applies.
 
@@ -180,9 +200,13 @@ def limits_for(
         tf32: whether float32 products use TF32; None takes torch's settings.
         quantised: whether either side has quantised weights.
         experts: whether the policy is a mixture of experts.
+        layers: of the policy.
     """
     row = _row(trainer, engine, device, tf32, quantised)
-    return replace(row, row=f"{row.row}, experts", left_out=FLIPPED) if experts and row in (MIXED, HALF_GPU) else row
+    if row is QUANTISED:
+        return row
+    row = row.at_depth(layers)
+    return replace(row, row=f"{row.row}, experts", left_out=FLIPPED) if experts and "k3" in row.measures else row
 
 
 def _row(trainer: str, engine: str, device: str, tf32: bool | None, quantised: bool) -> Limits:

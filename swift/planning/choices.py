@@ -1,0 +1,131 @@
+"""Settings that make a run fit, and placements of trainer and engines compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swift.errors import ConfigError
+from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, Plan
+
+MOST_CHANGES = 16
+
+Change = tuple[str, str]
+"""A flag and its value."""
+
+
+def advice(plan: Plan, args: Any) -> list[str]:
+    """A line with what makes room in the fullest phase, if it does not fit."""
+    if plan.fits:
+        return []
+    known = " or ".join(shown(change) for change in changes(plan, args))
+    return [f"to make room: {known}" if known else "to make room: shorter completions, or another GPU"]
+
+
+def shown(change: Sequence[Change]) -> str:
+    """Flags as they are typed."""
+    return " ".join(f"--{name} {value}" for name, value in change)
+
+
+def changes(plan: Plan, args: Any) -> list[list[Change]]:
+    """What makes room in the fullest phase, what costs least time first."""
+    if plan.peak.name in ("start", "weight sync", "rollout"):
+        choices = [
+            ([("offload_optimizer", "true"), ("gc_collect_after_offload", "true")], not args.offload_optimizer),
+            ([("offload_model", "true"), ("gc_collect_after_offload", "true")], not args.offload_model),
+            ([("vllm_gpu_memory_utilization", f"{_share_left(plan):.2f}")], _share_left(plan) > _least_share(plan)),
+        ]
+        if plan.peak.name == "start":  # nothing is offloaded yet
+            choices = choices[2:]
+    else:
+        longest = args.max_completion_length
+        choices = [
+            ([("gradient_checkpointing", "true")], not args.gradient_checkpointing),
+            ([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest),
+            ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full"),
+        ]
+        if plan.peak.name == "update":  # which tokens do not change
+            choices = choices[2:]
+    choices.append(([("tuner_type", "lora")], args.tuner_type == "full"))
+    return [change for change, helps in choices if helps]
+
+
+def _share_left(plan: Plan) -> float:
+    """Of the device's memory, beside what the trainer holds in the fullest phase, rounded down."""
+    beside = plan.peak.total - plan.peak.held.get("engine", 0)
+    return int(100 * (plan.device.memory - beside) / plan.device.memory) / 100
+
+
+def _least_share(plan: Plan) -> float:
+    """Of the device's memory, which an engine needs for its weights and some keys and values."""
+    return float((2 * plan.cost.parameters + 2 * ENGINE_BYTES + CONTEXT_BYTES) / plan.device.memory)
+
+
+def with_flags(words: Sequence[str], change: Sequence[Change]) -> list[str]:
+    """The words of a command with these flags instead of its own of the same names."""
+    names = {name for name, _ in change}
+    kept: list[str] = []
+    drops = False
+    for word in words:
+        if word.startswith("--"):
+            drops = word[2:].partition("=")[0].replace("-", "_") in names
+        if not drops:
+            kept.append(word)
+    return [*kept, *(part for name, value in change for part in (f"--{name}", value))]
+
+
+def fitted(
+    plan: Plan, args: Any, words: Sequence[str], planned: Callable[[Sequence[str]], tuple[Plan, Any]]
+) -> tuple[list[str], Plan]:
+    """The words of a command that fits, or of the last one that was tried, and its plan.
+
+    In turn, the first change that makes room in the fullest phase is made.
+    """
+    changed = list(words)
+    for _ in range(MOST_CHANGES):
+        if plan.fits or not (choices := changes(plan, args)):
+            break
+        changed = with_flags(changed, choices[0])
+        plan, args = planned(changed)
+    return changed, plan
+
+
+def compared(
+    args: Any, words: Sequence[str], devices: int, planned: Callable[[Sequence[str], int], tuple[Plan, Any]]
+) -> list[dict[str, Any]]:
+    """Colocated vLLM, and vLLM on 1, 2, ... of the devices of its own, which samples ahead; the fastest first."""
+    if not args.use_vllm:
+        raise ConfigError("--compare: true: compares placements of vLLM; add --use_vllm true")
+    rows = []
+    for apart in range(devices):
+        if apart:
+            change = [("vllm_mode", "dedicated"), ("num_infer_workers", str(apart)), ("async_generate", "true")]
+        else:
+            change = [("vllm_mode", "colocate"), ("num_infer_workers", str(devices)), ("async_generate", "false")]
+        row: dict[str, Any] = {"trainers": devices - apart, "engines": apart or devices, "flags": shown(change)}
+        try:
+            plan, _ = planned(with_flags(words, change), devices - apart)
+        except ConfigError as error:
+            rows.append({**row, "problem": str(error), "tokens_per_second": 0.0})
+            continue
+        rows.append(
+            {
+                **row,
+                "step_seconds": plan.seconds,
+                "tokens_per_second": plan.tokens_per_step / plan.seconds,
+                "fits": plan.fits,
+            }
+        )
+    return sorted(rows, key=lambda row: (-bool(row.get("fits")), -row["tokens_per_second"]))
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For people."""
+    lines = [f"{'tokens/s':>10}  {'s/step':>8}  {'fits':<5}  placement"]
+    for row in rows:
+        if "problem" in row:
+            lines.append(f"{'-':>10}  {'-':>8}  {'no':<5}  {row['flags']}: {row['problem'].splitlines()[0]}")
+            continue
+        fits = "yes" if row["fits"] else "no"
+        lines.append(f"{row['tokens_per_second']:>10,.0f}  {row['step_seconds']:>8.3g}  {fits:<5}  {row['flags']}")
+    return lines
