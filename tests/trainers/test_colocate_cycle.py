@@ -135,7 +135,7 @@ def test_the_eight_steps_in_their_order(monkeypatch):
         leave, back = owner.leave, owner.come_back
         monkeypatch.setattr(owner, "leave", lambda n=name, do=leave: (events.append(f"{n} out"), do())[1])
         monkeypatch.setattr(owner, "come_back", lambda n=name, do=back: (events.append(f"{n} back"), do())[1])
-    monkeypatch.setattr(colocate.gc, "collect", lambda: events.append("gc"))
+    monkeypatch.setattr(figures.gc, "collect", lambda: events.append("gc"))
     with cycle(0):
         events.append("sample")
     assert events == [
@@ -187,6 +187,36 @@ def test_an_engine_rests_until_its_first_phase():
     awake = Trainer()
     awake.cycle.sleep()
     assert awake.events == []
+
+
+def test_an_engine_dozes_with_its_weights_until_it_is_roused():
+    trainer = Trainer(sleep_level=2)
+    trainer.cycle.doze()
+    trainer.cycle.doze()
+    trainer.cycle.rouse()
+    trainer.cycle.rouse()
+    assert trainer.events == ["sleep 1", "wake weights", "wake kv_cache"]
+    assert len(sample(trainer.engine)) == 2, "its weights are still there"
+    trainer.cycle.sleep()
+    with trainer.cycle(0):
+        sample(trainer.engine)
+    awake = Trainer()
+    awake.cycle.doze()
+    awake.cycle.rouse()
+    assert awake.events == []
+
+
+@pytest.mark.parametrize(("free_mib", "collections"), [(10, 0), (4, 1), (2, 2)])
+def test_the_cache_of_torch_is_given_back_where_the_engine_would_not_fit(monkeypatch, free_mib, collections):
+    trainer, calls = Trainer(sleep_level=1), []
+    trainer.cycle.sleep()  # awake it had 3 MiB of weights and 5 of keys and values
+    monkeypatch.setattr(trainer.cycle, "device", torch.device("meta"))
+    found = figures.MemoryFigures("meta", 0, 0, free_mib << 20, 0)
+    monkeypatch.setattr(colocate, "measure", lambda device: found)
+    monkeypatch.setattr(colocate, "collect_garbage", calls.append)
+    with trainer.cycle(0):
+        monkeypatch.setattr(trainer.cycle, "device", CPU)
+    assert len(calls) == collections
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Attention of packed segments by FlexAttention: one kernel over the stream, which skips fully masked blocks.
 
-The stream is filled up to a multiple of `FILL` tokens, so that it is compiled for few lengths; the filling is a segment
-of its own.
+The stream is filled up to one of few lengths (`filled_length`), for each of which it is compiled; a token of the
+filling sees itself only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from swift.models.attention.spans import GroupSpans, Variant, in_autocast_type
 from swift.models.transfer import to_device
 
 FILL = 1024
-"""Streams are filled up to a multiple of this many tokens."""
+"""Streams are filled up to a multiple of this many tokens at least."""
+MOST_COMPILED = 64
+"""Versions of a compiled function, by length, type and gradient; beyond, torch would compute all [T, T] scores."""
 
 
 class FlexSegments:
@@ -26,9 +28,10 @@ class FlexSegments:
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str) -> None:
         numbers = segment_numbers(groups)
         self.num_tokens = numbers[0].shape[0]
-        self.num_filling = -self.num_tokens % FILL
-        filled = [to_device(nn.functional.pad(number, (0, self.num_filling), value=-1), device) for number in numbers]
-        self.block_mask = _block_mask_of(*filled)
+        self.num_filling = filled_length(self.num_tokens) - self.num_tokens
+        segment_T, prompt_T, end_T = (nn.functional.pad(number, (0, self.num_filling), value=-1) for number in numbers)
+        segment_T[self.num_tokens :] -= torch.arange(self.num_filling)
+        self.block_mask = _block_mask_of(*(to_device(number, device) for number in (segment_T, prompt_T, end_T)))
 
     @staticmethod
     def computes(variant: Variant) -> bool:
@@ -43,6 +46,16 @@ class FlexSegments:
             *filled, block_mask=self.block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
         return output[:, :, : self.num_tokens].transpose(1, 2).contiguous()
+
+
+def filled_length(num_tokens: int) -> int:
+    """The length up to which a stream is filled: 1, 2, 3, 4, 6, 8, 12, 16, ... times `FILL`, a third more at most.
+
+    >>> [filled_length(number) // FILL for number in (1, 1024, 1025, 4097, 8193, 12289)]
+    [1, 1, 2, 6, 12, 16]
+    """
+    step = max(FILL, (1 << (num_tokens - 1).bit_length()) // 4)
+    return -(-num_tokens // step) * step
 
 
 def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,13 +83,22 @@ def _block_mask_of(segment_T: Tensor, prompt_T: Tensor, end_T: Tensor) -> Any:
         return (key <= query) & (own | ((prompt_T[query] == segment_T[key]) & (key < end_T[query])))
 
     num_tokens = segment_T.shape[0]
-    compiled = segment_T.device.type != "cpu"  # else a [T, T] matrix is made on the way
-    return create_block_mask(visible, None, None, num_tokens, num_tokens, segment_T.device, _compile=compiled)
+    make = _compiled(create_block_mask, segment_T.device.type)  # else a [T, T] matrix is made on the way
+    return make(visible, None, None, num_tokens, num_tokens, segment_T.device)
 
 
-@lru_cache(maxsize=2)
 def _flex_attention(device_type: str) -> Any:
-    """FlexAttention, compiled where it runs for speed; on the CPU its definition, which tests use."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
+    return _compiled(flex_attention, device_type)
+
+
+@lru_cache(maxsize=4)
+def _compiled(function: Any, device_type: str) -> Any:
+    """The function, compiled where it runs for speed; on the CPU its definition, which tests use."""
+    if device_type == "cpu":
+        return function
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(MOST_COMPILED, torch._dynamo.config.recompile_limit)
+    return torch.compile(function)

@@ -184,6 +184,8 @@ class Attempt:
             self.print_line(f"{checkpoint} is the last of {steps}; raise --max_steps to go on")
             return
         sharded = is_sharding(trainer.accelerator)
+        if sharded and self.cycle is not None:
+            self.cycle.doze()  # while the model comes to the device and is cut
         if not sharded:
             self.watchdog.start()
             self._check_parity()
@@ -215,6 +217,8 @@ class Attempt:
     def _check_parity(self) -> None:
         """Compare rollout engine and trainer in all stages, on the first prompts; print the result."""
         args = self.parts.args
+        if self.cycle is not None:
+            self.cycle.rouse()
         resumed = self.parts.start.checkpoint is not None and is_sharding(self.trainer.accelerator)
         if args.adapters or args.quant_method or resumed:  # the engine has read the base model's files
             self.weight_sync.refresh()

@@ -6,7 +6,7 @@
     engine           weights | synced | KV cache | sampling | asleep
 
     1  the optimizer's state, then the model move to the host          --offload_optimizer, --offload_model
-    2  garbage and the device's cache are released                     --gc_collect_after_offload
+    2  garbage and the device's cache are released                     --gc_collect_after_offload, or for lack of memory
     3  the engine's weights wake                                       --sleep_level >= 1
     4  weight sync, from the host copies if the model moved            when due; always after level 2
     5  the KV cache wakes; now the engine is complete
@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -120,6 +120,8 @@ class ColocateCycle:
         self._sharded: Callable[[], bool] = lambda: False
         self._asleep = False
         self._lost = False
+        self._needs: Mapping[str, int] = {}
+        """Bytes of the engine when it was last awake."""
         self._logged: set[str] = set()
 
     def attach(
@@ -166,6 +168,20 @@ class ColocateCycle:
         if self.sleep_level and not self._asleep:
             with self._memory_step():
                 self._sleep(None)
+
+    def doze(self) -> None:
+        """Let an engine that is awake sleep with its weights kept, until `rouse`; collective."""
+        if self.sleep_level and not self._asleep:
+            with self._memory_step():
+                self._sleep(None, level=1)
+
+    def rouse(self) -> None:
+        """Wake an engine that dozes, outside of a turn; collective."""
+        if self._asleep:
+            with self._memory_step():
+                self._wake("weights")
+                self._wake("kv_cache")
+            self._asleep = False
 
     def _begin(self, turn: _Turn, current: bool) -> None:
         """Steps 1 to 5."""
@@ -233,6 +249,9 @@ class ColocateCycle:
         if not self.sleep_level:
             return
         name = self.engine.capabilities.name
+        needed = self._needs.get("weights" if tag == "weights" else "kv", 0)
+        if self.device.type != "cpu" and measure(self.device).free < needed:
+            collect_garbage(self.device)  # an engine that fails half awake cannot try again
         try:
             with _bounded(f"engine: {name}: wake({tag})", self.limit_s):
                 complete = self.engine.wake(["weights"] if tag == "weights" else ["kv_cache"])
@@ -255,17 +274,18 @@ class ColocateCycle:
             "--vllm_gpu_memory_utilization"
         )
 
-    def _sleep(self, turn: _Turn | None) -> int:
+    def _sleep(self, turn: _Turn | None, *, level: SleepLevel | None = None) -> int:
         """Step 7; returns the bytes freed. Requests of a failed round are aborted first."""
         if not self.sleep_level:
             return 0
+        level = level or self.sleep_level
         name = self.engine.capabilities.name
-        held = self.engine.memory()
-        with _bounded(f"engine: {name}: sleep({self.sleep_level})", self.limit_s):
+        held = self._needs = self.engine.memory()
+        with _bounded(f"engine: {name}: sleep({level})", self.limit_s):
             self.engine.empty()
-            report = self.engine.sleep(self.sleep_level)
+            report = self.engine.sleep(level)
         self._asleep = True
-        self._lost = self._lost or self.sleep_level == 2
+        self._lost = self._lost or level == 2
         note = f"engine: {name}: {report.note}"
         if report.note and note not in self._logged:
             self._logged.add(note)

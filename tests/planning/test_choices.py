@@ -1,0 +1,108 @@
+"""What makes a run fit, and which placement is fastest."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from swift.errors import ConfigError
+from swift.planning.choices import compared, fitted, table, with_flags
+from swift.planning.devices import DEVICES, GIB
+from swift.planning.report import Phase, Plan
+from swift.planning.step import StepCost
+
+DEVICE = DEVICES["a100-40gb"]
+
+
+def plan(*phases, tokens=16384, rollout_s=10.0, passes_s=20.0, devices=1, ahead=False):
+    cost = StepCost(
+        parameters=10**9, trained=10**9, weights=2 * GIB, resident=14 * GIB, gradients=2 * GIB, training=20 * GIB,
+        update=18 * GIB, micro_batches=2, tokens=tokens, flops=1e15, training_s=passes_s, update_s=1.0,
+    )  # fmt: skip
+    held = [Phase(name, {"trainer": trainer * GIB, "engine": engine * GIB}) for name, trainer, engine in phases]
+    return Plan(
+        "plan", DEVICE, devices, cost, held, {"rollout": rollout_s, "passes": passes_s, "update": 1.0}, None,
+        completions=8, tokens_per_step=62_000, ahead=ahead,
+    )  # fmt: skip
+
+
+def settings(words):
+    """What changes look at, of a command."""
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    names = {"gradient_checkpointing", "offload_optimizer", "offload_model"}
+    flags = {name: given.get(f"--{name}") == "true" for name in names}
+    return SimpleNamespace(
+        **flags,
+        optim=given.get("--optim", "adamw_torch_fused"),
+        tuner_type=given.get("--tuner_type", "full"),
+        max_completion_length=1024,
+        use_vllm=True,
+    )
+
+
+def test_a_flag_takes_the_place_of_the_one_that_was_given():
+    words = ["--a", "1", "--tuner-type", "full", "--list", "x", "y", "--tuner_type=lora", "--b"]
+    assert with_flags(words, [("tuner_type", "lora"), ("list", "z")]) == [
+        "--a", "1", "--b", "--tuner_type", "lora", "--list", "z",
+    ]  # fmt: skip
+
+
+def test_changes_are_made_one_by_one_until_it_fits_those_that_cost_least_first():
+    def planned(words):
+        args = settings(words)
+        gib = 90 - 30 * args.gradient_checkpointing - 15 * (args.optim == "adamw_cpu")
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        tokens = int(given.get("--max_tokens_per_micro_batch", 16384))
+        gib -= {16384: 0, 8192: 10, 4096: 15, 2048: 17}[tokens]
+        return plan(("rollout", 10, 20), ("forward, backward", gib, 1), tokens=tokens), args
+
+    first, args = planned([])
+    words, found = fitted(first, args, [], planned)
+    assert found.fits
+    assert words == [
+        "--gradient_checkpointing", "true", "--max_tokens_per_micro_batch", "2048", "--optim", "adamw_cpu",
+    ]  # fmt: skip
+
+
+def test_the_engines_share_is_what_is_left():
+    def planned(words):
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        share = float(given.get("--vllm_gpu_memory_utilization", 0.9))
+        return plan(("start", 10, share * DEVICE.memory / GIB)), settings(words)
+
+    first, args = planned([])
+    words, found = fitted(first, args, [], planned)
+    assert found.fits and words == ["--vllm_gpu_memory_utilization", "0.75"]
+
+
+def test_what_nothing_makes_fit_ends():
+    words, found = fitted(*_huge([]), [], _huge)
+    assert not found.fits and words[-2:] == ["--tuner_type", "lora"]
+
+
+def _huge(words):
+    return plan(("update", 500, 0)), settings(words)
+
+
+def test_placements_are_compared_by_tokens_per_second_those_that_fit_first():
+    def planned(words, trainers):
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        if given["--vllm_mode"] == "colocate":
+            return plan(("start", 10, 20), rollout_s=10.0, devices=4), None
+        engines = int(given["--num_infer_workers"])
+        if engines == 3:
+            raise ConfigError("--num_generations: 8: does not divide the batch")
+        return plan(("start", 10, 20 if engines == 1 else 90), rollout_s=30 / engines, ahead=True), None
+
+    rows = compared(settings([]), [], 4, planned)
+    assert [row["engines"] for row in rows] == [4, 1, 2, 3]
+    assert rows[0]["tokens_per_second"] == pytest.approx(2000) and rows[0]["trainers"] == 4
+    assert rows[1]["step_seconds"] == 30, "the rollout takes longer than the passes"
+    assert rows[2]["fits"] is False and "does not divide" in rows[3]["problem"]
+    lines = table(rows)
+    assert "2,000" in lines[1] and "--vllm_mode colocate --num_infer_workers 4" in lines[1]
+    assert "does not divide" in lines[4]
+
+
+def test_without_an_engine_there_is_nothing_to_compare():
+    with pytest.raises(ConfigError, match="--compare: true: compares placements of vLLM"):
+        compared(SimpleNamespace(use_vllm=False), [], 2, lambda words, trainers: None)
