@@ -7,6 +7,7 @@ does it say which node has not come.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import sys
@@ -103,7 +104,7 @@ def lead_gloo(host: str) -> None:
     cannot reach it, and all would wait without end. Where `host` is such a name, the way out of this machine counts.
     """
     own = _source_address(host)
-    if own is None or own.startswith("127."):
+    if own is None or ipaddress.ip_address(own.partition("%")[0]).is_loopback:
         own = _source_address(ANYWHERE)
     names = (name for name, all_of in psutil.net_if_addrs().items() if own in [one.address for one in all_of])
     if (name := next(names, None)) is not None:

@@ -21,7 +21,7 @@ def to_device(values: Any, device: torch.device | str, *, dtype: torch.dtype | N
 
 
 def copy_to(tensor: Tensor, values: Tensor) -> None:
-    """Copy values into `tensor`, rounded to its type; from the host to CUDA without waiting or a second copy."""
+    """Copy values into `tensor`, rounded to its type; from the host to CUDA without waiting, or more memory there."""
     if tensor.is_cuda and not values.is_cuda:
         tensor.copy_(values.detach().to(tensor.dtype).pin_memory(), non_blocking=True)
     else:

@@ -11,6 +11,7 @@ limit: rank 0 holds the store, and `swift.trainers.supervision.heartbeat` detect
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from swift.errors import first_line, is_out_of_memory
 from swift.rendezvous import connect, reachable
 
 CALLS = "swift/calls"
@@ -104,7 +106,8 @@ class Collectives:
             failure = error
         if not self.active:
             return
-        first = self.broadcast(next((error for error in self.gather(failure) or [] if error is not None), None))
+        errors = self.gather(None if failure is None else _portable(failure)) or []
+        first = self.broadcast(next((error for error in errors if error is not None), None))
         if failure is not None:
             raise failure  # with its own traceback
         if first is not None:
@@ -135,3 +138,13 @@ class Collectives:
             began = time.monotonic()
             while self._store.add(CALLS, 0) < self._calls:
                 time.sleep(min(POLL_S, (time.monotonic() - began) / 20))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text if it cannot be sent to other ranks."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever a library's error does when it is taken apart or put together
+        kind = torch.OutOfMemoryError if is_out_of_memory(error) else RuntimeError
+        return kind(f"{type(error).__name__}: {first_line(error)}")
+    return error

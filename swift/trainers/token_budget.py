@@ -70,7 +70,7 @@ class MicroBatchPlanner:
         self.limits, self.per_device = limits, per_device
         self.fitting_tokens: int | None = None
         self.survived = 0
-        self._alone = False
+        self._agreed: Exception | None = None
         self._last: MicroBatchPlan | None = None
         self._measured = False
         self._report = say
@@ -113,36 +113,41 @@ class MicroBatchPlanner:
     def surviving(self, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
         """What `attempt` returns; whenever it runs out of memory, `undo`, and again with smaller micro-batches.
 
-        With several ranks, it has to fail on all of them alike, except inside of `alone`.
+        With several ranks, only where all of them fail alike: with an error that has left `agreed`.
         """
         while True:
             try:
                 return attempt()
             except Exception as error:
-                if self._alone or not is_out_of_memory(error) or not self._shrink():
+                alike = not self.collectives.active or error is self._agreed
+                self._agreed = None
+                if not alike or not is_out_of_memory(error) or not self._shrink():
                     raise
             undo()  # here the traceback, which holds what the failed pass had made, is gone
             collect_garbage(self.device)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Around a pass whose failure the other ranks do not learn, so that no rank may make it again."""
-        self._alone = True
-        yield
-        self._alone = False  # after a failure it stays
+    def agreed(self) -> Iterator[None]:
+        """Around passes without a collective: the failure of one rank becomes that of all."""
+        try:
+            with self.collectives.together():
+                yield
+        except Exception as error:
+            self._agreed = error
+            raise
 
     def _shrink(self) -> bool:
         """Halve the budget, whoever set it; False if the last plan's micro-batches have one completion each."""
         if self._last is None or not self._last.can_be_finer:
             return False
-        had = min(filter(None, (self._last.tokens, self.limits.tokens, self.fitting_tokens)))
+        had = min(filter(None, (self._last.tokens, self.limits.tokens or self.fitting_tokens)))
+        tokens, self.survived = max(1, had // 2), 0
         if self.limits.tokens is None:
-            self.fitting_tokens = max(1, had // 2)
+            self.fitting_tokens = tokens
         else:
-            self.limits = replace(self.limits, tokens=max(1, had // 2))
+            self.limits = replace(self.limits, tokens=tokens)
         self._report(
-            f"memory: ran out in a micro-batch of {self._last.tokens} tokens; again, with {max(1, had // 2)} at most "
-            "from here on"
+            f"memory: ran out in a micro-batch of {self._last.tokens} tokens; again, with {tokens} at most from here on"
         )
         return True
 

@@ -190,7 +190,7 @@ def test_an_engine_rests_until_its_first_phase():
 
 
 def test_an_engine_dozes_with_its_weights_until_it_is_roused():
-    trainer = Trainer(sleep_level=2)
+    trainer = Trainer(sleep_level=1)
     trainer.cycle.doze()
     trainer.cycle.doze()
     trainer.cycle.rouse()
@@ -200,10 +200,11 @@ def test_an_engine_dozes_with_its_weights_until_it_is_roused():
     trainer.cycle.sleep()
     with trainer.cycle(0):
         sample(trainer.engine)
-    awake = Trainer()
-    awake.cycle.doze()
-    awake.cycle.rouse()
-    assert awake.events == []
+    for level in (0, 2):
+        awake = Trainer(sleep_level=level)
+        awake.cycle.doze()
+        awake.cycle.rouse()
+        assert awake.events == []
 
 
 @pytest.mark.parametrize(("free_mib", "collections"), [(10, 0), (4, 1), (2, 2)])

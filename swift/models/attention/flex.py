@@ -49,7 +49,7 @@ class FlexSegments:
 
 
 def filled_length(num_tokens: int) -> int:
-    """The length up to which a stream is filled: 1, 2, 3, 4, 6, 8, 12, 16, ... times `FILL`, a third more at most.
+    """The length up to which a stream is filled: 1, 2, 3, 4, 6, 8, 12, ... times `FILL`, at most half as much again.
 
     >>> [filled_length(number) // FILL for number in (1, 1024, 1025, 4097, 8193, 12289)]
     [1, 1, 2, 6, 12, 16]

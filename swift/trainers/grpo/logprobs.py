@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from swift.models.reference import ReferenceModel
     from swift.trainers.grpo.settings import GRPOSettings
 
+T = TypeVar("T")
 Scored: TypeAlias = tuple[Sequence[TrainSample], Tensor]
 """The samples of a micro-batch and what a model gave for their tokens, [N]."""
 
@@ -89,8 +90,12 @@ class LogProbs:
                 self.on_progress()
 
     def agreed(self) -> AbstractContextManager[None]:
-        """Around passes without a collective: where one rank fails in it, all do. Nothing with a sharded model."""
-        return nullcontext() if self.in_step else self.collectives.together()
+        """Around passes without a collective; a sharded model's have some, and then a failing rank fails alone."""
+        return nullcontext() if self.in_step else self.planner.agreed()
+
+    def surviving(self, attempt: Callable[[], T]) -> T:
+        """`MicroBatchPlanner.surviving`, where ranks can agree."""
+        return attempt() if self.in_step else self.planner.surviving(attempt)
 
     # --- forward passes ---------------------------------------------------------------------------------------
 
@@ -169,7 +174,7 @@ class LogProbs:
         if not self.planner.ready:
             return
         with self.timer("train"):
-            self.planner.surviving(lambda: self._score_reference(batch))
+            self.surviving(lambda: self._score_reference(batch))
 
     def _score_reference(self, batch: RolloutBatch) -> None:
         scored: list[Scored] = []
@@ -196,7 +201,7 @@ class LogProbs:
         samples, and every rank gets all sums, because it computes all advantages.
         """
         with self.timer("ref_logp"):
-            mine = self.planner.surviving(lambda: self._own_reward_kl(samples))
+            mine = self.surviving(lambda: self._own_reward_kl(samples))
         sums = self.collectives.merged(mine)
         return [sums.get(i, 0.0) for i in range(len(samples))]
 

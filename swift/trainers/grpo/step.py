@@ -73,6 +73,7 @@ class GlobalBatchStep:
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
     num_updates: int = 0
+    _has_stepped: bool = False
 
     def run(
         self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, num_updates: int
@@ -89,7 +90,7 @@ class GlobalBatchStep:
         Returns:
             this rank's share of the loss times the number of ranks (their mean is the loss).
         """
-        self.num_updates = num_updates
+        self._has_stepped, self.num_updates = self.num_updates > 0, num_updates
         model.train()
         if batch.arriving is not None:
             return self._arriving(model, batch, batch.arriving, report)
@@ -242,6 +243,8 @@ class GlobalBatchStep:
         def undo() -> None:
             nonlocal arrival, loss, ran
             arrival, loss, ran = Arrival(range(arrival.samples.stop), arrival.last), torch.zeros_like(loss), False
+            for sample in batch.samples:  # those of another cut, of ranks that may change
+                sample.old_logprobs = None
 
         return self._surviving(model, report, attempt, undo)
 
@@ -302,7 +305,7 @@ class GlobalBatchStep:
         """Forward and backward of this rank's micro-batches; the sum of their losses, which `share_of` computes.
 
         With `last`, the last backward pass reduces the gradients over the ranks. Whether memory suffices is agreed on
-        before, so it is a pass of a size that has been survived, or a filler.
+        before, so it is a pass of a size that has been survived beside the optimizer's state, or a filler.
         """
         ranks, planner = self.logprobs.collectives, self.logprobs.planner
         own = plan.micro_batches[ranks.rank]
@@ -317,13 +320,13 @@ class GlobalBatchStep:
             self.logprobs.on_progress()
             return share.detach()
 
-        with self.logprobs.agreed():
+        with contextlib.nullcontext() if self.in_backward else planner.agreed():
             for held in own[:-1] if last else own:
                 loss += run(held, final=False)
-        planner.survived = max(planner.survived, plan.tokens)
+        if self._has_stepped:
+            planner.survived = max(planner.survived, plan.tokens)
         if last and own:
-            with planner.alone() if ranks.active else contextlib.nullcontext():
-                loss += run(own[-1], final=True)
+            loss += run(own[-1], final=True)
         return loss
 
     def _without_reduction(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -170,10 +170,9 @@ class ColocateCycle:
                 self._sleep(None)
 
     def doze(self) -> None:
-        """Let an engine that is awake sleep with its weights kept, until `rouse`; collective."""
-        if self.sleep_level and not self._asleep:
-            with self._memory_step():
-                self._sleep(None, level=1)
+        """Let an engine that is awake sleep until `rouse`, if it keeps its weights then; collective."""
+        if self.sleep_level == 1:
+            self.sleep()
 
     def rouse(self) -> None:
         """Wake an engine that dozes, outside of a turn; collective."""
@@ -274,18 +273,17 @@ class ColocateCycle:
             "--vllm_gpu_memory_utilization"
         )
 
-    def _sleep(self, turn: _Turn | None, *, level: SleepLevel | None = None) -> int:
+    def _sleep(self, turn: _Turn | None) -> int:
         """Step 7; returns the bytes freed. Requests of a failed round are aborted first."""
         if not self.sleep_level:
             return 0
-        level = level or self.sleep_level
         name = self.engine.capabilities.name
         held = self._needs = self.engine.memory()
-        with _bounded(f"engine: {name}: sleep({level})", self.limit_s):
+        with _bounded(f"engine: {name}: sleep({self.sleep_level})", self.limit_s):
             self.engine.empty()
-            report = self.engine.sleep(level)
+            report = self.engine.sleep(self.sleep_level)
         self._asleep = True
-        self._lost = self._lost or level == 2
+        self._lost = self._lost or self.sleep_level == 2
         note = f"engine: {name}: {report.note}"
         if report.note and note not in self._logged:
             self._logged.add(note)

@@ -13,7 +13,7 @@ place there, and only gradients and new weights travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import unwrap
 from typing import Any
 
@@ -26,6 +26,9 @@ from swift.models.transfer import copy_to, to_host
 
 MASTER = "master"
 """Where a master stands in the optimizer's state."""
+
+AT_A_TIME = 256 << 20
+"""Bytes of gradients that are on the way to the host together."""
 
 ONE_BY_ONE = {unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adafactor)}
 """Steps that update each parameter by itself, so that one float32 gradient exists at a time."""
@@ -52,15 +55,13 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
 
     @torch.no_grad()
     def before(optimizer: Optimizer, *_: Any) -> None:
-        gradients = _gradients(weights)
-        for group in optimizer.param_groups:
-            for master in group["params"]:
-                if master in gradients:
-                    _begin(optimizer, master, weights[master])
-                    master.grad = gradients[master].float()
-                    if step in ONE_BY_ONE:
-                        _step_alone(optimizer, step, {**group, "params": [master]})
-                        finish(optimizer, master)
+        groups = {master: group for group in optimizer.param_groups for master in group["params"] if master in weights}
+        for master, gradient in _gradients({master: weights[master] for master in groups}):
+            _begin(optimizer, master, weights[master])
+            master.grad = gradient.float()
+            if step in ONE_BY_ONE:
+                _step_alone(optimizer, step, {**groups[master], "params": [master]})
+                finish(optimizer, master)
 
     @torch.no_grad()
     def finish(optimizer: Optimizer, master: Tensor) -> None:
@@ -88,14 +89,21 @@ def _begin(optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
         optimizer.state[master][MASTER] = master.data
 
 
-def _gradients(weights: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """The gradient of each master that has one, on its device and in the precision of the weight.
+def _gradients(weights: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each master that has a gradient, and this on its device, in the precision of the weight.
 
-    What goes from a GPU to the host is queued as a whole, and waited for once.
+    From a GPU to the host gradients go a few at a time (`AT_A_TIME`), with one wait for them.
     """
-    found = {master: weight.grad for master, weight in weights.items() if weight.grad is not None}
-    leaving = [master for master, gradient in found.items() if master.device != gradient.device]
-    return found | dict(zip(leaving, to_host([found[master] for master in leaving]), strict=True))
+    found = [(master, weight.grad) for master, weight in weights.items() if weight.grad is not None]
+    while found:
+        count, size = 0, 0
+        while count < len(found) and (not count or size < AT_A_TIME):
+            size += found[count][1].nbytes
+            count += 1
+        masters, gradients = zip(*found[:count], strict=True)
+        found = found[count:]
+        there = to_host(gradients) if masters[0].device != gradients[0].device else gradients
+        yield from zip(masters, there, strict=True)
 
 
 def _step_alone(optimizer: Optimizer, step: Callable[[Optimizer], Any], group: dict[str, Any]) -> None:
