@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -124,7 +125,7 @@ def find_folder(
     elif looks_like_path(name):
         raise ConfigError(f"{flag}: {name}: no such folder; {_beside(path)}")
     else:
-        files = WANTED_FILES if require_weights else [pattern for pattern in WANTED_FILES if pattern != WEIGHTS]
+        files = WANTED_FILES if require_weights else OTHER_FILES
         folder = _download(name, files, flag=flag, use_hf=use_hf, revision=revision)
     if not folder.is_dir():
         raise ConfigError(f"{flag}: {folder}: a file, not a model folder; give the folder that holds config.json")
@@ -134,7 +135,7 @@ def find_folder(
         raise ConfigError(f"{flag}: {folder}: sought config.json there and found none; {hint}")
     if require_weights and not any(folder.glob("*.safetensors")):
         _refuse_weights(folder, flag)
-    _refuse_pointers(folder, flag)
+    _refuse_pointers(folder, flag, WANTED_FILES if require_weights else OTHER_FILES)
     config = read_json(folder / "config.json")  # of a broken one, libraries report a wrong tokenizer
     for part in (config, config.get("text_config")):
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
@@ -143,8 +144,8 @@ def find_folder(
     return folder
 
 
-def _refuse_pointers(folder: Path, flag: str) -> None:
-    files = {file for pattern in WANTED_FILES for file in folder.glob(pattern) if file.is_file()}
+def _refuse_pointers(folder: Path, flag: str, patterns: Sequence[str]) -> None:
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     if pointers := sorted(file.name for file in files if is_lfs_pointer(file)):
         raise ConfigError(
             f"{flag}: {folder}: {', '.join(pointers[:3])}: Git LFS pointers, not the files; run `git lfs pull` there"
@@ -211,7 +212,7 @@ def adapter_folder(path: str | Path) -> Path:
         )
     if not (folder / "adapter_model.safetensors").is_file():
         raise ConfigError(f"--adapters: {path}: sought adapter_model.safetensors there and found none")
-    _refuse_pointers(folder, "--adapters")
+    _refuse_pointers(folder, "--adapters", WANTED_FILES)
     return folder.resolve()
 
 
@@ -278,7 +279,8 @@ def _download(name: str, files: list[str], *, flag: str, use_hf: bool, revision:
 
 
 WEIGHTS = "*.safetensors"
-WANTED_FILES = ["*.json", WEIGHTS, "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+OTHER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+WANTED_FILES = [WEIGHTS, *OTHER_FILES]
 
 
 def _from_hugging_face(name: str, files: list[str], revision: str | None) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError
+from swift.flags import spellings_of
 from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, Plan
 
 MOST_CHANGES = 16
@@ -29,23 +32,29 @@ def shown(change: Sequence[Change]) -> str:
 
 def changes(plan: Plan, args: Any) -> list[list[Change]]:
     """What makes room in the fullest phase, what costs least time first."""
-    if plan.peak.name in ("start", "weight sync", "rollout"):
+    colocated, awake = "start" in [phase.name for phase in plan.phases], not args.sleep_level
+    if plan.problem:
+        share = plan.phases[0].held.get("engine", 0) / plan.device.memory + 0.1
+        choices = [([("vllm_gpu_memory_utilization", f"{share:.2f}")], share < 1)]
+    elif plan.peak.name in ("start", "weight sync", "rollout"):
         choices = [
+            ([("sleep_level", "1")], colocated and awake and plan.peak.name == "weight sync"),
             ([("offload_optimizer", "true"), ("gc_collect_after_offload", "true")], not args.offload_optimizer),
             ([("offload_model", "true"), ("gc_collect_after_offload", "true")], not args.offload_model),
             ([("vllm_gpu_memory_utilization", f"{_share_left(plan):.2f}")], _share_left(plan) > _least_share(plan)),
         ]
         if plan.peak.name == "start":  # nothing is offloaded yet
-            choices = choices[2:]
+            choices = choices[-1:]
     else:
         longest = args.max_completion_length
         choices = [
+            ([("sleep_level", "1")], colocated and awake),
             ([("gradient_checkpointing", "true")], not args.gradient_checkpointing),
             ([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest),
             ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full"),
         ]
         if plan.peak.name == "update":  # which tokens do not change
-            choices = choices[2:]
+            choices = [choices[0], choices[-1]]
     choices.append(([("tuner_type", "lora")], args.tuner_type == "full"))
     return [change for change, helps in choices if helps]
 
@@ -62,13 +71,15 @@ def _least_share(plan: Plan) -> float:
 
 
 def with_flags(words: Sequence[str], change: Sequence[Change]) -> list[str]:
-    """The words of a command with these flags instead of its own of the same names."""
+    """The words of a command with these flags instead of its own of the same names, whatever their spelling."""
+    spellings = spellings_of(RLHFArguments)
     names = {name for name, _ in change}
     kept: list[str] = []
     drops = False
     for word in words:
         if word.startswith("--"):
-            drops = word[2:].partition("=")[0].replace("-", "_") in names
+            name = word[2:].partition("=")[0].replace("-", "_")
+            drops = spellings.get(name, name) in names
         if not drops:
             kept.append(word)
     return [*kept, *(part for name, value in change for part in (f"--{name}", value))]
@@ -79,14 +90,18 @@ def fitted(
 ) -> tuple[list[str], Plan]:
     """The words of a command that fits, or of the last one that was tried, and its plan.
 
-    In turn, the first change that makes room in the fullest phase is made.
+    In turn, the first change that makes room in the fullest phase, and goes with the other settings, is made.
     """
     changed = list(words)
     for _ in range(MOST_CHANGES):
-        if plan.fits or not (choices := changes(plan, args)):
+        for change in [] if plan.fits else changes(plan, args):
+            tried = with_flags(changed, change)
+            with contextlib.suppress(ConfigError):
+                plan, resolved = planned(tried)
+                changed, args = tried, resolved.args
+                break
+        else:
             break
-        changed = with_flags(changed, choices[0])
-        plan, args = planned(changed)
     return changed, plan
 
 
@@ -102,6 +117,7 @@ def compared(
             change = [("vllm_mode", "dedicated"), ("num_infer_workers", str(apart)), ("async_generate", "true")]
         else:
             change = [("vllm_mode", "colocate"), ("num_infer_workers", str(devices)), ("async_generate", "false")]
+            change += [("sleep_level", str(args.sleep_level or 1))]
         row: dict[str, Any] = {"trainers": devices - apart, "engines": apart or devices, "flags": shown(change)}
         try:
             plan, _ = planned(with_flags(words, change), devices - apart)
@@ -120,12 +136,14 @@ def compared(
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For people."""
-    lines = [f"{'tokens/s':>10}  {'s/step':>8}  {'fits':<5}  placement"]
+    """For people. The batch grows with the trainers, so the rate of tokens is compared, not that of steps."""
+    lines = [f"{'tokens/s':>10}  {'s/step':>8}  {'batch':>6}  {'fits':<4}  placement"]
     for row in rows:
+        where = f"NPROC_PER_NODE={row['trainers']} {row['flags']}"
         if "problem" in row:
-            lines.append(f"{'-':>10}  {'-':>8}  {'no':<5}  {row['flags']}: {row['problem'].splitlines()[0]}")
+            lines.append(f"{'-':>10}  {'-':>8}  {'-':>6}  {'no':<4}  {where}: {row['problem'].splitlines()[0]}")
             continue
         fits = "yes" if row["fits"] else "no"
-        lines.append(f"{row['tokens_per_second']:>10,.0f}  {row['step_seconds']:>8.3g}  {fits:<5}  {row['flags']}")
+        numbers = f"{row['tokens_per_second']:>10,.0f}  {row['step_seconds']:>8.3g}  {row['step_completions']:>6}"
+        lines.append(f"{numbers}  {fits:<4}  {where}")
     return lines

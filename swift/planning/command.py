@@ -10,11 +10,12 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, first_line, join_problems
+from swift.errors import ConfigError, first_line, join_problems, printable
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from swift.rollout.placement import Placement
 
 RUNS = ("rlhf", "sft", "pt")
-SHARED = ("json", "debug")
-"""Flags of the plan that runs have, too."""
 HOST_OPTIMIZERS = ("adamw_cpu",)
 TRACED = ("adamw_torch", "adamw_torch_fused", *HOST_OPTIMIZERS)
 
@@ -36,32 +35,32 @@ def run(words: Sequence[str]) -> int | None:
     """The command, from the words after `plan`."""
     from swift.arguments import parse
     from swift.arguments.derived import Machine
+    from swift.planning.choices import compared, fitted, table
     from swift.planning.devices import find_device
 
     own, command, others = split(words)
     asked: Any = parse("plan", own, os.environ).args
     device = find_device(asked.device)
+    os.environ.update(parse(command, others, os.environ, machine=Machine(True, 1)).environment)  # of a config file
     processes = asked.num_devices or Machine.detect(os.environ).processes
 
-    def planned(words: Sequence[str], processes: int) -> tuple[Plan, Any]:
+    def planned(words: Sequence[str], processes: int) -> tuple[Plan, Resolved]:
         machine = Machine(has_accelerator=True, cores=os.cpu_count() or 1, processes=processes)
         resolved = parse(command, words, os.environ, machine=machine)
-        return plan_of(resolved, device, processes, asked), resolved.args
+        return plan_of(resolved, device, processes, asked), resolved
 
-    plan, args = planned(others, processes)
-    lines = plan.lines()
-    found: dict[str, Any] = plan.as_json()
+    plan, resolved = planned(others, processes)
+    for note in resolved.notes:
+        print(printable(f"swift: {note}"), file=sys.stderr)
+    lines, found = plan.lines(), plan.as_json()
     if asked.fit and not plan.fits:
-        from swift.planning.choices import fitted
-
-        changed, plan = fitted(plan, args, others, lambda words: planned(words, processes))
-        fix = f"swift {command} {shlex.join(changed)}" if plan.fits else None
-        lines += ["", f"fits with: {fix}" if fix else "nothing that is known here makes it fit", *plan.lines()]
-        found |= {"fit": None if fix is None else {"command": fix, **plan.as_json()}}
+        changed, last = fitted(plan, resolved.args, others, lambda words: planned(words, processes))
+        ranks = f"NPROC_PER_NODE={processes} " if processes > 1 else ""
+        typed = f"{ranks}swift {command} {shlex.join(changed)}"
+        lines += ["", f"fits with: {typed}" if last.fits else f"does not fit with this either: {typed}", *last.lines()]
+        found |= {"fit": {"command": typed, **last.as_json()}}
     if asked.compare:
-        from swift.planning.choices import compared, table
-
-        rows = compared(args, others, processes, planned)
+        rows = compared(resolved.args, others, processes, planned)
         lines += ["", *table(rows)]
         found |= {"compared": rows}
     print(json.dumps(found, indent=2) if asked.json else "\n".join(lines))
@@ -81,12 +80,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     place = others
     for word in words:
         if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            place = own if name in names else others
-            if name in SHARED:
-                others.append(word)
-        elif place is own and own[-1:] and own[-1].lstrip("-").partition("=")[0] in SHARED:
-            others.append(word)
+            place = own if word[2:].partition("=")[0].replace("-", "_") in names else others
         place.append(word)
     return own, command, others
 
@@ -98,21 +92,31 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
         ConfigError: what is not planned yet, or cannot be.
     """
     args: Any = resolved.args
-    join_problems(_not_planned(resolved.mode, args, processes))
+    join_problems(_not_planned(resolved.mode, args))
     return plan_grpo(args, device, processes, asked)
 
 
-def _not_planned(mode: str, args: Any, processes: int) -> list[str]:
+def _not_planned(mode: str, args: Any) -> list[str]:
     """What `swift plan` does not know of, one line each."""
     if mode != "rlhf":
         return [f"plan: {mode}: only swift rlhf --rlhf_type grpo is planned so far"]
-    sharded = f"{args.deepspeed or args.fsdp}"
     problems = {
-        f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(TRACED)}": args.optim
-        not in TRACED,
-        f"--deepspeed, --fsdp: {sharded}: sharded models are not planned yet; plan without": args.sharded_by,
-        f"--quant_method: {args.quant_method}: quantised weights are not planned yet; plan without": args.quant_method,
-        f"--vllm_tensor_parallel_size: {args.vllm_tensor_parallel_size}: sharded engines are not planned yet; 1": (
+        f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(TRACED)}": (
+            args.optim not in TRACED
+        ),
+        f"--deepspeed, --fsdp: {args.deepspeed or args.fsdp}: sharded models are not planned yet": args.sharded_by,
+        f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
+        f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (
+            args.tuner_type not in ("lora", "full")
+        ),
+        "--use_dora: true: is not planned yet": args.use_dora,
+        "--adapters: given: a run that starts from an adapter is not planned yet; plan with a new one": args.adapters,
+        f"--ref_model: {args.ref_model}: another model as reference is not planned yet": (
+            args.beta > 0 and args.ref_model not in (None, args.model)
+        ),
+        "--reward_model: given: reward models on the trainer's device are not planned yet": args.reward_model,
+        "--use_lmdeploy: true: only vLLM and transformers are planned so far": args.use_lmdeploy,
+        f"--vllm_tensor_parallel_size: {args.vllm_tensor_parallel_size}: sharded engines are not planned yet": (
             args.vllm_tensor_parallel_size > 1
         ),
     }
@@ -123,29 +127,23 @@ def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
     """The plan of a run of GRPO."""
     from swift.planning.choices import advice
     from swift.planning.report import Plan
-    from swift.rollout import placement
 
-    placed = placement.place(
-        placement.request_from(
-            args,
-            local_ranks=processes,
-            accelerators=processes + (args.num_infer_workers or 1 if _is_apart(args) else 0),
-            accelerator_kind="cuda",
-            cores=(),
-        )
-    )
+    nodes = max(1, int(os.environ.get("NNODES", "1")))
+    placed = _place(args, max(1, processes // nodes))
     batches = _batches(args, processes, asked.num_rows)
-    policy, cost = _trainer(args, device, placed, batches.global_batch // processes, asked.prompt_tokens)
-    rollout = _rollout(args, device, placed, policy, cost, batches, asked.prompt_tokens)
-    phases = [*_around_rollouts(args, device, placed, cost, rollout), *_training(placed, cost, processes)]
+    policy, cost = _trainer(args, device, placed, processes, batches.global_batch // processes, asked.prompt_tokens)
+    rollout = _rollout(args, device, placed, nodes, policy, cost, batches, asked.prompt_tokens)
+    phases = _phases(args, placed, cost, rollout, buckets=cost.gradients if processes > 1 else 0)
     where = {"colocate": "vLLM beside the trainer", "in_process": "the trainer's model"}.get(
         placed.mode, "other devices"
     )
     plan = Plan(
         title=f"plan: {args.tuner_type} tuning of {args.model} in {args.torch_dtype}; rollouts by {where}, "
-        f"{rollout.at_a_time} at a time on a device",
+        f"{rollout.at_a_time} at a time on a device; prompts of {asked.prompt_tokens} tokens, completions of "
+        f"{args.max_completion_length} all of them",
         device=device,
         devices=processes,
+        engine_devices=nodes * len(placed.engines) if placed.mode == "dedicated" else 0,
         cost=cost,
         phases=phases,
         step_s={"rollout": rollout.seconds, "passes": cost.training_s, "update": cost.update_s},
@@ -155,8 +153,27 @@ def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
         tokens_per_step=batches.global_batch * args.max_completion_length
         + batches.global_batch_prompts * asked.prompt_tokens,
         price_per_hour=asked.price_per_hour,
+        problem=rollout.problem,
     )
     return replace(plan, advice=advice(plan, args))
+
+
+def _place(args: Any, ranks: int) -> Placement:
+    """The placement of one node, which has the devices that the settings need."""
+    from swift.rollout import placement
+
+    workers = args.num_infer_workers
+    apart = args.async_generate or args.vllm_mode == "dedicated" or (workers not in (None, ranks))
+    apart = apart and args.use_vllm and args.vllm_mode not in ("colocate", "server") and not args.vllm_server_host
+    return placement.place(
+        placement.request_from(
+            args,
+            local_ranks=ranks,
+            accelerators=ranks + (workers or 1 if apart else 0),
+            accelerator_kind="cuda",
+            cores=(),
+        )
+    )
 
 
 def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
@@ -169,13 +186,15 @@ def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
 
 
 def _trainer(
-    args: Any, device: Device, placed: Placement, completions: int, prompt_tokens: int
+    args: Any, device: Device, placed: Placement, processes: int, completions: int, prompt_tokens: int
 ) -> tuple[Any, StepCost]:
     """The policy on "meta", and what its step costs."""
     import torch
 
+    from swift.models.attention.choice import packing_obstacle
     from swift.models.policy import check_policy
-    from swift.planning.report import ASLEEP_BYTES, CONTEXT_BYTES
+    from swift.planning.devices import host_update_seconds
+    from swift.planning.report import CONTEXT_BYTES, engine_in_training
     from swift.planning.step import trace_step
     from swift.trainers.grpo.arguments import trainer_settings
     from swift.trainers.grpo.build import reference_of
@@ -183,8 +202,14 @@ def _trainer(
     policy = check_policy(args, weights=False)
     if policy is None:
         raise ConfigError(f"--model: {args.model}: code of its repository makes it, which needs real tensors")
+    if hasattr(policy.config, "quantization_config"):
+        raise ConfigError(f"--model: {args.model}: its weights are quantised, which is not planned yet")
+    if (obstacle := packing_obstacle(policy)) is not None:
+        raise ConfigError(f"--model: {args.model}: {obstacle}: models that are not packed are not planned yet")
     reference = reference_of(args, policy.train(), 0)
-    taken = CONTEXT_BYTES + (ASLEEP_BYTES if placed.mode == "colocate" else 0)
+    taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
+    if processes > 1:
+        taken += sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
 
     def optimizer(weights: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(weights, lr=1e-6, fused=args.optim != "adamw_torch")
@@ -202,7 +227,9 @@ def _trainer(
             kernel=kernel_of(args),
         )
     except RuntimeError as error:  # what reads numbers of tensors that have none, such as a router of experts
-        raise ConfigError(f"--model: {args.model}: such models are not planned yet ({first_line(error)})") from error
+        raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
+    if args.optim in HOST_OPTIMIZERS:
+        cost = replace(cost, update_s=host_update_seconds(cost.gradients, cost.trained))
     return policy, cost
 
 
@@ -219,71 +246,84 @@ def kernel_of(args: Any) -> Kernel | None:
     return "flash" if args.attn_impl == "flash_attn" else "flex"
 
 
-def _is_apart(args: Any) -> bool:
-    """Whether engines have devices of their own."""
-    return bool(args.async_generate or args.vllm_mode == "dedicated")
-
-
-def _rollout(
-    args: Any, device: Device, placed: Placement, policy: Any, cost: StepCost, batches: BatchPlan, prompt_tokens: int
-) -> Rollout:
-    """Generation on one device: the engine's share of it, and how long it takes."""
-    from swift.models.activation_memory import ModelShape
-    from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, HOST_S, Rollout, decode_seconds
+def _share(args: Any, placed: Placement) -> float:
+    """VLLM's share of its device's memory."""
     from swift.rollout.engines.spec import OWN_SHARE
     from swift.trainers.engines import COLOCATED_SHARE
 
-    shape = ModelShape.of(policy.config)
-    cache_per_token = 2 * shape.layers * shape.key_value * 2
+    return float(args.vllm_gpu_memory_utilization or (COLOCATED_SHARE if placed.mode == "colocate" else OWN_SHARE))
+
+
+def _rollout(
+    args: Any,
+    device: Device,
+    placed: Placement,
+    nodes: int,
+    policy: Any,
+    cost: StepCost,
+    batches: BatchPlan,
+    prompt_tokens: int,
+) -> Rollout:
+    """Generation on one device: the engine's share of it, and how long it takes."""
+    from swift.models.activation_memory import ModelShape
+    from swift.planning.devices import GIB
+    from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, HOST_S, MOST_SEQUENCES, Rollout, decode_seconds
+
+    shape, size = ModelShape.of(policy.config), 4 if args.torch_dtype == "float32" else 2
+    cache_per_token = 2 * shape.layers * shape.key_value * size
     # an engine has the base, into which an adapter is merged
     parameters = sum(parameter.numel() for name, parameter in policy.named_parameters() if "lora_" not in name)
-    if placed.mode == "in_process":
-        free = device.memory - CONTEXT_BYTES - cost.resident
-        engine, cache, engines = 0, max(0, min(device.memory // 4, free // 2)), placed.local_ranks
+    weights, longest = size * parameters, prompt_tokens + args.max_completion_length
+    in_process = placed.mode == "in_process"
+    if in_process:
+        free = device.memory - CONTEXT_BYTES - cost.weights
+        engine, cache, engines = 0, min(device.memory // 4, max(free // 2, GIB)), placed.local_ranks * nodes
     else:
-        share = args.vllm_gpu_memory_utilization or (COLOCATED_SHARE if placed.mode == "colocate" else OWN_SHARE)
-        engine = int(share * device.memory)
-        cache, engines = max(0, engine - 2 * parameters - ENGINE_BYTES), max(1, len(placed.engines))
-    completions = batches.rollout_prompts * args.num_generations / batches.updates_per_rollout
-    pace = "transformers" if placed.mode == "in_process" else "eager" if args.vllm_enforce_eager else "graphs"
+        engine = int(_share(args, placed) * device.memory)
+        cache = engine - weights - ENGINE_BYTES
+        engines = nodes * len(placed.engines) or len(placed.servers)
+    completions = math.ceil(batches.rollout_prompts * args.num_generations / engines)
+    problem = ""
+    if cache < cache_per_token * longest:
+        problem = f"an engine's {max(0, cache) / GIB:.1f} GiB of keys and values do not hold {longest} tokens"
+    pace = "transformers" if in_process else "eager" if args.vllm_enforce_eager else "graphs"
     at_a_time, seconds = decode_seconds(
         device,
         least_s=HOST_S[pace] * shape.layers,
         parameters=parameters,
+        weights=weights,
         cache_per_token=cache_per_token,
         cache=cache,
-        completions=math.ceil(completions / engines),
+        most=args.vllm_max_num_seqs or MOST_SEQUENCES,
+        completions=completions,
+        prompts=math.ceil(completions / args.num_generations),
         prompt_tokens=prompt_tokens,
         completion_tokens=args.max_completion_length,
     )
-    return Rollout(2 * parameters, engine, cache, at_a_time, seconds)
+    needed = min(cache, cache_per_token * longest * at_a_time) if in_process else cache
+    return Rollout(weights, engine, needed, at_a_time, seconds / batches.updates_per_rollout, problem)
 
 
-def _around_rollouts(args: Any, device: Device, placed: Placement, cost: StepCost, rollout: Rollout) -> list[Phase]:
-    """The phases of a device of the trainer in which nothing is trained."""
-    from swift.planning.report import ASLEEP_BYTES, BUCKET_BYTES, CONTEXT_BYTES, Phase
+def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, *, buckets: int) -> list[Phase]:
+    """The phases of a device of the trainer; DDP has the gradients a second time, in buckets that stay."""
+    from swift.planning.report import ASLEEP_BYTES, BUCKET_BYTES, CONTEXT_BYTES, SLACK, Phase
 
     process = {"process": CONTEXT_BYTES}
+    colocated = placed.mode == "colocate"
+    beside = 0 if not colocated else ASLEEP_BYTES if placed.sleep_level else rollout.engine
+    phases = []
     if placed.mode == "in_process":
-        return [Phase("rollout", {**process, "trainer": cost.resident, "engine": rollout.cache})]
-    if placed.mode != "colocate":
-        return []
-    weights = 0 if args.offload_model else cost.weights
-    trainer = weights + (0 if args.offload_optimizer else cost.resident - cost.weights)
-    return [
-        Phase("start", {**process, "trainer": cost.weights, "engine": rollout.engine}),
-        Phase("weight sync", {**process, "trainer": trainer, "engine": rollout.weights + ASLEEP_BYTES + BUCKET_BYTES}),
-        Phase("rollout", {**process, "trainer": trainer, "engine": rollout.engine}),
-    ]
-
-
-def _training(placed: Placement, cost: StepCost, processes: int) -> list[Phase]:
-    """The passes and the update; DDP has the gradients a second time, in its buckets."""
-    from swift.planning.report import ASLEEP_BYTES, CONTEXT_BYTES, SLACK, Phase
-
-    beside = {"process": CONTEXT_BYTES, "engine": ASLEEP_BYTES if placed.mode == "colocate" else 0}
-    buckets = cost.gradients if processes > 1 else 0
-    return [
-        Phase(name, {**beside, "trainer": held + buckets, "allocator": int(SLACK * held)})
-        for name, held in (("forward, backward", cost.training), ("update", cost.update))
-    ]
+        phases.append(Phase("rollout", {**process, "trainer": cost.resident + buckets, "engine": rollout.cache}))
+    if colocated:
+        weights = 0 if args.offload_model else cost.weights
+        trainer = weights + (0 if args.offload_optimizer else cost.resident - cost.weights) + buckets
+        waking = (rollout.weights + ASLEEP_BYTES if placed.sleep_level else rollout.engine) + BUCKET_BYTES
+        phases = [
+            Phase("start", {**process, "trainer": cost.weights, "engine": rollout.engine}),
+            Phase("weight sync", {**process, "trainer": trainer, "engine": waking}),
+            Phase("rollout", {**process, "trainer": trainer, "engine": rollout.engine}),
+        ]
+    for name, held in (("forward, backward", cost.training), ("update", cost.update)):
+        parts = {"trainer": held + buckets, "engine": beside, "allocator": int(SLACK * held)}
+        phases.append(Phase(name, {**process, **parts}))
+    return phases

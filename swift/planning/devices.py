@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 from swift.errors import ConfigError, suggest
 
@@ -51,6 +52,21 @@ DEVICES = {
 }
 
 
+NAMES = (
+    ("h100 pcie", "h100-pcie"), ("h100", "h100-80gb"), ("h200", "h200"), ("a100", "a100-80gb"), ("l40s", "l40s"),
+    ("l4", "l4"), ("a10", "a10"), ("rtx 3090", "rtx3090"), ("rtx 4090", "rtx4090"), ("mi300x", "mi300x"),
+)  # fmt: skip
+"""What a driver calls a GPU -> its name here, the first that is found as whole words."""
+
+LINK, HOST = 25e9, 50e9
+"""Bytes/s between host and device, and of arithmetic on main memory; rules of thumb."""
+
+
+def host_update_seconds(gradients: int, trained: int) -> float:
+    """Time of `adamw_cpu`: gradients and weights travel, and a float32 master with two moments is read and written."""
+    return 2 * gradients / LINK + 28 * trained / HOST
+
+
 def find_device(name: str) -> Device:
     """The device of that name, or the visible GPU for "here"; ConfigError: unknown, or none is visible."""
     if name in DEVICES:
@@ -62,8 +78,13 @@ def find_device(name: str) -> Device:
     if not torch.cuda.is_available():
         raise ConfigError(f"--device: none given, and no GPU is visible here; valid: {', '.join(DEVICES)}")
     about = torch.cuda.get_device_properties(0)
-    near = about.name.lower().replace(" ", "")
-    speed = next((one for one in DEVICES.values() if one.name.partition("-")[0] in near), DEVICES["h100-80gb"])
-    return Device(
-        f"{about.name}, as fast as {speed.name}", about.total_memory, speed.half, speed.single, speed.bandwidth
-    )
+    speed = DEVICES.get(known_as(about.name) or "")
+    if speed is None:
+        raise ConfigError(f"--device: here: no figures of {about.name}; name one like it: {', '.join(DEVICES)}")
+    return replace(speed, name=about.name, memory=about.total_memory)
+
+
+def known_as(name: str) -> str | None:
+    """The name here of a GPU as its driver calls it, such as "NVIDIA A100-SXM4-80GB"."""
+    words = f" {re.sub(r'[-_ ]+', ' ', name.lower())} "
+    return next((known for wanted, known in NAMES if f" {wanted} " in words), None)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from swift.errors import counted
 from swift.planning.devices import GIB, Device
 from swift.planning.step import StepCost
+from swift.rollout.placement import Placement
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """Of a process on a GPU, beside its tensors: CUDA's context and workspaces of its libraries."""
@@ -20,6 +21,8 @@ HOST_S = {"transformers": 1.0e-3, "eager": 0.84e-3, "graphs": 0.1e-3}
 and by vLLM without CUDA graphs as measured on an H100 machine (benchmarks/results), with CUDA graphs as estimated."""
 ENGINE_BYTES = int(1.0 * GIB)
 """Of vLLM's share, for activations."""
+MOST_SEQUENCES = 256
+"""That are decoded at a time, unless `--vllm_max_num_seqs` says otherwise."""
 BUCKET_BYTES = 512 << 20
 """Of a weight sync, at a time."""
 
@@ -43,6 +46,7 @@ class Rollout:
 
     weights, cache: bytes of the engine's weights, and for keys and values. engine: of its whole share; 0 if it samples
     with the trainer's weights. at_a_time: completions that are decoded together. seconds: for an optimizer step.
+    problem: why it cannot sample, or "".
     """
 
     weights: int
@@ -50,14 +54,15 @@ class Rollout:
     cache: int
     at_a_time: int
     seconds: float
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What `swift plan` found.
 
-    devices: how many train. step_s: seconds by phase of an optimizer step. ahead: the next rollout takes place while
-    this one is trained on.
+    devices, engine_devices: how many train, and how many only sample. step_s: seconds by phase of an optimizer step.
+    ahead: the next rollout takes place while this one is trained on. problem: why rollouts are impossible, or "".
     """
 
     title: str
@@ -70,13 +75,15 @@ class Plan:
     completions: int
     tokens_per_step: int
     ahead: bool = False
+    engine_devices: int = 0
+    problem: str = ""
     price_per_hour: float | None = None
     advice: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
         """Whether every phase does."""
-        return all(phase.total <= self.device.memory for phase in self.phases)
+        return not self.problem and all(phase.total <= self.device.memory for phase in self.phases)
 
     @property
     def peak(self) -> Phase:
@@ -88,6 +95,7 @@ class Plan:
         return {
             "device": self.device.name,
             "devices": self.devices,
+            "engine_devices": self.engine_devices,
             "memory_bytes": self.device.memory,
             "parameters": self.cost.parameters,
             "trained_parameters": self.cost.trained,
@@ -95,6 +103,7 @@ class Plan:
             "micro_batch_tokens": self.cost.tokens,
             "phases": {phase.name: {"total": phase.total, **phase.held} for phase in self.phases},
             "fits": self.fits,
+            "problem": self.problem,
             "step_seconds": self.step_s,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_step / self.seconds,
@@ -120,7 +129,7 @@ class Plan:
         """Of the whole run, in the currency of the price of an hour."""
         if self.hours is None or self.price_per_hour is None:
             return None
-        return self.hours * self.devices * self.price_per_hour
+        return self.hours * (self.devices + self.engine_devices) * self.price_per_hour
 
     def lines(self) -> list[str]:
         """For people."""
@@ -136,7 +145,8 @@ class Plan:
         lines = [
             self.title,
             f"parameters: {cost.parameters:,}, of which {cost.trained:,} are trained",
-            f"device: {device.name}, {device.memory / GIB:.1f} GiB; {counted(self.devices, 'training process')}",
+            f"device: {device.name}, {device.memory / GIB:.1f} GiB; {counted(self.devices, 'training process')}"
+            + (f", {counted(self.engine_devices, 'device')} for engines" if self.engine_devices else ""),
             f"step: {counted(self.completions, 'completion')}; on each device "
             f"{counted(cost.micro_batches, 'micro-batch')} of at most {cost.tokens:,} tokens",
             "memory of one device, at its fullest:",
@@ -156,6 +166,8 @@ class Plan:
     def _verdict(self) -> str:
         peak = self.peak
         left = (self.device.memory - peak.total) / GIB
+        if left >= 0 and self.problem:
+            return f"does not fit: {self.problem}"
         if left >= 0:
             return f"fits: {peak.name} needs most, and leaves {left:.1f} GiB"
         return f"does not fit: {peak.name} needs {-left:.1f} GiB more than there are"
@@ -164,14 +176,24 @@ class Plan:
 REMARK = "kernels at the rates that large ones reach"
 
 
+def engine_in_training(placed: Placement, share: float, device: Device) -> int:
+    """Bytes of a colocated engine while the trainer computes."""
+    if placed.mode != "colocate":
+        return 0
+    return ASLEEP_BYTES if placed.sleep_level else int(share * device.memory)
+
+
 def decode_seconds(
     device: Device,
     *,
     least_s: float,
     parameters: int,
+    weights: int,
     cache_per_token: int,
     cache: int,
+    most: int,
     completions: int,
+    prompts: int,
     prompt_tokens: int,
     completion_tokens: int,
 ) -> tuple[int, float]:
@@ -181,9 +203,9 @@ def decode_seconds(
     parameter and sequence, whichever takes longer; `least_s` in any case.
     """
     longest = prompt_tokens + completion_tokens
-    at_a_time = max(1, min(completions, cache // max(1, cache_per_token * longest)))
+    at_a_time = max(1, min(completions, most, cache // max(1, cache_per_token * longest)))
     mean = prompt_tokens + completion_tokens / 2
-    moved = 2 * parameters + at_a_time * mean * cache_per_token
+    moved = weights + at_a_time * mean * cache_per_token
     one = max(least_s, device.seconds(2 * parameters * at_a_time, moved, half=True))
-    prefill = device.seconds(2 * parameters * completions * prompt_tokens, 2 * parameters, half=True)
+    prefill = device.seconds(2 * parameters * prompts * prompt_tokens, weights, half=True)
     return at_a_time, prefill + math.ceil(completions / at_a_time) * completion_tokens * one

@@ -29,9 +29,11 @@ def settings(words):
     """What changes look at, of a command."""
     given = dict(zip(words[::2], words[1::2], strict=True))
     names = {"gradient_checkpointing", "offload_optimizer", "offload_model"}
+    level = int(given.get("--sleep_level", 1))
     flags = {name: given.get(f"--{name}") == "true" for name in names}
     return SimpleNamespace(
         **flags,
+        sleep_level=level,
         optim=given.get("--optim", "adamw_torch_fused"),
         tuner_type=given.get("--tuner_type", "full"),
         max_completion_length=1024,
@@ -39,8 +41,12 @@ def settings(words):
     )
 
 
+def resolved(words):
+    return SimpleNamespace(args=settings(words))
+
+
 def test_a_flag_takes_the_place_of_the_one_that_was_given():
-    words = ["--a", "1", "--tuner-type", "full", "--list", "x", "y", "--tuner_type=lora", "--b"]
+    words = ["--a", "1", "--tuner-type", "full", "--list", "x", "y", "--train_type=lora", "--b"]
     assert with_flags(words, [("tuner_type", "lora"), ("list", "z")]) == [
         "--a", "1", "--b", "--tuner_type", "lora", "--list", "z",
     ]  # fmt: skip
@@ -53,10 +59,10 @@ def test_changes_are_made_one_by_one_until_it_fits_those_that_cost_least_first()
         given = dict(zip(words[::2], words[1::2], strict=True))
         tokens = int(given.get("--max_tokens_per_micro_batch", 16384))
         gib -= {16384: 0, 8192: 10, 4096: 15, 2048: 17}[tokens]
-        return plan(("rollout", 10, 20), ("forward, backward", gib, 1), tokens=tokens), args
+        return plan(("rollout", 10, 20), ("forward, backward", gib, 1), tokens=tokens), resolved(words)
 
-    first, args = planned([])
-    words, found = fitted(first, args, [], planned)
+    first, start = planned([])
+    words, found = fitted(first, start.args, [], planned)
     assert found.fits
     assert words == [
         "--gradient_checkpointing", "true", "--max_tokens_per_micro_batch", "2048", "--optim", "adamw_cpu",
@@ -67,20 +73,21 @@ def test_the_engines_share_is_what_is_left():
     def planned(words):
         given = dict(zip(words[::2], words[1::2], strict=True))
         share = float(given.get("--vllm_gpu_memory_utilization", 0.9))
-        return plan(("start", 10, share * DEVICE.memory / GIB)), settings(words)
+        return plan(("start", 10, share * DEVICE.memory / GIB)), resolved(words)
 
-    first, args = planned([])
-    words, found = fitted(first, args, [], planned)
+    first, start = planned([])
+    words, found = fitted(first, start.args, [], planned)
     assert found.fits and words == ["--vllm_gpu_memory_utilization", "0.75"]
 
 
 def test_what_nothing_makes_fit_ends():
-    words, found = fitted(*_huge([]), [], _huge)
+    first, start = _huge([])
+    words, found = fitted(first, start.args, [], _huge)
     assert not found.fits and words[-2:] == ["--tuner_type", "lora"]
 
 
 def _huge(words):
-    return plan(("update", 500, 0)), settings(words)
+    return plan(("update", 500, 0)), resolved(words)
 
 
 def test_placements_are_compared_by_tokens_per_second_those_that_fit_first():

@@ -9,6 +9,7 @@ from swift.arguments import parse
 from swift.arguments.derived import Machine
 from swift.cli.main import main
 from swift.models.policy import check_policy
+from swift.planning.devices import known_as
 
 QWEN3 = {
     "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
@@ -143,6 +144,31 @@ def test_what_is_not_planned_is_refused_in_a_line(plan, command, problem):
     code, out, err = plan(QWEN3, command)
     assert code == 2 and out == ""
     assert problem in err
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_its_driver_has(name, known):
+    assert known_as(name) == known
+
+
+def test_an_engine_without_room_for_a_completion_does_not_fit(plan):
+    flags = "--device a100-40gb --use_vllm true --vllm_gpu_memory_utilization 0.3 --max_completion_length 512"
+    code, out, _ = plan(QWEN2, f"{RUN.replace('full', 'lora')} {flags} --per_device_train_batch_size 8 --json true")
+    found = json.loads(out)
+    assert code == 0 and not found["fits"]
+    assert "keys and values do not hold 1024 tokens" in found["problem"]
 
 
 def test_a_model_without_a_configuration_is_refused(tmp_path, capsys):
