@@ -162,9 +162,13 @@ def verify(checkpoint: Path) -> Manifest:
     """
     if not checkpoint.is_dir():
         raise ConfigError(f"{_FLAG}: {checkpoint}: no such folder; name a checkpoint-<step> folder, or use last")
-    special = sorted(path for path in checkpoint.rglob("*") if path.exists() and not (path.is_file() or path.is_dir()))
+    special = sorted(path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir()))
     join_problems(
-        [f"{_FLAG}: {path}: a pipe, device or socket, not a file; choose another checkpoint" for path in special]
+        [
+            f"{_FLAG}: {path}: a {'pipe, device or socket' if path.exists() else 'link to nothing'}, not a file; choose "
+            "another checkpoint"
+            for path in special
+        ]
     )
     manifest = _read_manifest(checkpoint)
     present = [name for name in manifest.files if (checkpoint / name).is_file()]

@@ -87,6 +87,16 @@ def test_pipes_and_devices_are_no_files_of_a_checkpoint(tmp_path, name, target):
         resolve_resume(str(final), tmp_path)
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "optimizer.pt", "later"])
+@pytest.mark.parametrize("target", ["itself", "nothing"])
+def test_links_to_nothing_are_no_files_of_a_checkpoint(tmp_path, name, target):
+    final = save(tmp_path, 5)
+    (final / name).unlink(missing_ok=True)
+    (final / name).symlink_to(final / name if target == "itself" else tmp_path / "nothing")
+    with pytest.raises(ConfigError, match=f"{name}: a link to nothing"):
+        resolve_resume(str(final), tmp_path)
+
+
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint-5").mkdir()
     with pytest.raises(ConfigError, match="not a checkpoint"):

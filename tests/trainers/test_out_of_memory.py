@@ -1,11 +1,15 @@
 """Memory that runs out in a pass changes no gradient: it is made again, with smaller micro-batches."""
 
 import random
+from contextlib import contextmanager
+from copy import deepcopy
 
 import pytest
 import torch
 from invariance_worker import Layout, rollout, settings
 from out_of_memory_worker import Case, ShortBench, on_two_ranks
+
+from swift.trainers.micro_batches import Limits
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +94,46 @@ def test_the_budget_is_halved_and_said_each_time(bench, batch):
 def test_a_completion_that_does_not_fit_alone_ends_the_run(bench, batch):
     with pytest.raises(torch.OutOfMemoryError):
         bench.of(batch, Case("dapo, later update", Layout(1), "backward", (10,)))
+
+
+class PolicyItself:
+    """The policy as its own reference."""
+
+    def __init__(self, model):
+        self.model = model
+
+    @contextmanager
+    def active(self):
+        yield self.model
+
+
+def test_passes_of_the_reference_are_made_again_too(bench, batch, monkeypatch):
+    logprobs, planner = bench.trainer.logprobs, bench.trainer.planner
+    monkeypatch.setattr(logprobs, "reference", PolicyItself(bench.trainer.model))
+
+    def scored(room):
+        planner.limits, found = Limits(None, AMPLE), deepcopy(batch)
+        for sample in found.samples:
+            sample.ref_logprobs = None
+        bench.made = bench.failed = 0
+        with bench._failing(Case("", Layout(1), "forward", (room,))):
+            logprobs.score_reference(found)
+            kl = logprobs.reward_kl(found.samples)
+        return [sample.ref_logprobs for sample in found.samples if sample.num_trained], kl, bench.failed
+
+    ours, our_kl, failed = scored(40)
+    theirs, their_kl, none = scored(AMPLE)
+    assert failed >= 2 and none == 0
+    torch.testing.assert_close(torch.tensor(our_kl), torch.tensor(their_kl))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.from_numpy(one), torch.from_numpy(other))
+
+
+def test_an_error_that_only_one_of_several_ranks_has_is_not_survived(bench, batch, monkeypatch):
+    monkeypatch.setattr(bench.trainer.planner.collectives, "active", True)
+
+    def alone():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.trainer.planner.surviving(alone)
