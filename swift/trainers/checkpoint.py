@@ -165,8 +165,8 @@ def verify(checkpoint: Path) -> Manifest:
     special = sorted(path for path in checkpoint.rglob("*") if not (path.is_file() or path.is_dir()))
     join_problems(
         [
-            f"{_FLAG}: {path}: a {'pipe, device or socket' if path.exists() else 'link to nothing'}, not a file; choose "
-            "another checkpoint"
+            f"{_FLAG}: {path}: a {'pipe, device or socket' if path.exists() else 'link to nothing'}, not a file; "
+            "choose another checkpoint"
             for path in special
         ]
     )

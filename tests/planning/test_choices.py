@@ -101,12 +101,12 @@ def test_placements_are_compared_by_tokens_per_second_those_that_fit_first():
         return plan(("start", 10, 20 if engines == 1 else 90), rollout_s=30 / engines, ahead=True), None
 
     rows = compared(settings([]), [], 4, planned)
-    assert [row["engines"] for row in rows] == [4, 1, 2, 3]
-    assert rows[0]["tokens_per_second"] == pytest.approx(2000) and rows[0]["trainers"] == 4
-    assert rows[1]["step_seconds"] == 30, "the rollout takes longer than the passes"
+    assert [row["engines"] for row in rows] == [1, 4, 2, 3]
+    assert rows[0]["step_seconds"] == 30, "the rollout takes longer than the passes"
+    assert rows[1]["tokens_per_second"] == pytest.approx(2000) and rows[1]["trainers"] == 4
     assert rows[2]["fits"] is False and "does not divide" in rows[3]["problem"]
     lines = table(rows)
-    assert "2,000" in lines[1] and "--vllm_mode colocate --num_infer_workers 4" in lines[1]
+    assert "2,000" in lines[2] and "NPROC_PER_NODE=4 --vllm_mode colocate --num_infer_workers 4" in lines[2]
     assert "does not divide" in lines[4]
 
 
