@@ -127,6 +127,7 @@ def compared(
         rows.append(
             {
                 **row,
+                "step_completions": plan.completions,
                 "step_seconds": plan.seconds,
                 "tokens_per_second": plan.tokens_per_step / plan.seconds,
                 "fits": plan.fits,

@@ -207,7 +207,8 @@ def run(operation, args, kwargs):
     if operation is aten.is_pinned.default:
         return not there and LEDGER.is_pinned(args[0])
     if operation is aten.copy_.default and there and here:
-        note_copy(args[1], to_device=isinstance(args[0], CudaTensor), pinned=here[0], **kwargs)
+        waits_not = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
+        note_copy(args[1], to_device=isinstance(args[0], CudaTensor), pinned=here[0], non_blocking=waits_not)
         host_of(args[0]).copy_(host_of(args[1]))
         return args[0]
     if there:
