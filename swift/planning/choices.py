@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,19 +91,29 @@ def fitted(
 ) -> tuple[list[str], Plan]:
     """The words of a command that fits, or of the last one that was tried, and its plan.
 
-    In turn, the first change that makes room in the fullest phase, and goes with the other settings, is made.
+    In turn, the first change that makes room in the fullest phase, and goes with the other settings, is made; in the
+    end those that later ones have made needless are taken back.
     """
-    changed = list(words)
+    made: list[list[Change]] = []
     for _ in range(MOST_CHANGES):
-        for change in [] if plan.fits else changes(plan, args):
-            tried = with_flags(changed, change)
+        for change in [] if plan.fits else [one for one in changes(plan, args) if one not in made]:
             with contextlib.suppress(ConfigError):
-                plan, resolved = planned(tried)
-                changed, args = tried, resolved.args
+                plan, resolved = planned(_changed(words, [*made, change]))
+                made, args = [*made, change], resolved.args
                 break
         else:
             break
-    return changed, plan
+    for change in made[:-1] if plan.fits else []:
+        rest = [one for one in made if one is not change]
+        with contextlib.suppress(ConfigError):
+            without, _ = planned(_changed(words, rest))
+            if without.fits:
+                made, plan = rest, without
+    return _changed(words, made), plan
+
+
+def _changed(words: Sequence[str], made: Sequence[Sequence[Change]]) -> list[str]:
+    return functools.reduce(with_flags, made, list(words))
 
 
 def compared(

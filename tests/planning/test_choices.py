@@ -80,6 +80,17 @@ def test_the_engines_share_is_what_is_left():
     assert found.fits and words == ["--vllm_gpu_memory_utilization", "0.75"]
 
 
+def test_what_a_later_change_has_made_needless_is_taken_back():
+    def planned(words):
+        args = settings(words)
+        gib = 60 - args.gradient_checkpointing - 30 * (args.optim == "adamw_cpu")
+        return plan(("forward, backward", gib, 0)), resolved(words)
+
+    first, start = planned([])
+    words, found = fitted(first, start.args, [], planned)
+    assert found.fits and words == ["--optim", "adamw_cpu"]
+
+
 def test_what_nothing_makes_fit_ends():
     first, start = _huge([])
     words, found = fitted(first, start.args, [], _huge)
