@@ -174,6 +174,7 @@ class Bench:
         self.ranks = ranks.world_size
         self.passes = 0
         self.trainer.logprobs.on_progress = self._count
+        self.trainer.planner.survived = 10**9  # no filler for passes of a new size
 
     def _count(self):
         self.passes += 1
