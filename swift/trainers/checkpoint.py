@@ -312,6 +312,10 @@ class _TrainerState(msgspec.Struct):
 
     global_step: int
     max_steps: int = 0
+    train_batch_size: int | None = None
+    logging_steps: float | None = None
+    eval_steps: float | None = None
+    save_steps: float | None = None
     epoch: float | None = None
     best_metric: float | None = None
     best_global_step: int | None = None
