@@ -238,7 +238,7 @@ def shape_of(args: Any, completions: int, prompt_tokens: int) -> Shape:
     from swift.planning.step import Shape
 
     prompts = math.ceil(completions / args.num_generations)
-    return Shape(prompts, completions // prompts, prompt_tokens, args.max_completion_length)
+    return Shape(prompts, math.ceil(completions / prompts), prompt_tokens, args.max_completion_length)
 
 
 def kernel_of(args: Any) -> Kernel | None:

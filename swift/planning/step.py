@@ -274,7 +274,7 @@ class _Attention(torch.autograd.Function):
         logsumexp = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.trace, ctx.pairs, ctx.sums = trace, pairs, sums
-        trace.kernel("attention", 4 * pairs * query.shape[1] * query.shape[3], (query, key, value, output))
+        trace.kernel(4 * pairs * query.shape[1] * query.shape[3], (query, key, value, output))
         return output
 
     @staticmethod
@@ -284,6 +284,6 @@ class _Attention(torch.autograd.Function):
         total = torch.empty_like(query, dtype=torch.float32) if ctx.sums else None
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         moved = (query, key, value, output, gradient, *gradients)
-        ctx.trace.kernel("attention", 10 * ctx.pairs * query.shape[1] * query.shape[3], moved)
+        ctx.trace.kernel(10 * ctx.pairs * query.shape[1] * query.shape[3], moved)
         del delta, total
         return (*gradients, None, None, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -42,8 +41,6 @@ class Trace(TorchDispatchMode):
         self.live = self.peak = 0
         self.flops = self.moved = self.seconds = 0.0
         self.kernels = 0
-        self.by_operation: Counter[str] = Counter()
-        """Seconds of each."""
         self._known: dict[int, int] = {}
 
     def hold(self, *modules: torch.nn.Module) -> None:
@@ -75,17 +72,16 @@ class Trace(TorchDispatchMode):
         if packet is aten.embedding:  # only the rows that are asked for
             moved = 2 * sum(tensor.nbytes for tensor in outputs)
         flops = flop_registry[packet](*args, **kwargs, out_val=results) if packet in flop_registry else 0
-        self._add(str(packet), flops, moved, half=bool(inputs) and inputs[0].dtype in HALF)
+        self._add(flops, moved, half=bool(inputs) and inputs[0].dtype in HALF)
 
-    def kernel(self, name: str, flops: float, tensors: Sequence[Tensor]) -> None:
+    def kernel(self, flops: float, tensors: Sequence[Tensor]) -> None:
         """Count a kernel that reads or writes these tensors."""
-        self._add(name, flops, sum(tensor.nbytes for tensor in tensors), half=tensors[0].dtype in HALF)
+        self._add(flops, sum(tensor.nbytes for tensor in tensors), half=tensors[0].dtype in HALF)
 
-    def _add(self, name: str, flops: float, moved: float, *, half: bool) -> None:
+    def _add(self, flops: float, moved: float, *, half: bool) -> None:
         seconds = self.device.seconds(flops, moved, half=half)
         self.flops, self.moved, self.seconds = self.flops + flops, self.moved + moved, self.seconds + seconds
         self.kernels += 1
-        self.by_operation[name] += seconds  # type: ignore[assignment]
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
