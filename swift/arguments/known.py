@@ -18,7 +18,7 @@ _SAME = {
     for value, flags in {
         "true": "freeze_vit freeze_aligner save_safetensors use_chat_template "
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
-        "1": "sequence_parallel_size vllm_pipeline_parallel_size max_batch_size",
+        "1": "vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
     }.items()

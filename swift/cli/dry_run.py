@@ -32,6 +32,7 @@ def dry_run_rlhf(resolved: Resolved) -> int:
     from swift.models.tuners import expert_lines
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
+    from swift.trainers.parallel.sequence import require_shareable, sharing_lines
     from swift.trainers.session import find_start, require_packages
 
     args: Any = resolved.args
@@ -39,12 +40,15 @@ def dry_run_rlhf(resolved: Resolved) -> int:
     placed = _place(resolved)
     world_size = launcher.world_size(os.environ)
     start = find_start(args, resolved.to_json(), world_size)
+    sharing = sharing_lines(args, world_size)
     parts = prepare(args, Collectives(), start, placed, world_size=world_size)
+    parts.lines += sharing
     if (policy := check_policy(args)) is not None:
         from swift.models.features import load_features
         from swift.trainers.grpo.build import reference_of
 
         parts.lines += expert_lines(policy, args)
+        require_shareable(policy, args)
         reference = reference_of(args, policy, len(parts.template.tokenizer))
         if parts.references is not None:
             load_features(args, policy, reference)

@@ -16,7 +16,7 @@ Models that cannot be packed take right-padded rows instead (`pad`), which tests
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from swift.models.attention.interface import is_packed
 from swift.models.attention.layout import SegmentLayout
+from swift.models.attention.sequence_parallel import SequenceGroup, SpreadLayout
 from swift.models.attention.spans import GroupSpans, Span
 from swift.models.transfer import to_device
 
@@ -44,7 +45,7 @@ class TokenBatch:
     inputs: ids, positions and layout of a packed stream [1, T]; or ids and mask of padded rows [S, L]. spans: where
     each sequence has its prompt and the inputs of its completion, rows joined. predict_index: [N] the place, likewise,
     whose hidden state predicts target n. target_ids: [N] the completion tokens, sequence after sequence. packed:
-    whether they are one stream.
+    whether they are one stream. group: the ranks that share the stream; None if this one has it alone.
     """
 
     inputs: dict[str, Any]
@@ -52,6 +53,18 @@ class TokenBatch:
     predict_index: Tensor
     target_ids: Tensor
     packed: bool
+    group: SequenceGroup | None = None
+
+    def spread(self, group: SequenceGroup) -> TokenBatch:
+        """The same packed stream, shared by the ranks of a group."""
+        layout = SpreadLayout(self.inputs["attention_layout"], self.inputs["input_ids"].shape[1], group)
+        return replace(self, inputs={**self.inputs, "attention_layout": layout}, group=group)
+
+    def dealt(self) -> TokenBatch:
+        """The same with this rank's share of the targets."""
+        assert self.group is not None
+        index, ids = self.group.dealt(self.predict_index), self.group.dealt(self.target_ids)
+        return replace(self, predict_index=index, target_ids=ids, group=None)
 
 
 def arrange(model: nn.Module, sequences: Sequence[TokenSequence], *, device: torch.device | str = "cpu") -> TokenBatch:

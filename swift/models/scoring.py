@@ -64,6 +64,10 @@ def score_tokens(
     Returns:
         log-probs [N] and entropies [N] (None unless wanted), sequence after sequence, in fp32.
     """
+    if (group := tokens.group) is not None:  # each rank scores a share of them
+        logprobs_N, entropy_N = score_tokens(model, tokens.dealt(), temperature=temperature, entropy=entropy)
+        total = tokens.target_ids.numel()
+        return group.collected(logprobs_N, total), None if entropy_N is None else group.collected(entropy_N, total)
     if not scores_itself(model):
         logits_NV = completion_logits(model, tokens)
         logprobs_N, entropy_N = selected_logprobs(logits_NV, tokens.target_ids, temperature=temperature)

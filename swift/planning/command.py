@@ -104,6 +104,7 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(TRACED)}": (
             args.optim not in TRACED
         ),
+        f"--sequence_parallel_size: {args.sequence_parallel_size}: is not planned yet": args.sequence_parallel_size > 1,
         f"--deepspeed, --fsdp: {args.deepspeed or args.fsdp}: sharded models are not planned yet": args.sharded_by,
         f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
         f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (

@@ -114,6 +114,11 @@ class OptimizationArguments:
     """FSDP2: shards weights, gradients and optimizer state. shard_grad_op keeps gathered layers from forward to
     backward."""
 
+    sequence_parallel_size: int = flag(1, at_least=1, everyday=False, aliases=("context_parallel_size",))
+    """Number of neighbouring processes that compute the same rows together, a part of the tokens each, where rows are
+    too long for one device. A batch has the rows of one process for each such group; in grpo it keeps its completions,
+    which the groups share."""
+
     ddp_timeout: int = flag(1800, at_least=1, everyday=False)
     """Timeout of distributed collectives, in seconds."""
 

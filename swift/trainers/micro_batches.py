@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swift.rollout.samples import TrainSample
@@ -76,6 +76,11 @@ class MicroBatchPlan:
     def first(self) -> int:
         """The first sample that any rank computes."""
         return next(i for rank in self.micro_batches for micro_batch in rank for i in micro_batch)
+
+    def repeated(self, times: int) -> MicroBatchPlan:
+        """Each rank's micro-batches for so many neighbours, which share them."""
+        shared = [held for held in self.micro_batches for _ in range(times)]
+        return replace(self, micro_batches=shared) if times > 1 else self
 
     @property
     def can_be_finer(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.layout import SegmentLayout
-from swift.models.attention.spans import GroupSpans, Span
+from swift.models.attention.spans import packed_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def require_packed(model: nn.Module, args: Any) -> None:
 
 def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
     """Rows of a stream as segments that attend only to themselves; boundaries: [R + 1], their starts and the end."""
-    return SegmentLayout([GroupSpans(Span(a, b - a), ()) for a, b in pairwise(boundaries.tolist())], device)
+    return SegmentLayout(packed_rows(boundaries.diff().tolist()), device)
 
 
 class PackedRows:

@@ -23,6 +23,7 @@ from torch import nn
 from swift.errors import counted, is_out_of_memory
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.attention.interface import is_packed
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.checkpoint_tensors import computing_dtype
 from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import collect_garbage, measure
@@ -52,8 +53,9 @@ class MicroBatchPlanner:
     """Plans the micro-batches of one trainer, whose unwrapped policy is `model`.
 
     `limits` without tokens means the measured budget, `fitting_tokens`; it is None before memory is measured.
-    `per_device` are the completions of a device batch, and of a micro-batch until then. survived: most tokens of a
-    micro-batch whose gradient was made.
+    `per_device` are the completions of a device batch, and of a micro-batch until then. group: the ranks that share
+    micro-batches; these have that many times the tokens. survived: most tokens of a micro-batch whose gradient was
+    made.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class MicroBatchPlanner:
         per_device: int,
         device: torch.device,
         say: Callable[[str], None],
+        group: SequenceGroup | None = None,
     ) -> None:
         self.model, self.collectives, self.device = model, collectives, device
         self.limits, self.per_device = limits, per_device
+        self.group_size = group.size if group is not None else 1
         self.fitting_tokens: int | None = None
         self.survived = 0
         self._agreed: Exception | None = None
@@ -91,16 +95,16 @@ class MicroBatchPlanner:
             tokens = self.fitting_tokens
             if tokens is not None and chosen and self.device.type != "cpu":
                 longest = max(samples[i].prompt_ids.size + samples[i].token_ids.size for i in chosen)
-                tokens = min(tokens, self.per_device * longest)
+                tokens = min(tokens, self.per_device * longest * self.group_size)
         plan = plan_micro_batches(
             samples,
             chosen,
-            world_size=self.collectives.world_size,
+            world_size=self.collectives.world_size // self.group_size,
             limits=Limits(self.limits.samples or (self.per_device if tokens is None else None), tokens),
             useful=[samples[i].num_trained > 0 for i in chosen] if useful is None else useful,
             packed=is_packed(self.model),
             work=self._work,
-        )
+        ).repeated(self.group_size)
         self._last = plan
         if plan.too_long and self.limits.tokens is not None and not self._has_reported:
             self._has_reported = True
@@ -169,7 +173,10 @@ class MicroBatchPlanner:
             self.fitting_tokens = least
 
     def budget(self, *, whole_logits: bool, has_state: bool, free: int | None = None) -> int:
-        """Tokens of a micro-batch that fit into `free` bytes, by default this rank's; no more than are fastest."""
+        """Tokens of a micro-batch that fit into `free` bytes, by default this rank's; no more than are fastest.
+
+        A rank that shares micro-batches has its part of those tokens.
+        """
         dtype = computing_dtype(self.model) or next(parameter.dtype for parameter in self.model.parameters())
         per_token = activation_bytes(
             self._shape,
@@ -183,7 +190,7 @@ class MicroBatchPlanner:
             per_token=per_token,
         )
         most = max(CPU_TOKENS, CPU_BYTES // per_token) if self.device.type == "cpu" else MOST_TOKENS
-        return min(fitting, most)
+        return min(fitting, most) * self.group_size
 
 
 def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:

@@ -57,16 +57,22 @@ def worker(run, rank: int) -> psutil.Process:
             id="limited-tokens",
             marks=LONG,
         ),
+        pytest.param({"beta": 0.05, "sequence_parallel_size": 2}, id="shared-rows"),
     ],
 )
 def test_two_processes_make_the_run_of_one(cli, flags):
     reuse = flags.get("reuse", False)
-    common = {name: value for name, value in flags.items() if name != "reuse"}
+    common = {name: value for name, value in flags.items() if name not in ("reuse", "sequence_parallel_size")}
     common |= {"per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0}
     common |= {"max_steps": 8, "save_steps": 8}
     one = cli.finish("one", **common, gradient_accumulation_steps=4, steps_per_generation=8 if reuse else None)
     two = cli.finish(
-        "two", **common, gradient_accumulation_steps=2, steps_per_generation=4 if reuse else None, variables=TWO
+        "two",
+        **common,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4 if reuse else None,
+        sequence_parallel_size=flags.get("sequence_parallel_size"),
+        variables=TWO,
     )
     assert sampled(two) == sampled(one)
     groups = Counter(row["group_id"] for row in completion_rows(two))

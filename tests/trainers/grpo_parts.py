@@ -111,6 +111,7 @@ def make_trainer(
     interval=1,
     sampling=None,
     eos=(),
+    sequence_group=None,
     **arguments,
 ):
     """A trainer whose global batch has `global_batch` completions.
@@ -181,6 +182,7 @@ def make_trainer(
         metrics=metrics,
         reference=reference,
         eval_prompts=eval_prompts,
+        sequence_group=sequence_group,
     )
     if trainer.logprobs.settings.loss.beta > 0:
         pipeline.batches.reference_pass = trainer.logprobs.score_reference

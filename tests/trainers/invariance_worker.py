@@ -1,6 +1,6 @@
-"""Gradients of one frozen rollout, cut and laid out in many ways: `python invariance_worker.py <folder> <rank>`.
+"""Gradients of one frozen rollout, cut and laid out in many ways: `python invariance_worker.py <folder>`.
 
-`measure` runs in the test's own process and, by `on_two_ranks`, in each of two. A run is a setting (what is computed)
+`measure` runs in the test's own process and, by `on_ranks`, in each of several. A run is a setting (what is computed)
 and a layout (how): the number of micro-batches of a rank, packed with or without shared prompts, or padded.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 from collections.abc import Collection
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +20,10 @@ import torch
 import torch.distributed as dist
 from grpo_parts import make_trainer
 from preloaded import run_ranks
+from ranks import joined
 
 from swift.models.attention.interface import enable_packed_attention
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.forward import TokenSequence, pack
 from swift.rl.losses import LossConfig, losses
 from swift.rollout.samples import RolloutBatch, TrainSample
@@ -160,8 +160,9 @@ class Bench:
     In float64 the normalisation layers are kept from computing in float32, as they do in every other precision.
     """
 
-    def __init__(self, folder, output, dtype=torch.float32):
-        self.trainer = make_trainer(folder, output, max_completion_length=LONGEST)
+    def __init__(self, folder, output, dtype=torch.float32, *, sharing=1):
+        group = SequenceGroup.of_this_rank(sharing)
+        self.trainer = make_trainer(folder, output, max_completion_length=LONGEST, sequence_group=group)
         self.trainer.model.to(dtype)
         if dtype == torch.float64:
             for module in self.trainer.model.modules():
@@ -171,7 +172,7 @@ class Bench:
         ranks = self.trainer.collectives
         self.model = self.trainer.accelerator.prepare_model(self.trainer.model) if ranks.active else self.trainer.model
         self.trainer.model_wrapped = self.model
-        self.ranks = ranks.world_size
+        self.ranks = ranks.world_size // sharing
         self.passes = 0
         self.trainer.logprobs.on_progress = self._count
         self.trainer.planner.survived = 10**9  # no filler for passes of a new size
@@ -255,29 +256,34 @@ def limited(name: str) -> bool:
     return loss in ("dapo", "bnpo") and situation in LIMITED
 
 
-def on_two_ranks(
-    folder: Path, model: str, batch: RolloutBatch, layouts: list[Layout], names: Collection[str] | None = None
+def on_ranks(
+    folder: Path,
+    model: str,
+    batch: RolloutBatch,
+    layouts: list[Layout],
+    names: Collection[str] | None = None,
+    *,
+    count: int = 2,
+    sharing: int = 1,
 ) -> dict:
-    """`measure` in two processes."""
+    """`measure` in `count` processes, of which so many share micro-batches; all have the same gradient."""
     folder.mkdir()
-    torch.save((model, batch, layouts, names), folder / "task")
-    run_ranks([__file__, folder, "{rank}"], folder)
+    torch.save((model, sharing, batch, layouts, names), folder / "task")
+    run_ranks([__file__, folder], folder, count=count)
     return torch.load(folder / "found")
 
 
-def main(folder: str, rank: str) -> None:
-    """One of two ranks; rank 0 writes what came out."""
+def main(folder: str) -> None:
+    """One of the ranks; rank 0 writes what came out."""
     place = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}/meeting", rank=int(rank), world_size=2, timeout=timedelta(seconds=120)
-    )
-    model, *task = torch.load(place / "task", weights_only=False)
-    found = measure(Bench(model, place / f"rank-{rank}"), *task)
-    if rank == "0":
-        torch.save(found, place / "found")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # the destructor of DDP hangs on gloo now and then; what counts is on the disk
+    with joined():
+        model, sharing, *task = torch.load(place / "task", weights_only=False)
+        bench = Bench(model, place / f"rank-{dist.get_rank()}", sharing=sharing)
+        found = measure(bench, *task)
+        sums = {key: float(gradient.sum()) for key, (gradient, _) in found.items()}
+        assert bench.trainer.collectives.all_gather(sums) == [sums] * dist.get_world_size()
+        if dist.get_rank() == 0:
+            torch.save(found, place / "found")
 
 
 if __name__ == "__main__":

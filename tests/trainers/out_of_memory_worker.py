@@ -1,11 +1,9 @@
-"""Gradients made while memory runs out: `python out_of_memory_worker.py <folder> <rank>` is one of two ranks."""
+"""Gradients made while memory runs out: `python out_of_memory_worker.py <folder>` is one of two ranks."""
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from invariance_worker import Bench, Layout, settings
 from preloaded import run_ranks
+from ranks import joined
 
 from swift.trainers.grpo import logprobs
 
@@ -78,29 +77,24 @@ def on_two_ranks(folder: Path, model, batch, cases) -> list:
     """Gradient and failures of each case, of rank 0; and whether the other rank has the same gradient."""
     folder.mkdir()
     torch.save((model, batch, cases), folder / "task")
-    run_ranks([__file__, folder, "{rank}"], folder)
+    run_ranks([__file__, folder], folder)
     return torch.load(folder / "found")
 
 
-def main(folder: str, rank: str) -> None:
+def main(folder: str) -> None:
     place = Path(folder)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{place}/meeting", rank=int(rank), world_size=2, timeout=timedelta(seconds=120)
-    )
-    model, batch, cases = torch.load(place / "task", weights_only=False)
-    bench = ShortBench(model, place / f"rank-{rank}", int(rank))
-    found = []
-    for case in cases:
-        gradient, failed = bench.of(batch, case)
-        both = bench.trainer.collectives.all_gather((gradient, failed, bench.trainer.planner.fitting_tokens))
-        found.append(
-            (gradient, sum(one[1] for one in both), torch.equal(both[0][0], both[1][0]), both[0][2] == both[1][2])
-        )
-    if rank == "0":
-        torch.save(found, place / "found")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # the destructor of DDP hangs on gloo now and then; what counts is on the disk
+    with joined():
+        model, batch, cases = torch.load(place / "task", weights_only=False)
+        bench = ShortBench(model, place / f"rank-{dist.get_rank()}", dist.get_rank())
+        found = []
+        for case in cases:
+            gradient, failed = bench.of(batch, case)
+            both = bench.trainer.collectives.all_gather((gradient, failed, bench.trainer.planner.fitting_tokens))
+            found.append(
+                (gradient, sum(one[1] for one in both), torch.equal(both[0][0], both[1][0]), both[0][2] == both[1][2])
+            )
+        if dist.get_rank() == 0:
+            torch.save(found, place / "found")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from grpo_parts import colocate, local
 from preloaded import run_ranks
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.forward import TokenSequence
 from swift.models.reference import AdapterOffReference, FrozenReference, StartAdapterReference
 from swift.models.sharded import gathered, is_zero3, whole_shape
@@ -112,6 +113,7 @@ def build(task: dict[str, Any]) -> Any:
         **task.get("settings", {}),
         reward=score,
         scorer=LateScorer(score, seen) if task.get("late") else None,
+        sequence_group=SequenceGroup.of_this_rank(task.get("sharing", 1)),
         **task.get("parts", {}),
         **task.get("arguments", {}),
         **(sharding_options(args) if args.deepspeed or args.fsdp else {}),

@@ -24,7 +24,7 @@ from invariance_worker import (
     limited,
     loss_of,
     measure,
-    on_two_ranks,
+    on_ranks,
     rollout,
     settings,
 )
@@ -84,7 +84,7 @@ def double(exact, batch):
 
 @pytest.fixture(scope="module")
 def two_ranks(nano_folders, batch, tmp_path_factory):
-    return on_two_ranks(
+    return on_ranks(
         tmp_path_factory.mktemp("ranks") / "two", nano_folders["qwen2"], batch, [*CUTS, PADDED[1], *BY_TOKENS]
     )
 
@@ -127,6 +127,23 @@ def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
     assert_equal(two_ranks, name, whole(single, name), layouts=layouts)
 
 
+@pytest.fixture(
+    scope="module",
+    params=[(2, 2), pytest.param((4, 2), marks=pytest.mark.long), pytest.param((4, 4), marks=pytest.mark.long)],
+    ids=str,
+)
+def sharing(request, nano_folders, batch, tmp_path_factory):
+    """Ranks that share micro-batches, a part of the tokens each."""
+    count, size = request.param
+    place = tmp_path_factory.mktemp("sharing") / "ranks"
+    return on_ranks(place, nano_folders["qwen2"], batch, [*CUTS[::2], ALONE], count=count, sharing=size)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_ranks_that_share_micro_batches_have_the_gradient_of_one(single, sharing, name):
+    assert_equal(sharing, name, whole(single, name), layouts=3)
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def other(request, nano_folders, tmp_path_factory):
     """Another architecture in one process and in two."""
@@ -135,7 +152,7 @@ def other(request, nano_folders, tmp_path_factory):
     batch = rollout(bench.trainer)
     alone = measure(bench, batch, [*CUTS, ALONE, *PADDED], OF_OTHERS)
     place = tmp_path_factory.mktemp("ranks") / request.param
-    return alone, on_two_ranks(place, folder, batch, [*CUTS, PADDED[1]], OF_OTHERS)
+    return alone, on_ranks(place, folder, batch, [*CUTS, PADDED[1]], OF_OTHERS)
 
 
 @pytest.mark.long

@@ -59,6 +59,8 @@ KINDS = {
 LATE = {"late": True}
 """Rewards come only after the reference has scored; in one process before."""
 ZERO3, FSDP = {"deepspeed": "zero3"}, {"fsdp": "full_shard"}
+SHARING = {"sharing": 2}
+"""Both ranks compute the same micro-batches, half of the tokens each."""
 RUNS = {
     "ddp-objective": ("objective", LATE),
     "ddp-objective-lora": ("objective-lora", LATE),
@@ -87,10 +89,19 @@ RUNS = {
     "fsdp-skipping": ("skipping", FSDP),
     "fsdp-bf16": ("bf16", FSDP),
     "fsdp-objective": ("objective", {**FSDP, **LATE}),
+    "ddp-sharing": ("objective", {**LATE, **SHARING}),
+    "zero2-sharing": ("full", {"deepspeed": "zero2", **SHARING}),
+    "zero3-sharing": ("full", {**ZERO3, **SHARING}),
+    "zero3-lora-sharing": ("lora", {**ZERO3, **SHARING}),
+    "zero3-skipping-sharing": ("skipping", {**ZERO3, **SHARING}),
+    "fsdp-sharing": ("full", {**FSDP, **SHARING}),
+    "fsdp-lora-sharing": ("lora", {**FSDP, **SHARING}),
+    "fsdp-experts-sharing": ("experts", {**FSDP, **SHARING}),
+    "fsdp-objective-sharing": ("objective", {**FSDP, **LATE, **SHARING}),
 }
 """What is compared with one process: the kind of run, and how the model is on two."""
 
-SAVED = ["zero2", "zero3", "zero3-lora", "zero3-objective", "fsdp", "fsdp-lora"]
+SAVED = ["zero2", "zero3", "zero3-lora", "zero3-objective", "fsdp", "fsdp-lora", "fsdp-sharing"]
 """What is saved at every second step, and resumed from its middle."""
 
 TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
@@ -98,7 +109,9 @@ LONG = {
     "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping", "zero2-skipping",
     "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
     "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts", "zero2-lora", "zero3-skipping", "fsdp-other",
-    "fsdp-shard_grad_op-adapter", "fsdp-on-shards", "resumed zero3",
+    "fsdp-shard_grad_op-adapter", "fsdp-on-shards", "resumed zero3", "zero2-sharing", "zero3-lora-sharing",
+    "zero3-skipping-sharing", "fsdp-lora-sharing", "fsdp-experts-sharing", "fsdp-objective-sharing",
+    "resumed fsdp-sharing",
 }  # fmt: skip
 """Runs beside which a shorter one shows the same."""
 

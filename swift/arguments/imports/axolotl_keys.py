@@ -267,11 +267,21 @@ def auto_class(draft: Draft, key: str, raw: Any) -> None:
 
 
 def sizes(draft: Draft, key: str, raw: Any) -> None:
-    """Sizes of tensor, context and expert parallelism; 1 is none."""
+    """Sizes of tensor and expert parallelism; 1 is none."""
     if str(raw) == "1":
         draft.same(key, "1 changes nothing")
     else:
         draft.lose(key, f"{raw}: processes share rows, --deepspeed and --fsdp the model; so a batch has more rows")
+
+
+def shared_rows(draft: Draft, key: str, raw: Any) -> None:
+    """The size of context parallelism; in GRPO, its batches have the completions of one process of each group."""
+    if str(raw) == "1":
+        draft.same(key, "1 changes nothing")
+        return
+    draft.take(key, "sequence_parallel_size", raw)
+    if draft.mode == "rlhf":
+        draft.lose(key, f"{raw}: a batch has {raw} times the completions; divide gradient_accumulation_steps by it")
 
 
 def router_loss(draft: Draft, key: str, raw: Any) -> None:

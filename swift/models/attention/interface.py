@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from swift.models.attention.layout import DecodeLayout, Kernel, SegmentLayout
 from swift.models.attention.rows import SegmentRows
+from swift.models.attention.sequence_parallel import SpreadLayout, spread_decoder
 from swift.models.attention.spans import Variant
 
 KERNEL_OF: dict[str, Kernel | None] = {"swift_segments": None, "swift_block_mask": "flex", "swift_varlen": "flash"}
@@ -25,7 +26,7 @@ def _segment_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_layout: SegmentLayout | DecodeLayout | SegmentRows | None = None,
+    attention_layout: SegmentLayout | SpreadLayout | DecodeLayout | SegmentRows | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; see `AttentionInterface` for the contract.
@@ -39,7 +40,7 @@ def _segment_attention(
         raise NotImplementedError("its attention takes position_bias")
     window = extras.get("sliding_window")
     variant = Variant(window if window and window > 0 else None, extras.get("softcap"), extras.get("s_aux"))
-    if isinstance(attention_layout, SegmentLayout):
+    if isinstance(attention_layout, SegmentLayout | SpreadLayout):
         kernel = KERNEL_OF[module.config._attn_implementation]
         return attention_layout.attend(query, key, value, scaling, variant, kernel), None
     return attention_layout.attend(query, key, value, scaling, variant), None
@@ -52,7 +53,9 @@ def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> N
     for name in KERNEL_OF:
         AttentionInterface.register(name, _segment_attention)
     chosen = next(name for name, known in KERNEL_OF.items() if known == kernel)
-    transformers_model(model).set_attn_implementation(chosen)
+    base = transformers_model(model)
+    spread_decoder(base.base_model)
+    base.set_attn_implementation(chosen)
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,12 @@ class GroupSpans:
         """Each completion behind the part of the prompt that it sees."""
         pairs = zip_longest(self.prefixes, self.completions)
         return [(self.prompt if size is None else Span(self.prompt.start, size), own) for size, own in pairs]
+
+
+def packed_rows(lengths: Sequence[int]) -> list[GroupSpans]:
+    """Rows of a stream, one after the other, that attend only to themselves."""
+    ends = accumulate(lengths)
+    return [GroupSpans(Span(end - length, length), ()) for length, end in zip(lengths, ends, strict=True) if length]
 
 
 @dataclass(frozen=True, slots=True)

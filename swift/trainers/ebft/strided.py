@@ -268,6 +268,7 @@ STRIDED = Method(
     config="transformers:TrainingArguments",
     encode=encode,
     plain=True,
+    shares_rows=False,
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
     parts=_parts,
     overrides=(StridedSteps,),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import NumericError, counted
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.reference import FrozenReference
 from swift.models.sharded import is_sharding
 from swift.observability.health import HealthMonitor
@@ -108,6 +109,7 @@ class Attempt:
             report=self.report,
             save_total_limit=args.save_total_limit,
             on_progress=self.watchdog.touch,
+            sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size),
             stops_at_alert=args.health_action == "stop",
         )
         if parts.references is not None:

@@ -45,6 +45,7 @@ from swift.rollout.weights.sync import WeightSync
 from swift.trainers.engines import exact_samples
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 from swift.trainers.memory.colocate import ColocateCycle
+from swift.trainers.parallel.sequence import require_shareable
 from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.supervision.watchdog import REBUILD_S, REWARD_MARGIN_S, Watchdog
 
@@ -64,6 +65,7 @@ def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
     logging.disable_progress_bar()  # swift has its own
     set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
+    require_shareable(policy, args)
     return policy, reference_of(args, policy, num_tokens)
 
 
@@ -77,6 +79,7 @@ def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
     reference = load_reference(args, policy, moves=args.sync_ref_model)
     if not isinstance(reference, FrozenReference):
         return reference
+    require_shareable(reference.module, args, "ref_model")
     known = transformers_model(reference.module).config.get_text_config().vocab_size
     if args.ref_model and known < num_tokens:
         raise ConfigError(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from swift.errors import NumericError
 from swift.models.attention.interface import is_packed
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.forward import TokenSequence, arrange, pad
 from swift.models.scoring import score_tokens
 from swift.rl.kl import sequence_k1
@@ -40,8 +41,8 @@ class LogProbs:
     """Scores samples with the models of one trainer.
 
     unwrapped: returns the policy without its wrappers for training. on_progress: called after each micro-batch. timer:
-    times phases. in_step: whether the model is sharded, so that every rank has to make the same number of forward
-    passes.
+    times phases. group: the ranks that share micro-batches. in_step: whether forward passes have collectives, of a
+    sharded model or of shared micro-batches, so that every rank has to make the same number of them.
     """
 
     settings: GRPOSettings
@@ -52,6 +53,7 @@ class LogProbs:
     device: torch.device
     on_progress: Callable[[], None]
     timer: Callable[[str], AbstractContextManager[None]]
+    group: SequenceGroup | None = None
     in_step: bool = False
 
     # --- micro-batches ----------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class LogProbs:
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """This rank's micro-batches of a plan that hold a wanted sample, and the indices of what each holds.
 
-        With a sharded model, this rank has a filler in each turn in which only other ranks have a micro-batch.
+        Where passes have collectives, this rank has a filler in each turn in which only others have a micro-batch.
         """
         needs = {i for rank in plan.micro_batches for indices in rank for i in indices if wanted(samples[i])}
         for turn, held in enumerate(plan.micro_batches[self.collectives.rank]):
@@ -90,7 +92,7 @@ class LogProbs:
                 self.on_progress()
 
     def agreed(self) -> AbstractContextManager[None]:
-        """Around passes without a collective; a sharded model's have some, and then a failing rank fails alone."""
+        """Around passes without a collective; where they have some, a failing rank fails alone."""
         return nullcontext() if self.in_step else self.planner.agreed()
 
     def surviving(self, attempt: Callable[[], T]) -> T:
@@ -104,6 +106,7 @@ class LogProbs:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each completion token and entropy of its distribution, [N], fp32; None: training temperature."""
         tokens = batch.tokens if is_packed(model) else pad(batch.sequences, device=self.device)
+        tokens = tokens if self.group is None else tokens.spread(self.group)
         temperature = temperature or self.settings.temperature
         return score_tokens(model, tokens, temperature=temperature, entropy=entropy)
 

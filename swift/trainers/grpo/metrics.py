@@ -109,15 +109,18 @@ def observe(
 
 
 def summarise(
-    report: StepMetrics, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives
+    report: StepMetrics, batch: RolloutBatch, settings: GRPOSettings, collectives: Collectives, group_size: int = 1
 ) -> dict[str, float]:
-    """The metrics of an update from the sums of all ranks; {} on ranks other than 0. Collective."""
+    """The metrics of an update from the sums of all ranks; {} on ranks other than 0. Collective.
+
+    group_size: ranks that share micro-batches, and so have the same sums.
+    """
     report.collect()
     report["loss"].total /= collectives.world_size
     reports = collectives.gather(report)
     if reports is None:
         return {}
-    for other in reports[1:]:
+    for other in reports[group_size::group_size]:
         report.merge(other)
     values = {"loss": report.pop("loss").total, **report.results()}
     if values.pop("mismatch/ratio_squared", None) is not None:

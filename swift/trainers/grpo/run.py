@@ -37,11 +37,14 @@ def run(resolved: Resolved) -> int:
         with collector_resting():
             from swift.trainers.engines import bind_trainer, build_engines, find_placement
             from swift.trainers.grpo.prepare import prepare
+            from swift.trainers.parallel.sequence import sharing_lines
 
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
             start = find_start(args, resolved.to_json(), collectives.world_size)
+            lines = sharing_lines(args, collectives.world_size)
             parts = prepare(args, collectives, start, placement)  # template, data, rewards, batch sizes
+            parts.lines += lines
         rewards = parts.rewards
         cleanup.callback(rewards.close)
         if collectives.is_main:

@@ -102,14 +102,19 @@ class GlobalBatchStep:
         """Whether every backward pass reduces its gradients over the ranks."""
         return self.deepspeed is not None or self.fsdp
 
+    @property
+    def can_agree(self) -> bool:
+        """Whether passes have no collectives, but for the last one of a step: then a rank may fail in one."""
+        return not (self.in_backward or self.logprobs.in_step)
+
     def _surviving(
         self, model: nn.Module, report: StepMetrics, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None
     ) -> T:
         """`attempt`, which makes gradients; from the beginning with smaller micro-batches where memory runs out.
 
-        Not if every backward pass reduces gradients: ranks could not agree in it.
+        Not if passes have collectives: ranks could not agree in them.
         """
-        if self.in_backward:
+        if not self.can_agree:
             return attempt()
 
         def undo_all() -> None:
@@ -309,7 +314,7 @@ class GlobalBatchStep:
         """
         ranks, planner = self.logprobs.collectives, self.logprobs.planner
         own = plan.micro_batches[ranks.rank]
-        if last and len(own) == 1 and ranks.active and plan.tokens > planner.survived and not self.in_backward:
+        if last and len(own) == 1 and ranks.active and plan.tokens > planner.survived and self.can_agree:
             own = [*own, []]
         loss = torch.zeros((), device=self.logprobs.device)
 
@@ -320,7 +325,7 @@ class GlobalBatchStep:
             self.logprobs.on_progress()
             return share.detach()
 
-        with contextlib.nullcontext() if self.in_backward else planner.agreed():
+        with planner.agreed() if self.can_agree else contextlib.nullcontext():
             for held in own[:-1] if last else own:
                 loss += run(held, final=False)
         if self._has_stepped:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from swift.errors import EngineError, NumericError, RewardError
 from swift.models.attention.choice import choose_attention
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_sharded
 from swift.observability.metric_names import with_aliases
@@ -87,6 +88,7 @@ class GRPOTrainer(AtomicTrainer):
         eval_prompts: held-out prompts, or none.
         report: console output and log files (rank 0 only); flushed to disk before a checkpoint becomes valid.
         on_progress: called after each micro-batch.
+        sequence_group: the ranks that share micro-batches with this one.
         stops_at_alert: whether an alert of the report's health rules ends the run, with a checkpoint.
         trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
@@ -102,6 +104,7 @@ class GRPOTrainer(AtomicTrainer):
         eval_prompts: Sequence[Prompt] = (),
         report: RunReport | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        sequence_group: SequenceGroup | None = None,
         stops_at_alert: bool = False,
         **trainer_arguments: Any,
     ) -> None:
@@ -136,6 +139,7 @@ class GRPOTrainer(AtomicTrainer):
             per_device=settings.per_device,
             device=self.args.device,
             say=self._print_line,
+            group=sequence_group,
         )
         self.logprobs = LogProbs(
             settings=settings,
@@ -146,6 +150,8 @@ class GRPOTrainer(AtomicTrainer):
             device=self.args.device,
             on_progress=on_progress,
             timer=metrics.timer,
+            group=sequence_group,
+            in_step=sequence_group is not None,
         )
         self.entropy = EntropyControl(self.logprobs, settings.entropy.adaptive)
         self.step = GlobalBatchStep(
@@ -197,7 +203,7 @@ class GRPOTrainer(AtomicTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
-        self.logprobs.in_step = is_sharded(self.model)
+        self.logprobs.in_step |= is_sharded(self.model)
         for frozen in self.frozen:
             self._whole_logits = frozen.prepare(self.accelerator) or self._whole_logits
         if self._whole_logits is not None:
@@ -249,7 +255,9 @@ class GRPOTrainer(AtomicTrainer):
         report.collect()
         value = report.pop("grad_norm").total
         self.step.entropy.steer(report)
-        self.metrics.add_many(summarise(report, batch, self.logprobs.settings, self.collectives))
+        self.metrics.add_many(
+            summarise(report, batch, self.logprobs.settings, self.collectives, self.planner.group_size)
+        )
         if math.isfinite(value):
             if norm is not None:
                 self._non_finite_in_a_row = 0

@@ -66,6 +66,7 @@ GKD = Method(
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
     encode=encoding("turn"),
+    shares_rows=False,
     fuses_head=True,
     options=_options,
     parts=load_teacher,

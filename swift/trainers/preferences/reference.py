@@ -21,6 +21,7 @@ from swift.models.sharded import is_sharding, shard
 from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading
+from swift.trainers.parallel.sequence import require_shareable
 
 STATE = "reference.pt"
 """A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
@@ -32,7 +33,10 @@ def reference_parts(args: Any, model: Any) -> dict[str, Any]:
     if args.precompute_ref_log_probs and not args.fsdp and args.ref_model in (None, args.model):
         return {}
     reference = load_reference(args, model, moves=args.sync_ref_model)
-    return {"ref_model": reference.module} if isinstance(reference, FrozenReference) else {}
+    if not isinstance(reference, FrozenReference):
+        return {}
+    require_shareable(reference.module, args, "ref_model")
+    return {"ref_model": reference.module}
 
 
 class ReferenceInCheckpoint(AtomicTrainer):

@@ -106,6 +106,7 @@ PRM = Method(
     config="transformers:TrainingArguments",
     encode=encode,
     reward_head="step",
+    shares_rows=False,
     parts=_parts,
     overrides=(StepTrainer,),
     measured=("accuracy", "f1"),

@@ -11,10 +11,12 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
+from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.template import Template
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
+from swift.trainers.parallel.sequence import SharedRows
 from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
@@ -29,10 +31,10 @@ SAME_IN_TRAINERS = (
 
 
 @functools.cache
-def trainer_class(method: Method) -> type[AtomicTrainer]:
+def trainer_class(method: Method, *, shares_rows: bool = False) -> type[AtomicTrainer]:
     """The method's trainer with atomic checkpoints, which are complete or do not exist."""
-    trainer = named(method.trainer)
-    return type(f"Atomic{trainer.__name__}", (*method.overrides, OwnMetrics, AtomicTrainer, trainer), {})
+    trainer, shared = named(method.trainer), (SharedRows,) if shares_rows else ()
+    return type(f"Atomic{trainer.__name__}", (*shared, *method.overrides, OwnMetrics, AtomicTrainer, trainer), {})
 
 
 def build_trainer(
@@ -58,8 +60,9 @@ def build_trainer(
     arguments = on_one_device(named(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
+    group = SequenceGroup.of_this_rank(args.sequence_parallel_size)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-    trainer = trainer_class(method)(
+    trainer = trainer_class(method, shares_rows=group is not None)(
         model=model,
         args=arguments,
         train_dataset=train,
@@ -70,6 +73,7 @@ def build_trainer(
         metrics=MetricStore(),
         run_settings=settings,
         save_total_limit=args.save_total_limit,
+        **({"sequence_group": group} if group is not None else {}),
         **(parts or {}),
     )
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32

@@ -37,6 +37,7 @@ class Method:
     model_dropout: whether the model keeps the dropout of its config; without it, the model and a frozen copy differ by
         training only.
     fuses_head: whether the loss multiplies by the weight of the output layer directly, which bypasses an adapter on it.
+    shares_rows: whether ranks may compute its rows together (`--sequence_parallel_size`).
     options: settings -> keyword arguments of `config` that only this method has.
     parts: prepares the model; settings and model -> keyword arguments of `trainer` that only this method has, such as
         a reference model.
@@ -53,6 +54,7 @@ class Method:
     reward_head: Head | None = None
     model_dropout: bool = False
     fuses_head: bool = False
+    shares_rows: bool = True
     options: Callable[[Any], dict[str, Any]] = _nothing
     parts: Callable[[Any, Any], dict[str, Any]] = _nothing
     overrides: tuple[type, ...] = ()

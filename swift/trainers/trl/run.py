@@ -13,8 +13,9 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import counted
+from swift.errors import ConfigError, counted
 from swift.startup import collector_resting
+from swift.trainers.parallel.sequence import data_ranks, require_shareable
 from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.session import (
     SignalTrap,
@@ -109,15 +110,21 @@ def run(resolved: Resolved) -> int:
 
 
 def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> str:
-    """The batch arithmetic in one line: rows per step, steps per epoch and in all."""
-    batch = args.per_device_train_batch_size * world_size * args.gradient_accumulation_steps
+    """The batch arithmetic in one line: rows per step, steps per epoch and in all.
+
+    Raises:
+        ConfigError: processes that share rows do not make whole groups.
+    """
+    ranks, size = data_ranks(args, world_size), args.sequence_parallel_size
+    batch = args.per_device_train_batch_size * ranks * args.gradient_accumulation_steps
+    devices = counted(ranks, "process") if size == 1 else f"{counted(ranks, 'group')} of {size} processes"
     step = (
-        f"{args.per_device_train_batch_size} per device x {counted(world_size, 'process')} x "
+        f"{args.per_device_train_batch_size} per device x {devices} x "
         f"{counted(args.gradient_accumulation_steps, 'accumulation step')} = {counted(batch, 'row')} per step"
     )
     if not isinstance(train, Sized):
         return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}"
-    per_round = world_size * args.per_device_train_batch_size
+    per_round = ranks * args.per_device_train_batch_size
     per_rank = len(train) // per_round if args.dataloader_drop_last else -(-len(train) // per_round)
     per_epoch = -(-per_rank // args.gradient_accumulation_steps)
     steps = args.max_steps if args.max_steps > 0 else int(-(-per_epoch * args.num_train_epochs // 1))
@@ -144,6 +151,12 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
     """`Method.parts`, after a check that the method can train the model, which may be without weights."""
     from swift.models.tuners import check_head
 
+    if args.sequence_parallel_size > 1 and not method.shares_rows:
+        raise ConfigError(
+            f"--sequence_parallel_size: {args.sequence_parallel_size}: not with this method; use 1, with --deepspeed "
+            "or --fsdp if memory is short"
+        )
+    require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
     return method.parts(args, model)

@@ -1,0 +1,94 @@
+"""`--sequence_parallel_size` in the methods of TRL: processes that share rows take the step that one process takes.
+
+The optimizer is SGD with a large learning rate: the weights after one step are the gradient, to its last digits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trl_runs import argv_of, in_two, list_checkpoints, logged, sums, trained, verdicts, weights, written
+
+from swift.arguments import parse
+
+pytestmark = pytest.mark.slow
+LONG = pytest.mark.long
+
+STEP = (
+    "--optim sgd --learning_rate 100 --lr_scheduler_type constant --weight_decay 0 --max_grad_norm 0 --max_steps 1",
+    "--torch_dtype float32 --per_device_train_batch_size 3",
+)
+LORA, CHECKPOINTING = "--tuner_type lora --init_weights gaussian", "--gradient_checkpointing true"
+ZERO2, ZERO3, FSDP = "--deepspeed zero2", "--deepspeed zero3", "--fsdp full_shard"
+PACKED = "--packing true --max_length 128"
+
+
+@pytest.fixture
+def settings(nano_folders, tmp_path):
+    """Resolved settings of a run of a method, as a function of the flags that differ."""
+
+    def resolved(method, *flags):
+        mode, _, kind = method.partition(" ")
+        own = {"--model": nano_folders["qwen3"], "--output_dir": tmp_path / "out"}
+        if mode == "rlhf":
+            rows = list(verdicts(24) if kind == "kto" else sums(24))
+            for number, row in enumerate(rows):
+                row["prompt"][0]["content"] += " Think about it." * (number % 3)  # rows differ in length
+            own |= {"--rlhf_type": kind, "--dataset": written(tmp_path / "pairs.jsonl", rows)}
+        else:
+            rows = [{"messages": [*row["prompt"], *row["chosen"]]} for row in sums(60)]
+            texts = [{"text": f"{number} is a number. " * (1 + number % 4)} for number in range(60)]
+            own |= {"--dataset": written(tmp_path / "rows.jsonl", rows if mode == "sft" else texts)}
+        return parse(mode, argv_of(own, *STEP, *flags), {})
+
+    return resolved
+
+
+def gradient(run_dir, start):
+    """What the step took from the weights, by name."""
+    after = weights(list_checkpoints(run_dir)[-1])
+    return {name: start.get(name, torch.zeros_like(value)) - value for name, value in after.items()}
+
+
+@pytest.mark.parametrize(
+    ("method", "way", "flags", "ranks", "size"),
+    [
+        ("rlhf dpo", (), (), 2, 2),
+        pytest.param("rlhf dpo", (), LORA, 2, 2, marks=LONG),
+        pytest.param("rlhf dpo", ZERO3, (), 2, 2, marks=LONG),
+        pytest.param("rlhf dpo", ZERO3, LORA, 2, 2, marks=LONG),
+        ("rlhf dpo", FSDP, (), 2, 2),
+        pytest.param("rlhf dpo", FSDP, LORA, 2, 2, marks=LONG),
+        pytest.param("rlhf dpo", ZERO2, (), 4, 2, marks=LONG),
+        pytest.param("rlhf dpo", (), CHECKPOINTING, 4, 4, marks=LONG),
+        pytest.param("rlhf dpo", (), "--precompute_ref_log_probs true", 4, 2, marks=LONG),
+        pytest.param("rlhf kto", (), (), 4, 2, marks=LONG),
+        pytest.param("rlhf ipo", (), (), 2, 2, marks=LONG),
+        pytest.param("rlhf orpo", (), (), 4, 2, marks=LONG),
+        pytest.param("rlhf cpo", (), (), 4, 2, marks=LONG),
+        pytest.param("rlhf simpo", FSDP, (), 2, 2, marks=LONG),
+        pytest.param("sft", (), (), 4, 2, marks=LONG),
+        ("sft", (), PACKED, 2, 2),
+        pytest.param("sft", (), "--padding_free true", 4, 4, marks=LONG),
+        pytest.param("sft", ZERO3, PACKED, 4, 2, marks=LONG),
+        pytest.param("sft", FSDP, LORA, 4, 2, marks=LONG),
+        pytest.param("sft", FSDP, PACKED, 4, 4, marks=LONG),
+        pytest.param("sft", (), "--streaming true --shuffle_buffer_size 7", 4, 2, marks=LONG),
+        pytest.param("pt", (), (), 4, 2, marks=LONG),
+    ],
+)
+def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, method, way, flags, ranks, size):
+    batches = ranks // size
+    alone = trained(settings(method, flags, f"--gradient_accumulation_steps {batches} --output_dir {tmp_path / 'one'}"))
+    sharing = f"--sequence_parallel_size {size} --output_dir {tmp_path / 'several'}"
+    together = in_two(settings(method, flags, way, sharing), count=ranks)
+    resolved = settings(method, flags)
+    start = load_file(f"{resolved.args.model}/model.safetensors") if resolved.args.tuner_type == "full" else {}
+    ours, theirs = gradient(together, start), gradient(alone, start)
+    assert ours.keys() == theirs.keys()
+    norm = sum(float(one.norm() ** 2) for one in theirs.values()) ** 0.5
+    gap = sum(float((ours[name] - theirs[name]).norm() ** 2) for name in theirs) ** 0.5
+    assert norm > 10 and gap < 1e-6 * norm, (gap, norm)
+    for name in ("loss", "grad_norm"):
+        assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-5)
