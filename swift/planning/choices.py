@@ -52,12 +52,19 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
             ([("sleep_level", "1")], colocated and awake),
             ([("gradient_checkpointing", "true")], not args.gradient_checkpointing),
             ([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest),
-            ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full"),
+            ([("fsdp", "full_shard")], plan.devices > 1 and not args.fsdp),
+            ([("sequence_parallel_size", str(2 * args.sequence_parallel_size))], _can_share(plan, args)),
+            ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full" and not args.fsdp),
         ]
         if plan.peak.name == "update":  # which tokens do not change
-            choices = [choices[0], choices[-1]]
+            choices = [choices[0], choices[3], choices[-1]]
     choices.append(([("tuner_type", "lora")], args.tuner_type == "full"))
     return [change for change, helps in choices if helps]
+
+
+def _can_share(plan: Plan, args: Any) -> bool:
+    """Whether twice as many processes may compute the same rows, and each micro-batch is one completion."""
+    return plan.devices % (2 * args.sequence_parallel_size) == 0 and plan.cost.tokens < 2 * args.max_completion_length
 
 
 def _share_left(plan: Plan) -> float:

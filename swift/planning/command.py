@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, first_line, join_problems, printable
+from swift.errors import ConfigError, counted, first_line, join_problems, printable
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -104,8 +104,7 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(TRACED)}": (
             args.optim not in TRACED
         ),
-        f"--sequence_parallel_size: {args.sequence_parallel_size}: is not planned yet": args.sequence_parallel_size > 1,
-        f"--deepspeed, --fsdp: {args.deepspeed or args.fsdp}: sharded models are not planned yet": args.sharded_by,
+        f"--deepspeed: {args.deepspeed}: only --fsdp is planned so far": args.deepspeed,
         f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
         f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (
             args.tuner_type not in ("lora", "full")
@@ -117,9 +116,6 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         ),
         "--reward_model: given: reward models on the trainer's device are not planned yet": args.reward_model,
         "--use_lmdeploy: true: only vLLM and transformers are planned so far": args.use_lmdeploy,
-        f"--vllm_tensor_parallel_size: {args.vllm_tensor_parallel_size}: sharded engines are not planned yet": (
-            args.vllm_tensor_parallel_size > 1
-        ),
     }
     return [problem for problem, holds in problems.items() if holds]
 
@@ -128,23 +124,29 @@ def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
     """The plan of a run of GRPO."""
     from swift.planning.choices import advice
     from swift.planning.report import Plan
+    from swift.trainers.parallel.sequence import data_ranks
+    from swift.trainers.parallel.sharding import describe
 
     nodes = max(1, int(os.environ.get("NNODES", "1")))
     placed = _place(args, max(1, processes // nodes))
     batches = _batches(args, processes, asked.num_rows)
-    policy, cost = _trainer(args, device, placed, processes, batches.global_batch // processes, asked.prompt_tokens)
+    completions = batches.global_batch // data_ranks(args, processes)
+    policy, cost = _trainer(args, device, placed, processes, completions, asked.prompt_tokens)
     rollout = _rollout(args, device, placed, nodes, policy, cost, batches, asked.prompt_tokens)
-    phases = _phases(args, placed, cost, rollout, buckets=cost.gradients if processes > 1 else 0)
+    phases = _phases(args, placed, cost, rollout, buckets=cost.gradients if processes > 1 and not args.fsdp else 0)
     where = {"colocate": "vLLM beside the trainer", "in_process": "the trainer's model"}.get(
-        placed.mode, "other devices"
+        placed.mode, "servers, taken to be" if placed.servers else "engines"
     )
+    if rollout.devices > 1 or placed.servers:
+        where += f" on {counted(rollout.devices, 'device')} each"
+    sharing = f", micro-batches of {args.sequence_parallel_size} processes" if args.sequence_parallel_size > 1 else ""
     plan = Plan(
-        title=f"plan: {args.tuner_type} tuning of {args.model} in {args.torch_dtype}; rollouts by {where}, "
-        f"{rollout.at_a_time} at a time on a device; prompts of {asked.prompt_tokens} tokens, completions of "
-        f"{args.max_completion_length} all of them",
+        title=f"plan: {args.tuner_type} tuning of {args.model} in {args.torch_dtype}{describe(args)}{sharing}; "
+        f"rollouts by {where}, {rollout.at_a_time} at a time on a device; prompts of {asked.prompt_tokens} tokens, "
+        f"completions of {args.max_completion_length} all of them",
         device=device,
         devices=processes,
-        engine_devices=nodes * len(placed.engines) if placed.mode == "dedicated" else 0,
+        engine_devices=nodes * sum(map(len, placed.engines)) if placed.mode == "dedicated" else 0,
         cost=cost,
         phases=phases,
         step_s={"rollout": rollout.seconds, "passes": cost.training_s, "update": cost.update_s},
@@ -170,7 +172,7 @@ def _place(args: Any, ranks: int) -> Placement:
         placement.request_from(
             args,
             local_ranks=ranks,
-            accelerators=ranks + (workers or 1 if apart else 0),
+            accelerators=ranks + ((workers or 1) * args.vllm_tensor_parallel_size if apart else 0),
             accelerator_kind="cuda",
             cores=(),
         )
@@ -189,13 +191,14 @@ def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
 def _trainer(
     args: Any, device: Device, placed: Placement, processes: int, completions: int, prompt_tokens: int
 ) -> tuple[Any, StepCost]:
-    """The policy on "meta", and what its step costs."""
+    """The policy on "meta", and what its step costs; `completions`: of the ranks that share them."""
     import torch
 
     from swift.models.attention.choice import packing_obstacle
     from swift.models.policy import check_policy
     from swift.planning.devices import host_update_seconds
     from swift.planning.report import CONTEXT_BYTES, engine_in_training
+    from swift.planning.sharded import World
     from swift.planning.step import trace_step
     from swift.trainers.grpo.arguments import trainer_settings
     from swift.trainers.grpo.build import reference_of
@@ -209,7 +212,7 @@ def _trainer(
         raise ConfigError(f"--model: {args.model}: {obstacle}: models that are not packed are not planned yet")
     reference = reference_of(args, policy.train(), 0)
     taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
-    if processes > 1:
+    if processes > 1 and not args.fsdp:
         taken += sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
 
     def optimizer(weights: list[Any]) -> torch.optim.Optimizer:
@@ -226,6 +229,7 @@ def _trainer(
             recomputes=args.gradient_checkpointing,
             free=lambda held: max(1, device.memory - taken - held),
             kernel=kernel_of(args),
+            world=World(processes, args.sequence_parallel_size, args.fsdp, getattr(torch, args.torch_dtype)),
         )
     except RuntimeError as error:  # what reads numbers of tensors that have none, such as a router of experts
         raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
@@ -276,9 +280,14 @@ def _rollout(
     parameters = sum(parameter.numel() for name, parameter in policy.named_parameters() if "lora_" not in name)
     weights, longest = size * parameters, prompt_tokens + args.max_completion_length
     in_process = placed.mode == "in_process"
+    spread = max(1, args.vllm_tensor_parallel_size)
+    if placed.servers:  # as many devices as the weights need in half of their memory
+        spread = 1 << max(0, math.ceil(math.log2(2 * weights / device.memory)))
+    cache_per_token, weights = math.ceil(cache_per_token / spread), math.ceil(weights / spread)
     if in_process:
-        free = device.memory - CONTEXT_BYTES - cost.weights
-        engine, cache, engines = 0, min(device.memory // 4, max(free // 2, GIB)), placed.local_ranks * nodes
+        gathered = weights if args.fsdp else 0
+        free = device.memory - CONTEXT_BYTES - cost.weights - gathered
+        engine, cache, engines = gathered, min(device.memory // 4, max(free // 2, GIB)), placed.local_ranks * nodes
     else:
         engine = int(_share(args, placed) * device.memory)
         cache = engine - weights - ENGINE_BYTES
@@ -291,7 +300,7 @@ def _rollout(
     at_a_time, seconds = decode_seconds(
         device,
         least_s=HOST_S[pace] * shape.layers,
-        parameters=parameters,
+        parameters=parameters // spread,
         weights=weights,
         cache_per_token=cache_per_token,
         cache=cache,
@@ -302,7 +311,7 @@ def _rollout(
         completion_tokens=args.max_completion_length,
     )
     needed = min(cache, cache_per_token * longest * at_a_time) if in_process else cache
-    return Rollout(weights, engine, needed, at_a_time, seconds / batches.updates_per_rollout, problem)
+    return Rollout(weights, engine, needed, at_a_time, seconds / batches.updates_per_rollout, problem, spread)
 
 
 def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, *, buckets: int) -> list[Phase]:
@@ -314,7 +323,9 @@ def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, *, b
     beside = 0 if not colocated else ASLEEP_BYTES if placed.sleep_level else rollout.engine
     phases = []
     if placed.mode == "in_process":
-        phases.append(Phase("rollout", {**process, "trainer": cost.resident + buckets, "engine": rollout.cache}))
+        phases.append(
+            Phase("rollout", {**process, "trainer": cost.resident + buckets, "engine": rollout.engine + rollout.cache})
+        )
     if colocated:
         weights = 0 if args.offload_model else cost.weights
         trainer = weights + (0 if args.offload_optimizer else cost.resident - cost.weights) + buckets

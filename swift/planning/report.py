@@ -46,7 +46,7 @@ class Rollout:
 
     weights, cache: bytes of the engine's weights, and for keys and values. engine: of its whole share; 0 if it samples
     with the trainer's weights. at_a_time: completions that are decoded together. seconds: for an optimizer step.
-    problem: why it cannot sample, or "".
+    problem: why it cannot sample, or "". devices: over which an engine is spread.
     """
 
     weights: int
@@ -55,6 +55,7 @@ class Rollout:
     at_a_time: int
     seconds: float
     problem: str = ""
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)

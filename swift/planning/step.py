@@ -7,6 +7,7 @@ is counted from the segments of the stream.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from swift.models.attention.layout import SegmentLayout
 from swift.models.reference import FrozenReference, ReferenceModel
 from swift.models.scoring import prepare_scoring
 from swift.planning.devices import Device
-from swift.planning.trace import Trace, fused_on_meta
+from swift.planning.sharded import ALONE, World
+from swift.planning.trace import Trace, fused_on_meta, local
 from swift.rollout.samples import RolloutBatch, TrainSample
-from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.entropy import EntropyControl
 from swift.trainers.grpo.logprobs import LogProbs
 from swift.trainers.grpo.metrics import StepMetrics
@@ -102,6 +103,7 @@ def trace_step(
     recomputes: bool,
     free: Any,
     kernel: Any = "flex",
+    world: World = ALONE,
 ) -> StepCost:
     """What one optimizer step of a policy on "meta" costs on `device`.
 
@@ -109,17 +111,18 @@ def trace_step(
         policy: in training mode, with its adapter.
         reference: of the KL.
         settings: of the step.
-        shape: its completions.
+        shape: its completions, of one process or of those that share them.
         device: that it runs on.
         optimizer: makes the optimizer of the trained parameters; None if it is not on the device.
         recomputes: gradient checkpointing.
         free: gives the free bytes before the first update from the bytes that are held then, for the token budget.
         kernel: of packed attention.
+        world: of the process.
 
     Raises:
         NotImplementedError: the model needs attention that is not stood in for.
     """
-    with Trace(device) as trace, _as_on_gpu(trace), fused_on_meta():
+    with world.joined(), Trace(device) as trace, trace.resizing(), _as_on_gpu(trace), fused_on_meta():
         modules = [policy, *([reference.module] if isinstance(reference, FrozenReference) else [])]
         for module in modules:
             enable_packed_attention(module, kernel)
@@ -131,13 +134,17 @@ def trace_step(
             )
             if hasattr(policy, "peft_config"):
                 policy.enable_input_require_grads()  # type: ignore[operator]
+        if world.fsdp:
+            for module in modules:
+                world.shard(module)
+            gc.collect()  # what was whole
         trace.hold(*modules)
         weights = trace.live
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         made = optimizer(trained) if optimizer is not None else None
-        if made is not None:
+        if made is not None and not world.fsdp:  # whose shards are the masters
             keep_master_weights(made)
-        step, planner = _parts(policy, reference, settings)
+        step, planner = _parts(policy, reference, settings, world)
         if planner.limits.tokens is None:
             planner.fitting_tokens = planner.budget(whole_logits=False, has_state=made is None, free=free(trace.live))
         samples = shape.samples()
@@ -160,7 +167,7 @@ def trace_step(
             trained=sum(parameter.numel() for parameter in trained),
             weights=weights,
             resident=trace.live,
-            gradients=sum(parameter.nbytes for parameter in trained),
+            gradients=sum(local(parameter).nbytes for parameter in trained),
             training=training + state,
             update=trace.peak,
             micro_batches=count,
@@ -172,10 +179,10 @@ def trace_step(
 
 
 def _parts(
-    policy: nn.Module, reference: ReferenceModel | None, settings: GRPOSettings
+    policy: nn.Module, reference: ReferenceModel | None, settings: GRPOSettings, world: World
 ) -> tuple[GlobalBatchStep, MicroBatchPlanner]:
     """The trainer's parts that make a step, for the device "meta"."""
-    alone = Collectives()
+    ranks, group = world.collectives(), world.group()
     # values would be read: of the first pass over a batch, and of the mask of the top entropies
     entropy = replace(
         settings.entropy, quantile=1.0, log=True if settings.entropy.quantile < 1 else settings.entropy.log
@@ -183,22 +190,29 @@ def _parts(
     settings = replace(settings, keep_dropout=False, entropy=entropy)
     limits = Limits(settings.max_samples, settings.max_tokens)
     planner = MicroBatchPlanner(
-        policy, alone, limits, per_device=settings.per_device, device=META, say=lambda line: None
+        policy, ranks, limits, per_device=settings.per_device, device=META, say=lambda line: None, group=group
     )
     logprobs = LogProbs(
         settings=settings,
-        collectives=alone,
+        collectives=ranks,
         planner=planner,
         reference=reference,
         unwrapped=lambda: policy,
         device=META,
         on_progress=lambda: None,
         timer=lambda name: nullcontext(),
+        group=group,
+        in_step=group is not None or world.fsdp is not None,
     )
     accelerator: Any = SimpleNamespace(no_sync=lambda model: nullcontext(), backward=lambda loss: loss.backward())
     control = EntropyControl(logprobs, None)
     step = GlobalBatchStep(
-        logprobs=logprobs, entropy=control, accelerator=accelerator, sequences=1, timer=lambda name: nullcontext()
+        logprobs=logprobs,
+        entropy=control,
+        accelerator=accelerator,
+        sequences=1,
+        timer=lambda name: nullcontext(),
+        fsdp=world.fsdp is not None,
     )
     return step, planner
 

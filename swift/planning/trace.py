@@ -43,11 +43,25 @@ class Trace(TorchDispatchMode):
         self.kernels = 0
         self._known: dict[int, int] = {}
 
+    @contextlib.contextmanager
+    def resizing(self) -> Iterator[None]:
+        """Notice in the block that a storage is emptied and filled again, as FSDP does with gathered weights."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            if (key := storage._cdata) in self._known:
+                self._change(key, _rounded(size) - self._known[key])
+            return found
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized):
+            yield
+
     def hold(self, *modules: torch.nn.Module) -> None:
         """Count the parameters and buffers of modules that were made before."""
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
-                self._note(tensor)
+                self._note(local(tensor))
 
     def reset_peak(self) -> None:
         """Let the peak be what is alive."""
@@ -56,7 +70,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = None if operation in FUSED else operation(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        outputs = _tensors(results)
         for tensor in outputs:
             self._note(tensor)
         if not operation.is_view and operation not in FREE:
@@ -67,7 +81,7 @@ class Trace(TorchDispatchMode):
         packet = operation.overloadpacket
         if str(packet).startswith(("aten.empty", "aten.new_empty", "aten._local_scalar")):
             return
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = _tensors((args, kwargs))
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
         if packet is aten.embedding:  # only the rows that are asked for
             moved = 2 * sum(tensor.nbytes for tensor in outputs)
@@ -88,14 +102,31 @@ class Trace(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
-        self._known[key] = size
+        self._known[key] = 0
+        self._change(key, _rounded(storage.nbytes()))
+        weakref.finalize(storage, self._freed, key)
+
+    def _change(self, key: int, size: int) -> None:
+        self._known[key] += size
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._freed, key)
 
     def _freed(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK
+
+
+def local(tensor: Any) -> Tensor:
+    """What this process has of a tensor."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [local(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ def settings(words):
         tuner_type=given.get("--tuner_type", "full"),
         max_completion_length=1024,
         use_vllm=True,
+        fsdp=given.get("--fsdp"),
+        sequence_parallel_size=int(given.get("--sequence_parallel_size", 1)),
     )
 
 
@@ -89,6 +91,20 @@ def test_what_a_later_change_has_made_needless_is_taken_back():
     first, start = planned([])
     words, found = fitted(first, start.args, [], planned)
     assert found.fits and words == ["--optim", "adamw_cpu"]
+
+
+def test_several_devices_share_the_model_and_then_rows():
+    def planned(words):
+        args = settings(words)
+        gib = 300 / args.sequence_parallel_size - (100 if args.fsdp else 0) - 20 * args.gradient_checkpointing
+        return plan(("forward, backward", gib, 0), tokens=1500, devices=8), resolved(words)
+
+    first, start = planned([])
+    words, found = fitted(first, start.args, [], planned)
+    assert found.fits
+    assert words == [
+        "--gradient_checkpointing", "true", "--fsdp", "full_shard", "--sequence_parallel_size", "2",
+    ]  # fmt: skip
 
 
 def test_what_nothing_makes_fit_ends():

@@ -1,6 +1,7 @@
 """`swift plan` as a command, from configurations of models that are not here."""
 
 import json
+import time
 
 import pytest
 from transformers import AutoConfig
@@ -112,6 +113,35 @@ def test_a_published_peak_is_met(plan):
     assert peak / 2**30 == pytest.approx(12.5, rel=0.15)
 
 
+LONG = (
+    "--device h100-80gb --num_devices 8 --max_completion_length 32768 --max_length 40000 --use_vllm true "
+    "--vllm_mode colocate --sleep_level 1 --per_device_train_batch_size 1 --json true"
+)
+
+
+@pytest.mark.slow
+def test_32k_tokens_of_8b_fit_on_eight_devices_that_share_model_and_rows(plan):
+    config, _ = FAMILIES["Qwen3-8B"]
+    code, out, _ = plan(config, f"{RUN} {LONG} --fsdp full_shard --sequence_parallel_size 8")
+    found = json.loads(out)
+    assert code == 0 and found["fits"]
+    # 12 bytes a parameter on eight devices: masters in float32 with two moments
+    shards = 12 * found["parameters"] / 8
+    assert shards < found["phases"]["update"]["trainer"] < 1.6 * shards
+    assert found["micro_batch_tokens"] > 8 * 8192
+
+
+@pytest.mark.long
+def test_70b_on_64_devices_is_planned_in_a_minute(plan):
+    config, _ = FAMILIES["Llama-3.1-70B"]
+    flags = "--device h100-80gb --num_devices 64 --max_completion_length 8192 --per_device_train_batch_size 1"
+    servers = "--use_vllm true --vllm_mode server --vllm_server_host 10.0.0.1 --fsdp full_shard --json true"
+    began = time.monotonic()
+    code, out, _ = plan(config, f"{RUN} {flags} {servers} --sequence_parallel_size 8")
+    assert code == 0 and json.loads(out)["fits"]
+    assert time.monotonic() - began < 60
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_said_with_what_makes_room(plan):
     flags = "--per_device_train_batch_size 8 --max_completion_length 512 --device rtx4090 --use_vllm true"
@@ -129,8 +159,12 @@ def test_what_does_not_fit_is_said_with_what_makes_room(plan):
         (RUN, "--device: none given, and no GPU is visible here; valid: h100-80gb, "),
         ("sft --dataset rows.jsonl --device h200", "plan: sft: only swift rlhf --rlhf_type grpo is planned so far"),
         (
-            f"{RUN} --device h200 --fsdp full_shard",
-            "--deepspeed, --fsdp: full_shard: sharded models are not planned yet",
+            f"{RUN} --device h200 --deepspeed zero3",
+            "--deepspeed: zero3: only --fsdp is planned so far",
+        ),
+        (
+            f"{RUN} --device h200 --num_devices 8 --sequence_parallel_size 3",
+            "--sequence_parallel_size: 3: does not divide the 8 processes of this run; valid: 1, 2, 4, 8",
         ),
         (
             f"{RUN} --device h200 --optim adafactor",

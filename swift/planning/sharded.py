@@ -1,0 +1,108 @@
+"""A process among many, on tensors without numbers: torch's group that only pretends to communicate; FSDP2 on "meta".
+
+`swift.models.sharded.shard` and torch's own gathers, frees and reductions run as in a run, so what one of the ranks
+holds is counted, not estimated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swift.models.attention.sequence_parallel import SequenceGroup
+from swift.models.sharded import shard
+from swift.trainers.distributed import Collectives
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The training processes, of which the first is looked at.
+
+    size: their number. sharing: neighbours that compute the same rows. fsdp: `--fsdp`. dtype: what FSDP computes
+    in.
+    """
+
+    size: int = 1
+    sharing: int = 1
+    fsdp: str | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """The group of processes, and FSDP2 without a device, in a block."""
+        from torch.distributed.fsdp._fully_shard import _fsdp_init, _fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if self.size == 1:
+            yield
+            return
+        dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
+        with contextlib.ExitStack() as stack:
+            stack.callback(dist.destroy_process_group)
+            stack.enter_context(mock.patch.object(torch, "meta", torch.cpu, create=True))  # its streams do nothing
+            for module in (_fsdp_init, _fully_shard):
+                if hasattr(module, "_get_device_from_mesh"):
+                    stack.enter_context(mock.patch.object(module, "_get_device_from_mesh", lambda mesh: META))
+            stack.enter_context(mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
+            stack.enter_context(mock.patch.object(FSDPParam, "reset_sharded_param", _reset))
+            yield
+
+    def group(self) -> SequenceGroup | None:
+        """The ranks that share micro-batches."""
+        return SequenceGroup.of_this_rank(self.sharing)
+
+    def collectives(self) -> Collectives:
+        """As the trainer sees the ranks that share micro-batches with this one."""
+        found = Collectives.__new__(Collectives)
+        found.active, found.rank, found.world_size, found.is_main = False, 0, self.sharing, True
+        return found
+
+    def shard(self, module: nn.Module) -> None:
+        """See `swift.models.sharded.shard`, as accelerate configures it for `--fsdp`."""
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mixed_precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self.dtype, "no")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            reshard_after_forward=self.fsdp == "full_shard",
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
+        )
+        if mixed_precision != "no":
+            plugin.set_mixed_precision(mixed_precision)
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        accelerator: Any = SimpleNamespace(
+            is_fsdp2=True,
+            mixed_precision=mixed_precision,
+            is_main_process=False,
+            device=META,
+            torch_device_mesh=init_device_mesh("cpu", (self.size,), mesh_dim_names=("dp_shard_cp",)),
+            parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard_cp",)),
+            state=SimpleNamespace(fsdp_plugin=plugin, deepspeed_plugin=None),
+        )
+        shard(module, accelerator)
+
+
+ALONE = World()
+"""A process without others."""
+
+
+def _reset(parameter: Any) -> None:
+    """What FSDP does before the first pass, and leaves out on "meta": it gathers from the shard as it is now."""
+    place = parameter._module_info
+    parameter.sharded_param = getattr(place.module, place.param_name)
+    parameter._sharded_param_data = parameter.sharded_param._local_tensor.view(-1)
+    parameter._sharding_spec = parameter.sharded_param._spec

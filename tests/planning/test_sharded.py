@@ -1,0 +1,81 @@
+"""One process among many without a device: what FSDP2 holds on "meta" is what it holds with real tensors."""
+
+from __future__ import annotations
+
+import gc
+from unittest import mock
+
+import pytest
+import torch
+from small_models import small_model
+from torch import nn
+
+from swift.models.attention.interface import enable_packed_attention
+from swift.models.forward import TokenSequence, pack
+from swift.models.scoring import prepare_scoring, score_tokens
+from swift.planning import sharded
+from swift.planning import trace as trace_module
+from swift.planning.devices import find_device
+from swift.planning.sharded import World
+from swift.planning.step import _as_on_gpu
+from swift.planning.trace import Trace
+
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 320, "num_key_value_heads": 2, "head_dim": 16}
+STREAM = [TokenSequence(list(range(12)), list(range(40))) for _ in range(4)]
+
+
+def held(kind: str, world: World, *, tied: bool = False, frozen: bool = False) -> dict[str, int]:
+    """Bytes after each part of two steps, and their peaks."""
+    device, found = torch.device(kind), {}
+    model: nn.Module = small_model("qwen3", **SIZES, tie_word_embeddings=tied, sliding_window=None)
+    enable_packed_attention(model)
+    assert prepare_scoring(model) is None
+    model.bfloat16().to(device).tie_weights()
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("q_proj" in name)
+    trace = Trace(find_device("h100-80gb"))
+    whole_blocks, place = mock.patch.object(trace_module, "BLOCK", 1), mock.patch.object(sharded, "META", device)
+    with whole_blocks, place, world.joined(), trace, trace.resizing(), _as_on_gpu(trace):
+        world.shard(model)
+        gc.collect()
+        trace.hold(model)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+        tokens, group = pack(STREAM, device=device), world.group()
+        tokens = tokens if group is None else tokens.spread(group)
+        for step in range(2):
+            for part in ("forward", "backward", "update"):
+                trace.reset_peak()
+                if part == "forward":
+                    loss = score_tokens(model, tokens)[0].sum()
+                elif part == "backward":
+                    loss.backward()
+                    del loss
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                gc.collect()
+                found |= {f"{part} {step}": trace.live, f"peak of {part} {step}": trace.peak}
+    return found
+
+
+@pytest.mark.parametrize("fsdp", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"frozen": True}], ids=str)
+def test_what_is_held_without_numbers_is_what_is_held_with_them(fsdp, options):
+    world = World(4, 1, fsdp)
+    ours, theirs = held("meta", world, **options), held("cpu", world, **options)
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, rel=0.02), name
+
+
+def test_more_ranks_hold_less_and_shared_rows_take_less():
+    two, eight = (held("meta", World(size, 1, "full_shard")) for size in (2, 8))
+    assert eight["update 1"] == pytest.approx(two["update 1"] / 4, rel=0.1)
+    shared = held("meta", World(8, 4, "full_shard"))
+    assert shared["peak of forward 1"] < 0.6 * eight["peak of forward 1"]
+
+
+def test_nothing_is_left_of_the_group():
+    with World(8).joined():
+        assert torch.distributed.get_world_size() == 8
+    assert not torch.distributed.is_initialized() and not hasattr(torch, "meta")
