@@ -3,9 +3,9 @@
 kernels     packed attention by masked SDPA, FlexAttention and flash-attn in bf16, against float64
 gradients   a step of SGD on recorded completions, by attention and dtype, against float64 rows of our own
 parity      trainer against transformers engine, float32 and bf16
-packed      training tokens per second, FLOP utilisation and peak of 16k packed tokens, recomputed
+packed      training tokens per second, FLOP utilisation and peak of 16k packed tokens, recomputed; beside `swift plan`
 step        whole steps against TRL, where it is installed, and the cosine of both gradients
-lora        LoRA steps in bf16
+lora        LoRA steps in bf16; beside `swift plan`
 memory      sleep levels and offloading change no bit of the weights, and what they free
 profile     the 15 operations that take most of a step
 vllm        steps with vLLM in the trainer's process at sleep levels 1 and 2, where it is installed
@@ -149,7 +149,7 @@ def packed(checks: Checks) -> dict[str, Any]:
     run, output = checks.run(work)
     rate = median(run.tokens) / run.log["time/train"]
     mfu = 6 * parameters(work.model) * rate / checks.device["bf16_flops"]
-    return {"train_tokens_per_s": rate, "mfu": mfu, **speed(run), **largest(output, "memory/")}
+    return {"train_tokens_per_s": rate, "mfu": mfu, **speed(run), **largest(output, "memory/"), **planned(checks, work)}
 
 
 def step(checks: Checks) -> dict[str, Any]:
@@ -165,8 +165,28 @@ def step(checks: Checks) -> dict[str, Any]:
 
 def lora(checks: Checks) -> dict[str, Any]:
     """Adapters of rank 16 on all linear layers."""
-    run, output = checks.run(checks.work("gpu", **SHORT), "--tuner_type", "lora", "--lora_rank", "16")
-    return {**speed(run), **largest(output, "memory/")}
+    work, flags = checks.work("gpu", **SHORT), ("--tuner_type", "lora", "--lora_rank", "16")
+    run, output = checks.run(work, *flags)
+    return {**speed(run), **largest(output, "memory/"), **planned(checks, work, *flags)}
+
+
+def planned(checks: Checks, work: Work, *flags: str) -> dict[str, Any]:
+    """What `swift plan` expects: the most on the device, to be compared with `device_mib`, and a step's seconds."""
+    work = replace(work, row=replace(work.row, flags=(*work.row.flags, *flags)))
+    wanted = command("swift", work, checks.output(), 1, 0)
+    wanted.words.insert(wanted.words.index("rlhf"), "plan")
+    device = "h100-80gb" if checks.on_cpu else "here"
+    wanted.words += ["--prompt_tokens", str(work.row.prompt_tokens), "--device", device, "--json", "true"]
+    done = subprocess.run(
+        wanted.words, check=True, timeout=checks.left(), stdout=subprocess.PIPE, text=True, env=wanted.environment
+    )
+    plan = json.loads(done.stdout)
+    most = max(phase["total"] for phase in plan["phases"].values())
+    return {
+        "planned_mib": most / 2**20,
+        "planned_step_s": plan["step_seconds"],
+        "planned_tokens": plan["micro_batch_tokens"],
+    }
 
 
 def memory(checks: Checks) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class QuantArguments(CheckpointArguments):
     )
     """Precision of products with 4-bit weights."""
 
-    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] = flag(
-        "uint8", everyday=False, needs="quant_method"
+    bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] | None = flag(
+        everyday=False, needs="quant_method", unset="uint8; torch_dtype with fsdp"
     )
     """Type in which 4-bit weights are packed."""
 
@@ -262,10 +262,25 @@ class TunerArguments(QuantArguments):
             )
         if self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
-        if self.sharded_by:
-            yield f"{subject}: is computed from whole weights; leave --{self.sharded_by} out, or use plain LoRA"
+        if self.sharded_by == "deepspeed":
+            yield f"{subject}: DeepSpeed cannot shard quantised weights; use --fsdp, or leave --deepspeed out"
+        elif self.sharded_by:
+            yield from self._sharded_quantised_problems(subject)
         if getattr(self, "offload_model", False):
             yield "--offload_model: true: quantised weights stay on their device; use --offload_model false"
+
+    def _sharded_quantised_problems(self, subject: str) -> Iterator[str]:
+        """With FSDP, which shards weights of a floating type, and gathers each layer for its products only."""
+        if self.quant_bits != 4:
+            yield (
+                f"{subject}: --fsdp shards only 4-bit weights that are made while loading; use --quant_bits 4 with a "
+                "model that is not quantised, or leave --fsdp out"
+            )
+        if self.use_dora:
+            yield "--use_dora: true: is computed from whole weights; use false, or leave --fsdp out"
+        storage = self.bnb_4bit_quant_storage
+        if storage not in (None, self.torch_dtype):
+            yield f"--bnb_4bit_quant_storage: {storage}: --fsdp needs the type of --torch_dtype; leave it out"
 
 
 @dataclass(kw_only=True)

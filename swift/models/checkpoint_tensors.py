@@ -278,7 +278,7 @@ def _dequantised(prefix: str, layer: Any) -> CheckpointTensor:
     weight, dtype = layer.weight, layer.unquantised_dtype
     shape = (layer.out_features, layer.in_features)
     return CheckpointTensor(
-        f"{prefix}weight", dtype, shape, (weight,), lambda whole: dequantised(layer).to(dtype), (id(weight), 0)
+        f"{prefix}weight", dtype, shape, (weight,), lambda whole: dequantised(layer, whole).to(dtype), (id(weight), 0)
     )
 
 
@@ -319,14 +319,15 @@ def _read_merged(
     """PEFT's merge on a float32 copy of the layer; on quantised weights, which have LoRA alone, its parts."""
     base = layer.get_base_layer()
     if is_quantised_layer(base):
-        merged = dequantised(base) if part == "weight" else base.bias.float()
+        merged = dequantised(base, whole) if part == "weight" else whole(base.bias).float()
         for name in adapters:
             if part == "bias":
-                merged = merged + layer.lora_B[name].bias * layer.scaling[name]
+                merged = merged + whole(layer.lora_B[name].bias) * layer.scaling[name]
             elif name in layer.lora_variant:
                 merged = layer.lora_variant[name].merge_safe(layer, name, merged)
             else:
-                merged = merged + layer.get_delta_weight(name)
+                down, up = whole(layer.lora_A[name].weight), whole(layer.lora_B[name].weight)
+                merged = merged + layer.scaling[name] * (up.float() @ down.float())
         return merged.to(dtype)
     copies = {id(source): nn.Parameter(torch.empty(0)) for source in layer.parameters()}  # of what has no part in it
     for source in sources:

@@ -10,8 +10,11 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ResourceError
+from swift.models.sharded import is_dtensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch import nn
 
@@ -39,7 +42,8 @@ def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
         bnb_4bit_quant_type=args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=args.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=args.bnb_4bit_compute_dtype or dtype,
-        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage,
+        # FSDP shards what has a floating type, and computes in one type
+        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage or (dtype if getattr(args, "fsdp", None) else "uint8"),
     )
 
 
@@ -78,8 +82,17 @@ def is_quantised(model: nn.Module) -> bool:
 
 
 def is_quantised_layer(layer: nn.Module) -> bool:
-    """Whether a layer's own weight is one of bitsandbytes."""
-    return type(layer._parameters.get("weight")).__name__ in ("Params4bit", "Int8Params")
+    """Whether a layer's own weight is one of bitsandbytes, or was before it was sharded."""
+    kind = type(layer._parameters.get("weight")).__name__
+    return kind in ("Params4bit", "Int8Params") or hasattr(layer, "unquantised_dtype")
+
+
+def keep_quant_states(module: nn.Module, device: torch.device) -> None:
+    """Before `module` is sharded: 4-bit layers keep what their weights are dequantised with, on the device."""
+    for layer in filter(is_quantised_layer, module.modules()):
+        found: Any = layer
+        found.quant_state = found.weight.quant_state
+        found.quant_state.to(device)
 
 
 def rounds_activations(model: nn.Module) -> bool:
@@ -94,8 +107,12 @@ def rounds_activations(model: nn.Module) -> bool:
     )
 
 
-def dequantised(layer: nn.Module) -> torch.Tensor:
-    """The weight [out, in] that a quantised layer computes with, in float32."""
+def dequantised(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The weight [out, in] that a quantised layer computes with, in float32; `whole` gives a gathered parameter."""
     from peft.utils.integrations import dequantize_bnb_weight  # dequantize_module_weight replaces the weight
 
-    return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()
+    if not is_dtensor(layer.weight):
+        return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(whole(layer.weight), layer.quant_state).float()  # type: ignore[no-any-return]

@@ -64,7 +64,8 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
 
 def _can_share(plan: Plan, args: Any) -> bool:
     """Whether twice as many processes may compute the same rows, and each micro-batch is one completion."""
-    return plan.devices % (2 * args.sequence_parallel_size) == 0 and plan.cost.tokens < 2 * args.max_completion_length
+    size = 2 * args.sequence_parallel_size
+    return size <= plan.heads and plan.devices % size == 0 and plan.cost.tokens < 2 * args.max_completion_length
 
 
 def _share_left(plan: Plan) -> float:

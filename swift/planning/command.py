@@ -156,6 +156,7 @@ def plan_grpo(args: Any, device: Device, processes: int, asked: Any) -> Plan:
         tokens_per_step=batches.global_batch * args.max_completion_length
         + batches.global_batch_prompts * asked.prompt_tokens,
         price_per_hour=asked.price_per_hour,
+        heads=policy.config.get_text_config().num_attention_heads,
         problem=rollout.problem,
     )
     return replace(plan, advice=advice(plan, args))
@@ -202,6 +203,7 @@ def _trainer(
     from swift.planning.step import trace_step
     from swift.trainers.grpo.arguments import trainer_settings
     from swift.trainers.grpo.build import reference_of
+    from swift.trainers.parallel.sequence import require_shareable
 
     policy = check_policy(args, weights=False)
     if policy is None:
@@ -210,6 +212,7 @@ def _trainer(
         raise ConfigError(f"--model: {args.model}: its weights are quantised, which is not planned yet")
     if (obstacle := packing_obstacle(policy)) is not None:
         raise ConfigError(f"--model: {args.model}: {obstacle}: models that are not packed are not planned yet")
+    require_shareable(policy, args)
     reference = reference_of(args, policy.train(), 0)
     taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
     if processes > 1 and not args.fsdp:
@@ -229,7 +232,13 @@ def _trainer(
             recomputes=args.gradient_checkpointing,
             free=lambda held: max(1, device.memory - taken - held),
             kernel=kernel_of(args),
-            world=World(processes, args.sequence_parallel_size, args.fsdp, getattr(torch, args.torch_dtype)),
+            world=World(
+                processes,
+                args.sequence_parallel_size,
+                args.fsdp,
+                args.fsdp_replicas,
+                getattr(torch, args.torch_dtype),
+            ),
         )
     except RuntimeError as error:  # what reads numbers of tensors that have none, such as a router of experts
         raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
@@ -300,7 +309,7 @@ def _rollout(
     at_a_time, seconds = decode_seconds(
         device,
         least_s=HOST_S[pace] * shape.layers,
-        parameters=parameters // spread,
+        parameters=active_parameters(policy) // spread,
         weights=weights,
         cache_per_token=cache_per_token,
         cache=cache,
@@ -312,6 +321,17 @@ def _rollout(
     )
     needed = min(cache, cache_per_token * longest * at_a_time) if in_process else cache
     return Rollout(weights, engine, needed, at_a_time, seconds / batches.updates_per_rollout, problem, spread)
+
+
+def active_parameters(policy: Any) -> int:
+    """Those that compute a token: of the base, and of its experts the share that the router chooses."""
+    config = policy.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    total = 0.0
+    for name, parameter in policy.named_parameters():
+        if "lora_" not in name:
+            total += parameter.numel() * (min(1.0, chosen / parameter.shape[0]) if parameter.ndim == 3 else 1)
+    return int(total)
 
 
 def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, *, buckets: int) -> list[Phase]:

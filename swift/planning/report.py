@@ -64,6 +64,7 @@ class Plan:
 
     devices, engine_devices: how many train, and how many only sample. step_s: seconds by phase of an optimizer step.
     ahead: the next rollout takes place while this one is trained on. problem: why rollouts are impossible, or "".
+    heads: of the model's attention.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Plan:
     engine_devices: int = 0
     problem: str = ""
     price_per_hour: float | None = None
+    heads: int = 1
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -102,6 +104,7 @@ class Plan:
             "trained_parameters": self.cost.trained,
             "micro_batches": self.cost.micro_batches,
             "micro_batch_tokens": self.cost.tokens,
+            "flops": self.cost.flops,
             "phases": {phase.name: {"total": phase.total, **phase.held} for phase in self.phases},
             "fits": self.fits,
             "problem": self.problem,

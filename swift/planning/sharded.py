@@ -28,13 +28,14 @@ META = torch.device("meta")
 class World:
     """The training processes, of which the first is looked at.
 
-    size: their number. sharing: neighbours that compute the same rows. fsdp: `--fsdp`. dtype: what FSDP computes
-    in.
+    size: their number. sharing: neighbours that compute the same rows. fsdp: `--fsdp`, with so many
+    `replicas`. dtype: what FSDP computes in.
     """
 
     size: int = 1
     sharing: int = 1
     fsdp: str | None = None
+    replicas: int = 1
     dtype: torch.dtype = torch.bfloat16
 
     @contextlib.contextmanager
@@ -45,7 +46,7 @@ class World:
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        if self.size == 1:
+        if self.size == 1 and not self.fsdp:
             yield
             return
         dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
@@ -84,13 +85,15 @@ class World:
         if mixed_precision != "no":
             plugin.set_mixed_precision(mixed_precision)
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        names: tuple[str, ...] = ("dp_replicate", "dp_shard_cp")[self.replicas == 1 :]
+        sizes = (self.replicas, self.size // self.replicas)[self.replicas == 1 :]
         accelerator: Any = SimpleNamespace(
             is_fsdp2=True,
             mixed_precision=mixed_precision,
             is_main_process=False,
             device=META,
-            torch_device_mesh=init_device_mesh("cpu", (self.size,), mesh_dim_names=("dp_shard_cp",)),
-            parallelism_config=SimpleNamespace(fsdp_dim_names=("dp_shard_cp",)),
+            torch_device_mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names),
+            parallelism_config=SimpleNamespace(fsdp_dim_names=names),
             state=SimpleNamespace(fsdp_plugin=plugin, deepspeed_plugin=None),
         )
         shard(module, accelerator)

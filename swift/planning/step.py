@@ -123,21 +123,7 @@ def trace_step(
         NotImplementedError: the model needs attention that is not stood in for.
     """
     with world.joined(), Trace(device) as trace, trace.resizing(), _as_on_gpu(trace), fused_on_meta():
-        modules = [policy, *([reference.module] if isinstance(reference, FrozenReference) else [])]
-        for module in modules:
-            enable_packed_attention(module, kernel)
-            if (obstacle := prepare_scoring(module)) is not None:
-                raise NotImplementedError(obstacle)
-        if recomputes:
-            transformers_model(policy).gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-            if hasattr(policy, "peft_config"):
-                policy.enable_input_require_grads()  # type: ignore[operator]
-        if world.fsdp:
-            for module in modules:
-                world.shard(module)
-            gc.collect()  # what was whole
+        modules = _made_ready(policy, reference, kernel, world, recomputes=recomputes)
         trace.hold(*modules)
         weights = trace.live
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
@@ -178,6 +164,33 @@ def trace_step(
         )
 
 
+def _made_ready(
+    policy: nn.Module, reference: ReferenceModel | None, kernel: Any, world: World, *, recomputes: bool
+) -> list[nn.Module]:
+    """The models that are held, as the trainer prepares them; raises NotImplementedError: one scores whole logits."""
+    modules = [policy, *([reference.module] if isinstance(reference, FrozenReference) else [])]
+    for module in modules:
+        enable_packed_attention(module, kernel)
+        if has_experts(module):
+            transformers_model(module).set_experts_implementation("grouped_mm")  # as on a GPU
+        if (obstacle := prepare_scoring(module)) is not None:
+            raise NotImplementedError(obstacle)
+    if recomputes:
+        transformers_model(policy).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if hasattr(policy, "peft_config"):
+            policy.enable_input_require_grads()  # type: ignore[operator]
+    for module in modules if world.fsdp else ():
+        if module is policy or not getattr(reference, "moves", False):  # which is whole on each device
+            world.shard(module)
+    gc.collect()  # what was whole
+    return modules
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether any parameter holds the weights of several experts."""
+    return any(parameter.ndim == 3 for parameter in module.parameters())
+
+
 def _parts(
     policy: nn.Module, reference: ReferenceModel | None, settings: GRPOSettings, world: World
 ) -> tuple[GlobalBatchStep, MicroBatchPlanner]:
@@ -202,7 +215,7 @@ def _parts(
         on_progress=lambda: None,
         timer=lambda name: nullcontext(),
         group=group,
-        in_step=group is not None or world.fsdp is not None,
+        in_step=world.fsdp is not None,
     )
     accelerator: Any = SimpleNamespace(no_sync=lambda model: nullcontext(), backward=lambda loss: loss.backward())
     control = EntropyControl(logprobs, None)

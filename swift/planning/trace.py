@@ -85,7 +85,11 @@ class Trace(TorchDispatchMode):
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
         if packet is aten.embedding:  # only the rows that are asked for
             moved = 2 * sum(tensor.nbytes for tensor in outputs)
-        flops = flop_registry[packet](*args, **kwargs, out_val=results) if packet in flop_registry else 0
+        if packet is aten._grouped_mm:  # each row meets one expert
+            left, right = args[:2]
+            flops = 2 * left.shape[-2] * left.shape[-1] * right.shape[-1]
+        else:
+            flops = flop_registry[packet](*args, **kwargs, out_val=results) if packet in flop_registry else 0
         self._add(flops, moved, half=bool(inputs) and inputs[0].dtype in HALF)
 
     def kernel(self, flops: float, tensors: Sequence[Tensor]) -> None:

@@ -110,9 +110,20 @@ class OptimizationArguments:
     deepspeed: str | None = flag(everyday=False, unset="off")
     """DeepSpeed setting: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
 
-    fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(everyday=False, unset="off")
+    fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(
+        values={
+            "fsdp2": "full_shard",
+            "full_shard auto_wrap": "full_shard",
+            "shard_grad_op auto_wrap": "shard_grad_op",
+        },
+        everyday=False,
+        unset="off",
+    )
     """FSDP2: shards weights, gradients and optimizer state. shard_grad_op keeps gathered layers from forward to
     backward."""
+
+    fsdp_replicas: int = flag(1, at_least=1, everyday=False, aliases=("dp_replicate_size",), needs="fsdp")
+    """Number of copies of the sharded model (HSDP), each on its part of the processes, such as those of a node."""
 
     sequence_parallel_size: int = flag(1, at_least=1, everyday=False, aliases=("context_parallel_size",))
     """Number of neighbouring processes that compute the same rows together, a part of the tokens each, where rows are

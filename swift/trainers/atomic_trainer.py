@@ -21,11 +21,13 @@ import contextlib
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
 from transformers import Trainer
 
@@ -70,6 +72,10 @@ class AtomicTrainer(Trainer):
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:
             plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
+        if (mesh := self.accelerator.torch_device_mesh) is not None:  # accelerate makes its groups without a timeout
+            for part in (mesh, mesh[tuple(self.accelerator.parallelism_config.fsdp_dim_names)]):
+                for group in part.get_all_groups():
+                    _set_pg_timeout(timedelta(seconds=self.args.ddp_timeout), group)
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
         """Trainer's, for a model that is already sharded."""

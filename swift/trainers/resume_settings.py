@@ -39,7 +39,7 @@ FIXED = frozenset(
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
-        "deepspeed", "fsdp", "sequence_parallel_size",
+        "deepspeed", "fsdp", "fsdp_replicas", "sequence_parallel_size",
         "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
         "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
         "ebft_min_completion_prefix", "ebft_mask_thinking_ce", "teacher_model", "step_separator",
@@ -64,7 +64,8 @@ FREE = frozenset(
         "max_excluded_frac",
         "load_from_cache_file", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "eval_on_start",
         "run_name", "save_strategy", "gc_collect_after_offload", "offload_model", "offload_optimizer",
-        "sleep_level", "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
+        "sleep_level", "bnb_4bit_quant_storage",
+        "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
     }
 )
 """Changing one of these does not change what is computed."""

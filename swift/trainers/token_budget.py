@@ -156,6 +156,12 @@ class MicroBatchPlanner:
         return True
 
     @property
+    def own_tokens(self) -> int | None:
+        """Tokens of a micro-batch that this rank computes alone; None before memory is measured."""
+        tokens = self.limits.tokens or self.fitting_tokens
+        return None if tokens is None else max(1, tokens // self.group_size)
+
+    @property
     def ready(self) -> bool:
         """Whether the budget is given, or this attempt has measured it."""
         return self.limits.tokens is not None or self._measured

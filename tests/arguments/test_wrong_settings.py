@@ -153,7 +153,16 @@ FLAGS = [
         "--quant_method bnb --quant_bits 8 --init_weights pissa",
         ["--init_weights: pissa: changes weights that are quant"],
     ),
-    ("--quant_method bnb --quant_bits 8 --fsdp full_shard", ["--quant_method: bnb: is computed from whole weights"]),
+    ("--quant_method bnb --quant_bits 8 --fsdp full_shard", ["--quant_method: bnb: --fsdp shards only 4-bit weights"]),
+    ("--quant_method bnb --quant_bits 4 --deepspeed zero3", ["--quant_method: bnb: DeepSpeed cannot shard"]),
+    (
+        "--quant_method bnb --quant_bits 4 --fsdp full_shard --use_dora true",
+        ["--use_dora: true: is computed from whole"],
+    ),
+    (
+        "--quant_method bnb --quant_bits 4 --fsdp full_shard --torch_dtype bfloat16 --bnb_4bit_quant_storage uint8",
+        ["--bnb_4bit_quant_storage: uint8: --fsdp needs the type of --torch_dtype"],
+    ),
     ("--init_weights eva", ["--init_weights: eva: not a choice; valid: true, false, gaussian"]),
     ("--init_weights orthogonal --lora_rank 3", ["--lora_rank: 3: --init_weights orthogonal halves it"]),
     ("--init_weights olora --deepspeed zero2", ["--init_weights: olora: is computed from whole weights"]),

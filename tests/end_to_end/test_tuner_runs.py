@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, Cli, assert_same, error_lines, log_rows, state_files
+import torch
+from cli_runs import ROOT, Cli, assert_close, assert_same, error_lines, log_rows, sampled, state_files
 from safetensors.torch import load_file
 
 from swift.models.arguments import ModelArguments
@@ -72,6 +73,33 @@ def test_an_engine_of_its_own_has_the_trainers_logprobs(cli, tuner):
     own = {"infer_backend": "transformers", "vllm_mode": "dedicated", "parity_check": "start", "max_steps": 2}
     cli.finish("own", **{**GRPO, **flags_of(tuner), **own})
     assert "parity" in cli.printed
+
+
+@pytest.mark.parametrize("mode", ["sft", "grpo"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_fsdp_shards_a_quantised_base(cli, mode, copies):
+    common = {
+        **GRPO,
+        **flags_of("nf4"),
+        "lora_dropout": 0,
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0,
+        "max_steps": 2,
+    }
+    if mode == "sft":
+        common |= supervised(cli.folder)
+    one = cli.finish("one", **{**common, "gradient_accumulation_steps": 2 * copies, "per_device_train_batch_size": 2})
+    ranks = {"NPROC_PER_NODE": 2 * copies, **common.pop("variables")}
+    sharded = {**common, "fsdp": "full_shard", "fsdp_replicas": copies, "per_device_train_batch_size": 2}
+    several = cli.finish("several", **{**sharded, "gradient_accumulation_steps": 1}, variables=ranks)
+    assert_close(several, one, "loss", "grad_norm")
+    if mode == "grpo":
+        assert sampled(several) == sampled(one)
+        assert max(row["mismatch/logp_abs_diff_max"] for row in log_rows(several)) < 1e-5
+    ours, theirs = (load_file(folder / "checkpoint-2" / "adapter_model.safetensors") for folder in (several, one))
+    assert max(float(theirs[name].abs().max()) for name in theirs if "lora_B" in name) > 1e-3
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
 
 
 # --- vLLM ----------------------------------------------------------------------------------------------------------

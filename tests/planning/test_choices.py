@@ -21,7 +21,7 @@ def plan(*phases, tokens=16384, rollout_s=10.0, passes_s=20.0, devices=1, ahead=
     held = [Phase(name, {"trainer": trainer * GIB, "engine": engine * GIB}) for name, trainer, engine in phases]
     return Plan(
         "plan", DEVICE, devices, cost, held, {"rollout": rollout_s, "passes": passes_s, "update": 1.0}, None,
-        completions=8, tokens_per_step=62_000, ahead=ahead,
+        completions=8, tokens_per_step=62_000, ahead=ahead, heads=8,
     )  # fmt: skip
 
 

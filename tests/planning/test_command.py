@@ -131,6 +131,19 @@ def test_32k_tokens_of_8b_fit_on_eight_devices_that_share_model_and_rows(plan):
     assert found["micro_batch_tokens"] > 8 * 8192
 
 
+@pytest.mark.slow
+def test_a_mixture_of_experts_computes_with_those_that_are_chosen(plan):
+    config, count = FAMILIES["Qwen3-30B-A3B"]
+    config = config | {"num_hidden_layers": 4}
+    flags = "--device h200 --num_devices 8 --fsdp full_shard --per_device_train_batch_size 4 --json true"
+    code, out, err = plan(config, f"{RUN} {flags} --max_completion_length 512")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["parameters"] < count / 8
+    dense = found["parameters"] * 6 * found["micro_batch_tokens"] * found["micro_batches"]
+    assert 0 < found["flops"] < 0.5 * dense, "8 of 128 experts see a token"
+
+
 @pytest.mark.long
 def test_70b_on_64_devices_is_planned_in_a_minute(plan):
     config, _ = FAMILIES["Llama-3.1-70B"]
@@ -165,6 +178,10 @@ def test_what_does_not_fit_is_said_with_what_makes_room(plan):
         (
             f"{RUN} --device h200 --num_devices 8 --sequence_parallel_size 3",
             "--sequence_parallel_size: 3: does not divide the 8 processes of this run; valid: 1, 2, 4, 8",
+        ),
+        (
+            f"{RUN} --device h200 --num_devices 32 --sequence_parallel_size 32 --per_device_train_batch_size 1",
+            "--sequence_parallel_size: 32: the model of --model has 16 heads",
         ),
         (
             f"{RUN} --device h200 --optim adafactor",

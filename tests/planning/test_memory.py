@@ -56,9 +56,12 @@ def model(tmp_path):
 
 
 class Recorded:
-    """The samples of a step of a run; all of them are computed where they set the threshold of the top entropies."""
+    """The samples of a step of a run; where one micro-batch holds them, all set the threshold of the top entropies."""
 
-    def __init__(self, rows, *, everyone):
+    def __init__(self, rows, args):
+        prompts = {group: prompt for group, prompt, _, _ in rows}
+        tokens = sum(prompts.values()) + sum(length - 1 for _, _, length, _ in rows)
+        everyone = args.top_entropy_quantile < 1 and tokens <= args.max_tokens_per_micro_batch
         self.rows = [(*sizes, advantage or float(everyone)) for *sizes, advantage in rows]
 
     def samples(self):
@@ -88,9 +91,7 @@ def compare(on_gpu, model, monkeypatch, given):
     words = [*words.format(plugin=plugin).split()[1:], "--model", str(folder), "--dataset", str(plugin)]
     args = parse("rlhf", words, {}, machine=Machine(True, 2)).args
     monkeypatch.setattr(command, "kernel_of", lambda args: None)  # masked SDPA, as on the simulated GPU
-    monkeypatch.setattr(
-        command, "shape_of", lambda *rest: Recorded(found["samples"], everyone=args.top_entropy_quantile < 1)
-    )
+    monkeypatch.setattr(command, "shape_of", lambda *rest: Recorded(found["samples"], args))
     cost = command.plan_grpo(args, DEVICES["h100-80gb"], 1, asked).cost
 
     return [

@@ -75,6 +75,15 @@ def test_more_ranks_hold_less_and_shared_rows_take_less():
     assert shared["peak of forward 1"] < 0.6 * eight["peak of forward 1"]
 
 
+def test_one_process_has_the_whole():
+    assert held("meta", World(1, 1, "full_shard"))["update 1"] > 3 * held("meta", World(4, 1, "full_shard"))["update 1"]
+
+
+def test_copies_are_sharded_over_fewer_ranks():
+    four, copies = held("meta", World(4, 1, "full_shard")), held("meta", World(8, 1, "full_shard", 2))
+    assert copies["update 1"] == four["update 1"]
+
+
 def test_nothing_is_left_of_the_group():
     with World(8).joined():
         assert torch.distributed.get_world_size() == 8

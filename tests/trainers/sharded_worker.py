@@ -55,6 +55,7 @@ def settings(task: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(
         deepspeed=task.get("deepspeed"),
         fsdp=task.get("fsdp"),
+        fsdp_replicas=task.get("fsdp_replicas", 1),
         torch_dtype=task.get("dtype", "float32"),
         per_device_train_batch_size=8,
         gradient_accumulation_steps=1,

@@ -248,6 +248,37 @@ def assert_same_objective(ours, theirs):
     assert any(not torch.equal(value, theirs["state"][name]) for name, value in theirs["reference"].items())
 
 
+FOUR = {
+    "hsdp": ("full", {**FSDP, "fsdp_replicas": 2}),
+    "hsdp-lora": ("lora", {**FSDP, "fsdp_replicas": 2}),
+    "hsdp-sharing": ("full", {**FSDP, "fsdp_replicas": 2, **SHARING}),
+    "hsdp-objective": ("objective", {**FSDP, "fsdp_replicas": 2, **LATE}),
+    "fsdp-sharing": ("full", {**FSDP, "sharing": 4}),
+    "fsdp-lora-sharing": ("lora", {**FSDP, **SHARING}),
+    "zero3-sharing": ("full", {**ZERO3, **SHARING}),
+    "zero3-lora-sharing": ("lora", {**ZERO3, "sharing": 4}),
+}
+"""As `RUNS`, on four processes."""
+
+
+@pytest.fixture(scope="module")
+def four(common, folder):
+    made = {}
+    for library in ("fsdp", "deepspeed"):
+        tasks = {name: {**KINDS[kind], **way} for name, (kind, way) in FOUR.items() if library in way}
+        made |= zip(tasks, launch(folder / f"four-{library}", 4, list(tasks.values()), **common), strict=True)
+    return made
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_train_as_one_does(alone, four, name):
+    kind, _ = FOUR[name]
+    assert_same_training(four[name], alone[kind], tolerance=2e-5 if kind.startswith("objective") else 1e-5)
+    if kind.startswith("objective"):
+        assert_same_objective(four[name], alone[kind])
+
+
 @pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-on-shards", "zero3-objective", "fsdp", "fsdp-objective"])
 def test_a_frozen_copy_is_sharded_as_the_policy_is_unless_it_moves(sharded, name):
     whole = name == "zero2" or name.endswith("objective")

@@ -5,12 +5,18 @@ The optimizer is SGD with a large learning rate: the weights after one step are 
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from trl_runs import argv_of, in_two, list_checkpoints, logged, sums, trained, verdicts, weights, written
 
 from swift.arguments import parse
+from swift.cli.dry_run import dry_run_trl
+from swift.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 LONG = pytest.mark.long
@@ -19,14 +25,17 @@ STEP = (
     "--optim sgd --learning_rate 100 --lr_scheduler_type constant --weight_decay 0 --max_grad_norm 0 --max_steps 1",
     "--torch_dtype float32 --per_device_train_batch_size 3",
 )
-LORA, CHECKPOINTING = "--tuner_type lora --init_weights gaussian", "--gradient_checkpointing true"
+LORA, CHECKPOINTING = "--tuner_type lora --init_weights gaussian --lora_dropout 0", "--gradient_checkpointing true"
 ZERO2, ZERO3, FSDP = "--deepspeed zero2", "--deepspeed zero3", "--fsdp full_shard"
+EVALUATED = "--val_dataset val.jsonl --eval_strategy steps --eval_steps 1 --per_device_eval_batch_size 2"
+"""Seven rows, which two groups of processes do not divide."""
 PACKED = "--packing true --max_length 128"
 
 
 @pytest.fixture
-def settings(nano_folders, tmp_path):
+def settings(nano_folders, tmp_path, monkeypatch):
     """Resolved settings of a run of a method, as a function of the flags that differ."""
+    monkeypatch.chdir(tmp_path)
 
     def resolved(method, *flags):
         mode, _, kind = method.partition(" ")
@@ -38,6 +47,7 @@ def settings(nano_folders, tmp_path):
             own |= {"--rlhf_type": kind, "--dataset": written(tmp_path / "pairs.jsonl", rows)}
         else:
             rows = [{"messages": [*row["prompt"], *row["chosen"]]} for row in sums(60)]
+            written(tmp_path / "val.jsonl", rows[:7])
             texts = [{"text": f"{number} is a number. " * (1 + number % 4)} for number in range(60)]
             own |= {"--dataset": written(tmp_path / "rows.jsonl", rows if mode == "sft" else texts)}
         return parse(mode, argv_of(own, *STEP, *flags), {})
@@ -68,7 +78,7 @@ def gradient(run_dir, start):
         pytest.param("rlhf orpo", (), (), 4, 2, marks=LONG),
         pytest.param("rlhf cpo", (), (), 4, 2, marks=LONG),
         pytest.param("rlhf simpo", FSDP, (), 2, 2, marks=LONG),
-        pytest.param("sft", (), (), 4, 2, marks=LONG),
+        pytest.param("sft", (), EVALUATED, 4, 2, marks=LONG),
         ("sft", (), PACKED, 2, 2),
         pytest.param("sft", (), "--padding_free true", 4, 4, marks=LONG),
         pytest.param("sft", ZERO3, PACKED, 4, 2, marks=LONG),
@@ -80,7 +90,11 @@ def gradient(run_dir, start):
 )
 def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, method, way, flags, ranks, size):
     batches = ranks // size
-    alone = trained(settings(method, flags, f"--gradient_accumulation_steps {batches} --output_dir {tmp_path / 'one'}"))
+    if flags == EVALUATED:  # whose last batches depend on the number of batches at a time
+        alone = in_two(settings(method, flags, f"--output_dir {tmp_path / 'one'}"), count=batches)
+    else:
+        accumulated = f"--gradient_accumulation_steps {batches} --output_dir {tmp_path / 'one'}"
+        alone = trained(settings(method, flags, accumulated))
     sharing = f"--sequence_parallel_size {size} --output_dir {tmp_path / 'several'}"
     together = in_two(settings(method, flags, way, sharing), count=ranks)
     resolved = settings(method, flags)
@@ -90,5 +104,32 @@ def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, meth
     norm = sum(float(one.norm() ** 2) for one in theirs.values()) ** 0.5
     gap = sum(float((ours[name] - theirs[name]).norm() ** 2) for name in theirs) ** 0.5
     assert norm > 10 and gap < 1e-6 * norm, (gap, norm)
-    for name in ("loss", "grad_norm"):
+    for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-5)
+
+
+REFUSED = {
+    "rm": ("rlhf rm", "qwen3", {}, "", "not with this method"),
+    "heads": ("sft", "qwen3", {}, "--sequence_parallel_size 8", "the model of --model has 4 heads"),
+    "own attention": ("sft", "gpt2", {}, "", "the model of --model cannot be computed in parts ("),
+    "router": ("rlhf dpo", "qwen3_moe", {}, "", "this model's router has a loss of whole rows"),
+    "noise": ("sft", "qwen3", {}, "--neftune_noise_alpha 5", "does not go with --neftune_noise_alpha 5.0"),
+    "processes": ("sft", "qwen3", {}, "--sequence_parallel_size 3", "does not divide the 8 processes of this run"),
+    "copies": ("sft", "qwen3", {}, "--fsdp full_shard --fsdp_replicas 8", "--fsdp_replicas: 8: each copy needs"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_shared_is_refused_before_weights_are_loaded(
+    settings, nano_folders, small_model, tmp_path, monkeypatch, name
+):
+    method, arch, config, flags, problem = REFUSED[name]
+    folder = tmp_path / "model"
+    shutil.copytree(nano_folders["qwen3"], folder)
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    small_model(arch, vocab_size=vocab, **config).save_pretrained(folder)
+    monkeypatch.setenv("NPROC_PER_NODE", "8")
+    resolved = settings(method, "--sequence_parallel_size 2" if "_parallel_" not in flags else (), flags or ())
+    resolved.args.model = str(folder)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        dry_run_trl(resolved)

@@ -208,13 +208,13 @@ def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
     for given, value in raw.items() if isinstance(raw, dict) else ():
         name, on, place = given.removeprefix("fsdp_"), is_true(value), f"{key}.{given}"
         if name == "offload_params" and on:
-            draft.lose(place, "true: parameters stay on their device; see --offload_model, --offload_optimizer")
+            draft.lose(place, "true: parameters stay on their device; --deepspeed zero3_offload keeps them on the host")
         elif name == "activation_checkpointing" and on:
             draft.take(place, "gradient_checkpointing", "true")
         elif name == "reshard_after_forward":
             draft.take(place, "fsdp", "full_shard" if on else "shard_grad_op")
         elif name == "sharding_strategy" and str(value) in ("NO_SHARD", "HYBRID_SHARD"):
-            draft.lose(place, f"{value}: --fsdp shards over all processes")
+            draft.lose(place, f"{value}: --fsdp shards over all processes, or copies of --fsdp_replicas")
         else:
             draft.same(place, "layers are wrapped, and states saved, without settings")
     if "fsdp" not in draft.settings and "fsdp" not in draft.config:
@@ -282,6 +282,14 @@ def shared_rows(draft: Draft, key: str, raw: Any) -> None:
     draft.take(key, "sequence_parallel_size", raw)
     if draft.mode == "rlhf":
         draft.lose(key, f"{raw}: a batch has {raw} times the completions; divide gradient_accumulation_steps by it")
+
+
+def replicas(draft: Draft, key: str, raw: Any) -> None:
+    """The size of data parallelism beside FSDP's (HSDP)."""
+    if number(raw) > 1 and (draft.config.get("fsdp") or draft.config.get("fsdp_config")):
+        draft.take(key, "fsdp_replicas", raw)
+    else:
+        draft.same(key, "the processes are counted")
 
 
 def router_loss(draft: Draft, key: str, raw: Any) -> None:

@@ -19,6 +19,7 @@ from swift.models.attention.interface import enable_packed_attention, is_packed,
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
 from swift.models.forward import TokenSequence, completion_logits, pack, pad
+from swift.models.quantisation import is_quantised
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that can be packed, as configurations name them."""
@@ -136,11 +137,15 @@ def trial(model: nn.Module) -> Iterator[tuple[list[TokenSequence], torch.device]
 
 @contextlib.contextmanager
 def _on_gpu(model: nn.Module) -> Iterator[None]:
-    """Move the tensors of a model on the host to the current GPU, unless its free memory is short; back at the end."""
+    """Move the tensors of a model on the host to the current GPU, and back at the end.
+
+    Not if the free memory is short, or the model is quantised.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = (*model.parameters(), *model.buffers())
     on_host = {tensor: tensor.data for tensor in tensors if tensor.device.type == "cpu"}
-    if sum(tensor.nbytes for tensor in on_host) >= torch.cuda.mem_get_info(device)[0] // 2:
+    short = sum(tensor.nbytes for tensor in on_host) >= torch.cuda.mem_get_info(device)[0] // 2
+    if short or is_quantised(model):  # whose scales are no tensors of the model, and would stay behind
         on_host = {}
     try:
         for tensor in on_host:

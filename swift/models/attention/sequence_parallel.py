@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import accumulate
 from typing import Any
 
@@ -40,11 +41,11 @@ class SequenceGroup:
     group: Any = None
 
     @classmethod
-    def of_this_rank(cls, size: int) -> SequenceGroup | None:
+    def of_this_rank(cls, size: int, timeout_s: float = 1800.0) -> SequenceGroup | None:
         """The group of this process, whose ranks are a multiple of `size`; None with a size of 1. Collective."""
         if size == 1:
             return None
-        group, _ = dist.new_subgroups(group_size=size)
+        group, _ = dist.new_subgroups(group_size=size, timeout=timedelta(seconds=timeout_s))
         return cls(size, dist.get_rank() % size, group)
 
     def exchange(self, parts: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -105,6 +106,7 @@ class SpreadLayout:
     ) -> None:
         self.layout, self.num_tokens, self.group, self.rows = layout, num_tokens, group, rows
         self.num_own = -(-num_tokens // group.size)
+        self._seen: dict[tuple[int, int], Tensor] = {}
 
     def own(self, values: Tensor) -> Tensor:
         """[1, T, ...] of the stream -> [1, T / N, ...] of this rank."""
@@ -137,8 +139,9 @@ class SpreadLayout:
         keys = [len(share.keys) for share in shares]
         every = [number for share in shares for number in share.keys]
         if every != list(range(key.shape[1])):
-            chosen = to_device(every, key.device)
-            key, value = key.index_select(1, chosen), value.index_select(1, chosen)
+            if (heads := (query.shape[1], key.shape[1])) not in self._seen:
+                self._seen[heads] = to_device(every, key.device)
+            key, value = (states.index_select(1, self._seen[heads]) for states in (key, value))
         whole = self._heads(query, queries), self._heads(key, keys), self._heads(value, keys)
         if variant.sinks is not None:
             variant = Variant(variant.window, variant.softcap, variant.sinks[mine.queries.start : mine.queries.stop])

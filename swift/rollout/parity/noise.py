@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.attention.interface import transformers_model
+from swift.models.quantisation import is_quantised_layer
 from swift.models.sharded import gathered, whole_shape
 from swift.rollout.seeds import sample_seed
 
@@ -64,8 +65,9 @@ def choose(model: nn.Module, *, adapter_only: bool) -> list[str]:
     """Names of one parameter of each place in a layer, at different depths, and of every LoRA B."""
     chosen: list[str] = []
     places: dict[str, list[str]] = {}
+    packed = {f"{name}.weight" for name, layer in model.named_modules() if is_quantised_layer(layer)}
     for name, parameter in model.named_parameters():
-        if not parameter.dtype.is_floating_point or hasattr(parameter, "quant_state"):
+        if not parameter.dtype.is_floating_point or name in packed:
             continue
         if _LORA_B.search(name):
             chosen.append(name)

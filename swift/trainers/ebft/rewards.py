@@ -46,7 +46,7 @@ def attach(run: Attempt, trainer: GRPOTrainer, model: Any) -> None:
         parts.collectives,
         parts.args,
         device=trainer.args.device,
-        max_tokens=lambda: trainer.planner.limits.tokens or trainer.planner.fitting_tokens or MOST_TOKENS,
+        max_tokens=lambda: trainer.planner.own_tokens or MOST_TOKENS,
         in_step=lambda: trainer.logprobs.in_step,
         on_progress=run.watchdog.touch,
         skipped_rows=lambda: report.num_deleted,

@@ -109,7 +109,7 @@ class Attempt:
             report=self.report,
             save_total_limit=args.save_total_limit,
             on_progress=self.watchdog.touch,
-            sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size),
+            sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout),
             stops_at_alert=args.health_action == "stop",
         )
         if parts.references is not None:

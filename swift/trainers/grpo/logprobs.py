@@ -41,8 +41,8 @@ class LogProbs:
     """Scores samples with the models of one trainer.
 
     unwrapped: returns the policy without its wrappers for training. on_progress: called after each micro-batch. timer:
-    times phases. group: the ranks that share micro-batches. in_step: whether forward passes have collectives, of a
-    sharded model or of shared micro-batches, so that every rank has to make the same number of them.
+    times phases. group: the ranks that share micro-batches. in_step: whether the model is sharded, so that every
+    rank has to make the same number of forward passes.
     """
 
     settings: GRPOSettings
@@ -81,7 +81,7 @@ class LogProbs:
     ) -> Iterator[tuple[MicroBatch, list[int]]]:
         """This rank's micro-batches of a plan that hold a wanted sample, and the indices of what each holds.
 
-        Where passes have collectives, this rank has a filler in each turn in which only others have a micro-batch.
+        With a sharded model, this rank has a filler in each turn in which only other ranks have a micro-batch.
         """
         needs = {i for rank in plan.micro_batches for indices in rank for i in indices if wanted(samples[i])}
         for turn, held in enumerate(plan.micro_batches[self.collectives.rank]):
@@ -91,13 +91,18 @@ class LogProbs:
                 yield collate(chosen, [0.0] * len(chosen), device=self.device), mine
                 self.on_progress()
 
+    @property
+    def can_agree(self) -> bool:
+        """Whether forward passes have no collectives: then a rank may fail in one."""
+        return not self.in_step and self.group is None
+
     def agreed(self) -> AbstractContextManager[None]:
         """Around passes without a collective; where they have some, a failing rank fails alone."""
-        return nullcontext() if self.in_step else self.planner.agreed()
+        return self.planner.agreed() if self.can_agree else nullcontext()
 
     def surviving(self, attempt: Callable[[], T]) -> T:
         """`MicroBatchPlanner.surviving`, where ranks can agree."""
-        return attempt() if self.in_step else self.planner.surviving(attempt)
+        return self.planner.surviving(attempt) if self.can_agree else attempt()
 
     # --- forward passes ---------------------------------------------------------------------------------------
 

@@ -105,7 +105,7 @@ class GlobalBatchStep:
     @property
     def can_agree(self) -> bool:
         """Whether passes have no collectives, but for the last one of a step: then a rank may fail in one."""
-        return not (self.in_backward or self.logprobs.in_step)
+        return not self.in_backward and self.logprobs.can_agree
 
     def _surviving(
         self, model: nn.Module, report: StepMetrics, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None

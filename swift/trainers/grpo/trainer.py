@@ -151,7 +151,6 @@ class GRPOTrainer(AtomicTrainer):
             on_progress=on_progress,
             timer=metrics.timer,
             group=sequence_group,
-            in_step=sequence_group is not None,
         )
         self.entropy = EntropyControl(self.logprobs, settings.entropy.adaptive)
         self.step = GlobalBatchStep(
@@ -203,7 +202,7 @@ class GRPOTrainer(AtomicTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
-        self.logprobs.in_step |= is_sharded(self.model)
+        self.logprobs.in_step = is_sharded(self.model)
         for frozen in self.frozen:
             self._whole_logits = frozen.prepare(self.accelerator) or self._whole_logits
         if self._whole_logits is not None:
@@ -228,7 +227,7 @@ class GRPOTrainer(AtomicTrainer):
             self.state.num_input_tokens_seen += sum(len(s.prompt_ids) + len(s.token_ids) for s in inputs.samples)
         report.add("loss", loss, 0.0)
         self._measured = report, inputs
-        return loss
+        return loss / self.planner.group_size  # Trainer takes the mean over ranks for its summary
 
     def _print_line(self, line: str) -> None:
         if self.report is not None:

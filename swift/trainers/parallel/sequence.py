@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, counted
+from swift.trainers.parallel.sharding import check_replicas
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,8 +28,9 @@ def data_ranks(args: Any, world_size: int) -> int:
     """The groups of ranks that have rows of their own.
 
     Raises:
-        ConfigError: the ranks do not make whole groups.
+        ConfigError: the ranks do not make whole groups, or copies of a model (`check_replicas`).
     """
+    check_replicas(args, world_size)
     size: int = args.sequence_parallel_size
     if world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
@@ -50,9 +53,11 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     from swift.models.attention.choice import choose_attention
     from swift.models.attention.interface import transformers_model
 
-    for name in ("neftune_noise_alpha", "router_aux_loss_coef", "torch_compile"):
+    for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
-            raise ConfigError(f"--sequence_parallel_size: {size}: does not go with --{name} {value}; drop one")
+            raise ConfigError(
+                f"--sequence_parallel_size: {size}: does not go with --{name} {str(value).lower()}; drop one"
+            )
     named = f"--sequence_parallel_size: {size}: the model of --{flag}"
     heads = getattr(transformers_model(model).config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads < size:
@@ -71,7 +76,7 @@ class SharedRows:
     those over batches.
     """
 
-    model: Any
+    args: Any
     accelerator: Any
 
     def __init__(self, *, sequence_group: SequenceGroup, model: Any, **arguments: Any) -> None:
@@ -112,3 +117,4 @@ class SharedRows:
                 accelerator.gather = gather
 
         accelerator.gather_for_metrics = gather_once
+        self.gather_function = functools.partial(gather_once, use_gather_object=self.args.eval_use_gather_object)

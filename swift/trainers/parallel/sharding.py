@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
-from swift.errors import join_problems
+from swift.errors import ConfigError, counted, join_problems
 from swift.trainers.parallel.deepspeed import (
     deepspeed_config,
     dtype_name,
@@ -37,11 +38,24 @@ def require_sharding(args: Any) -> None:
     join_problems(problems)
 
 
+def check_replicas(args: Any, world_size: int) -> None:
+    """Raises ConfigError: `--fsdp_replicas` does not divide the processes, or leaves nothing to shard over."""
+    copies = args.fsdp_replicas
+    if not args.fsdp or copies == 1 or (world_size % copies == 0 and copies < world_size):
+        return
+    valid = ", ".join(str(number) for number in range(1, max(2, world_size)) if world_size % number == 0)
+    raise ConfigError(
+        f"--fsdp_replicas: {copies}: each copy needs the same number of the {counted(world_size, 'process')}, and more "
+        f"than one; valid: {valid}"
+    )
+
+
 def describe(args: Any) -> str:
     """How the model is sharded, for the plan: ", ZeRO-2", ", FSDP" or nothing."""
     if args.deepspeed:
         return f", ZeRO-{stage_of(args)}"
-    return ", FSDP" if args.fsdp else ""
+    copies = f" of {args.fsdp_replicas} copies" if args.fsdp_replicas > 1 else ""
+    return f", FSDP{copies}" if args.fsdp else ""
 
 
 def loading_device(args: Any) -> torch.device | None:
@@ -63,6 +77,11 @@ def sharding_options(args: Any) -> dict[str, Any]:
         _make_fsdp_state()
         # gathers again in the backward pass, or keeps what the forward pass gathered
         options = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
+        if args.fsdp_replicas > 1:
+            from accelerate.parallelism_config import ParallelismConfig
+
+            sizes = args.fsdp_replicas, int(os.environ["WORLD_SIZE"]) // args.fsdp_replicas
+            options["parallelism_config"] = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
     dtype = dtype_name(args)
     return {
         **options,

@@ -60,7 +60,7 @@ def build_trainer(
     arguments = on_one_device(named(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
-    group = SequenceGroup.of_this_rank(args.sequence_parallel_size)
+    group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     trainer = trainer_class(method, shares_rows=group is not None)(
         model=model,

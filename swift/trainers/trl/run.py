@@ -156,6 +156,14 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
             f"--sequence_parallel_size: {args.sequence_parallel_size}: not with this method; use 1, with --deepspeed "
             "or --fsdp if memory is short"
         )
+    balanced = getattr(args, "router_aux_loss_coef", None) != 0 and hasattr(
+        model.config.get_text_config(), "output_router_logits"
+    )
+    if args.sequence_parallel_size > 1 and balanced:
+        raise ConfigError(
+            f"--sequence_parallel_size: {args.sequence_parallel_size}: this model's router has a loss of whole rows; "
+            "use 1, or, in swift sft, --router_aux_loss_coef 0"
+        )
     require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
