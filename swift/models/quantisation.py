@@ -10,7 +10,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ResourceError
-from swift.models.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,8 +82,12 @@ def is_quantised(model: nn.Module) -> bool:
 
 def is_quantised_layer(layer: nn.Module) -> bool:
     """Whether a layer's own weight is one of bitsandbytes, or was before it was sharded."""
-    kind = type(layer._parameters.get("weight")).__name__
-    return kind in ("Params4bit", "Int8Params") or hasattr(layer, "unquantised_dtype")
+    return _has_own_kind(layer) or hasattr(layer, "unquantised_dtype")
+
+
+def _has_own_kind(layer: nn.Module) -> bool:
+    """Whether the weight is one of bitsandbytes, which knows its scales; a sharded one is not."""
+    return type(layer._parameters.get("weight")).__name__ in ("Params4bit", "Int8Params")
 
 
 def keep_quant_states(module: nn.Module, device: torch.device) -> None:
@@ -111,7 +114,7 @@ def dequantised(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> to
     """The weight [out, in] that a quantised layer computes with, in float32; `whole` gives a gathered parameter."""
     from peft.utils.integrations import dequantize_bnb_weight  # dequantize_module_weight replaces the weight
 
-    if not is_dtensor(layer.weight):
+    if _has_own_kind(layer):
         return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()
     from bitsandbytes.functional import dequantize_4bit
 

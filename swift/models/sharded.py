@@ -65,9 +65,6 @@ def shard(module: nn.Module, accelerator: Any) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # each model has its own
-    from swift.models.quantisation import keep_quant_states
-
-    keep_quant_states(module, accelerator.device)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.requires_grad_(False)  # what is trained would become float32 before it is cut
     fsdp2_prepare_model(accelerator, module)

@@ -52,7 +52,8 @@ class World:
         dist.init_process_group("fake", rank=0, world_size=self.size, store=FakeStore())
         with contextlib.ExitStack() as stack:
             stack.callback(dist.destroy_process_group)
-            stack.enter_context(mock.patch.object(torch, "meta", torch.cpu, create=True))  # its streams do nothing
+            stack.enter_context(mock.patch.object(torch, "meta", torch.cpu, create=True))  # whose streams do nothing
+            stack.enter_context(mock.patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()))
             for module in (_fsdp_init, _fully_shard):
                 if hasattr(module, "_get_device_from_mesh"):
                     stack.enter_context(mock.patch.object(module, "_get_device_from_mesh", lambda mesh: META))

@@ -33,6 +33,7 @@ from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
+from swift.models.quantisation import keep_quant_states
 from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
@@ -80,6 +81,7 @@ class AtomicTrainer(Trainer):
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
         """Trainer's, for a model that is already sharded."""
         if is_sharding(self.accelerator):
+            keep_quant_states(self.model, self.accelerator.device)
             shard(self.model, self.accelerator)
         return super()._prepare_for_training(*arguments, **named)
 

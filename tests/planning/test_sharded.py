@@ -81,7 +81,7 @@ def test_one_process_has_the_whole():
 
 def test_copies_are_sharded_over_fewer_ranks():
     four, copies = held("meta", World(4, 1, "full_shard")), held("meta", World(8, 1, "full_shard", 2))
-    assert copies["update 1"] == four["update 1"]
+    assert copies["update 1"] == pytest.approx(four["update 1"], rel=1e-3)
 
 
 def test_nothing_is_left_of_the_group():

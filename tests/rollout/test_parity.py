@@ -145,7 +145,7 @@ def test_routers_near_a_tie_are_no_fault_in_16_bits(small_model):
         report = make_check(engine, model).run()
         gaps += [stage.gaps.maximum for stage in report.stages]
         assert report.verdict != "refuse", report.line()
-    assert max(gaps) > 0.3, "no token had other experts"
+    assert max(gaps) > 0.2, "no token had other experts"
 
 
 # --- LoRA --------------------------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def build_trainer(
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
-    trainer = trainer_class(method, shares_rows=group is not None)(
+    chosen = trainer_class(method) if group is None else trainer_class(method, shares_rows=True)
+    trainer = chosen(
         model=model,
         args=arguments,
         train_dataset=train,
