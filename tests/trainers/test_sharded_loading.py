@@ -51,7 +51,14 @@ def anonymous_bytes() -> int:
 
 def main(folder: Path, way: str, how: str) -> None:
     """Load, shard, and write how much memory that took: afterwards, and at most."""
-    settings = {"deepspeed": None, "fsdp": None, "torch_dtype": "bfloat16", "max_grad_norm": 1.0, way: how}
+    settings = {
+        "deepspeed": None,
+        "fsdp": None,
+        "fsdp_replicas": 1,
+        "torch_dtype": "bfloat16",
+        "max_grad_norm": 1.0,
+        way: how,
+    }
     args = SimpleNamespace(**settings, per_device_train_batch_size=1, gradient_accumulation_steps=1)
     collectives = join_processes(60)
     options = sharding_options(args)

@@ -21,6 +21,7 @@ from swift.trainers.parallel.sharding import describe, require_sharding
 def args(deepspeed=None, **others):
     given = {
         "fsdp": None,
+        "fsdp_replicas": 1,
         "torch_dtype": "float32",
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -188,4 +189,5 @@ def test_the_best_of_checkpoints_without_state_cannot_be_loaded():
 
 
 def test_the_plan_says_how_the_model_is_sharded():
-    assert [describe(one) for one in (args(), args("zero3"), args(fsdp="full_shard"))] == ["", ", ZeRO-3", ", FSDP"]
+    ways = args(), args("zero3"), args(fsdp="full_shard"), args(fsdp="full_shard", fsdp_replicas=2)
+    assert [describe(one) for one in ways] == ["", ", ZeRO-3", ", FSDP", ", FSDP of 2 copies"]
