@@ -289,7 +289,7 @@ def _rollout(
     parameters = sum(parameter.numel() for name, parameter in policy.named_parameters() if "lora_" not in name)
     weights, longest = size * parameters, prompt_tokens + args.max_completion_length
     in_process = placed.mode == "in_process"
-    spread = max(1, args.vllm_tensor_parallel_size)
+    spread = 1 if in_process else max(1, args.vllm_tensor_parallel_size)
     if placed.servers:  # as many devices as the weights need in half of their memory
         spread = 1 << max(0, math.ceil(math.log2(2 * weights / device.memory)))
     cache_per_token, weights = math.ceil(cache_per_token / spread), math.ceil(weights / spread)
