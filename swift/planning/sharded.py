@@ -54,6 +54,7 @@ class World:
             stack.callback(dist.destroy_process_group)
             stack.enter_context(mock.patch.object(torch, "meta", torch.cpu, create=True))  # whose streams do nothing
             stack.enter_context(mock.patch.object(torch.cpu.Stream, "record_event", lambda stream: torch.cpu.Event()))
+            stack.enter_context(mock.patch.object(torch.accelerator, "current_stream", torch.cpu.current_stream))
             for module in (_fsdp_init, _fully_shard):
                 if hasattr(module, "_get_device_from_mesh"):
                     stack.enter_context(mock.patch.object(module, "_get_device_from_mesh", lambda mesh: META))

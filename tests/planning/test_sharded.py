@@ -84,6 +84,12 @@ def test_copies_are_sharded_over_fewer_ranks():
     assert copies["update 1"] == pytest.approx(four["update 1"], rel=1e-3)
 
 
+def test_a_gather_that_no_pass_waited_for_is_ended():
+    """FSDP2 asks the accelerator for its stream then, and there may be none."""
+    with World(4).joined():
+        torch.accelerator.current_stream().wait_event(torch.cpu.Event())
+
+
 def test_nothing_is_left_of_the_group():
     with World(8).joined():
         assert torch.distributed.get_world_size() == 8
