@@ -24,7 +24,7 @@ from swift.models.attention.interface import enable_packed_attention, transforme
 from swift.models.attention.layout import SegmentLayout
 from swift.models.reference import FrozenReference, ReferenceModel
 from swift.models.scoring import prepare_scoring
-from swift.planning.devices import Device
+from swift.planning.devices import Device, find_device
 from swift.planning.sharded import ALONE, World
 from swift.planning.trace import Trace, fused_on_meta, local
 from swift.rollout.samples import RolloutBatch, TrainSample
@@ -35,11 +35,15 @@ from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.step import GlobalBatchStep
 from swift.trainers.micro_batches import Limits, MicroBatchPlan
 from swift.trainers.optimizers.master_weights import keep_master_weights
-from swift.trainers.token_budget import MicroBatchPlanner
+from swift.trainers.token_budget import MOST_TOKENS, MicroBatchPlanner
 
 META = torch.device("meta")
 MOST_TRACED = 2
 """Micro-batches that are computed; in the second one there are gradients already, and those after it are like it."""
+
+
+TRACED_TOKENS = MOST_TOKENS // 2
+"""Of a micro-batch, to find what a token costs: with few of them the gradients make the peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ def trace_step(
             keep_master_weights(made)
         step, planner = _parts(policy, reference, settings, world)
         if planner.limits.tokens is None:
+            planner.per_token = _slope(step, planner, policy, trace)
             planner.fitting_tokens = planner.budget(whole_logits=False, has_state=made is None, free=free(trace.live))
         samples = shape.samples()
         plan = planner.plan(samples, range(len(samples)))
@@ -162,6 +167,38 @@ def trace_step(
             training_s=seconds * count / traced,
             update_s=trace.seconds - began,
         )
+
+
+def bytes_per_token(policy: nn.Module, settings: GRPOSettings, *, recomputes: bool, kernel: Any = "flex") -> int:
+    """Bytes that one more token of a micro-batch takes in the passes of a policy on "meta", in training mode.
+
+    Raises:
+        NotImplementedError: as `trace_step`.
+    """
+    # a reference keeps nothing; EBFT's references are tokens like others
+    settings = replace(settings, loss=replace(settings.loss, beta=0.0), ce_coef=None)
+    with Trace(find_device("h100-80gb")) as trace, _as_on_gpu(trace):
+        trace.hold(*_made_ready(policy, None, kernel, ALONE, recomputes=recomputes))
+        return _slope(*_parts(policy, None, settings, ALONE), policy, trace)
+
+
+def _slope(step: GlobalBatchStep, planner: MicroBatchPlanner, policy: nn.Module, trace: Trace) -> int:
+    """What the passes take more for each of `TRACED_TOKENS` more, an eighth of which are the prompt's.
+
+    With gradients there, as in every micro-batch but the first.
+    """
+    limits, peaks = planner.limits, []
+    planner.limits = Limits(1, None)
+    for tokens in (16, TRACED_TOKENS, 2 * TRACED_TOKENS):
+        samples = Shape(1, 1, tokens // 8, tokens - tokens // 8).samples()
+        plan, before = planner.plan(samples, range(1)), trace.live
+        trace.reset_peak()
+        _passes(step, policy, samples, plan, trace)
+        peaks.append(trace.peak - before)
+    for parameter in policy.parameters():
+        parameter.grad = None
+    planner.limits = limits
+    return (peaks[2] - peaks[1]) // TRACED_TOKENS
 
 
 def _made_ready(

@@ -263,6 +263,10 @@ class RunArguments:
     save_only_model: bool = flag(False, everyday=False)
     """Whether checkpoints have weights only and cannot be resumed."""
 
+    async_save: bool = flag(False, everyday=False)
+    """Whether the optimizer's state is copied to the host, and written while training goes on. A checkpoint exists when
+    it is complete, a step or more later."""
+
     eval_strategy: Literal["no", "steps", "epoch"] | None = flag(
         aliases=("evaluation_strategy",), values={"false": "no"}
     )
@@ -285,6 +289,10 @@ class RunArguments:
 
     dry_run: bool = flag(False)
     """Whether to check everything, print the plan and end, without loading weights."""
+
+    def notes(self) -> Iterator[str]:
+        if self.async_save and (stage := getattr(self, "deepspeed", None)):
+            yield f"--async_save: true: --deepspeed {stage} writes its state before training goes on"
 
     def problems(self) -> Iterator[str]:
         if len(self.report_to) > 1 and "none" in self.report_to:

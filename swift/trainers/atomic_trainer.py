@@ -5,12 +5,14 @@ Overridden methods:
     _prepare_for_training  shards the model (ZeRO-3, FSDP2) layer by layer
     _load_from_checkpoint, _load_optimizer_and_scheduler, _load_rng_state   load tensors and data only: see `loading`
     _save_checkpoint       writes to a staging folder, which is sealed and renamed (`swift.trainers.checkpoint`)
+    _save_optimizer_and_scheduler  FSDP's state in shards; with `async_save`, from a copy, while training goes on
     _get_output_dir        while that is being written, the staging folder
     _save                  stores gathered weights as if they had never been sharded
     _load_best_model       counts its time as saving
     _issue_warnings_after_load  accepts that tied weights are stored once
     create_optimizer       updates 16-bit weights through float32 masters
-    train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`
+    train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`;
+                           notice the end of a save in the background
 
 A subclass may add to a checkpoint: `state_beside_weights` gathers on all ranks, `add_to_checkpoint` writes on rank 0.
 """
@@ -19,16 +21,21 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
@@ -38,16 +45,25 @@ from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
-from swift.trainers.checkpoint import commit_checkpoint, loading, rotate, staging_folder, step_of
+from swift.trainers.checkpoint import commit_checkpoint, entries, loading, rotate, staging_folder, step_of
 from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.parallel import shards
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
 
 
+def _nothing() -> list[Path]:
+    return []
+
+
 class AtomicTrainer(Trainer):
-    """Saves checkpoints atomically, of which `save_total_limit` stay, each with `run_settings` in args.json."""
+    """Saves checkpoints atomically, of which `save_total_limit` stay, each with `run_settings` in args.json.
+
+    async_save: the state of the optimizer is copied to the host, and written, hashed and synced to the disk while
+    training goes on. A checkpoint exists once that is done; a failure is raised at the step that follows.
+    """
 
     def __init__(
         self,
@@ -56,16 +72,22 @@ class AtomicTrainer(Trainer):
         metrics: MetricStore,
         run_settings: Mapping[str, Any] | None = None,
         save_total_limit: int | None = None,
+        async_save: bool = False,
         **trainer_arguments: Any,
     ) -> None:
         self.collectives = collectives
         self.metrics = metrics
         self.run_settings = dict(run_settings or {})
         self.save_total_limit = save_total_limit
+        self.async_save = async_save
         self._staging: Path | None = None
+        self._write_late: Callable[[], list[Path]] = _nothing
+        self._background: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "save") if async_save else None
+        self._pending: Future[None] | None = None
         self._saved_step = -1
         self._reset_random = random_state()
         super().__init__(**trainer_arguments)
+        self._savers = collectives.again() if async_save or self.is_fsdp_enabled else collectives
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; FSDP2 would round what models return, log-probs and losses too, to 16 bits."""
@@ -106,7 +128,14 @@ class AtomicTrainer(Trainer):
         """Trainer's; the checkpoint that it resumes from is not saved again."""
         if resume_from_checkpoint is not None:
             self._saved_step = step_of(Path(resume_from_checkpoint)) or -1
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+        try:
+            result = super().train(resume_from_checkpoint=resume_from_checkpoint, **arguments)
+        except BaseException as error:
+            if self._pending is not None and (failure := self._pending.exception()) is not None:  # waits for it
+                error.add_note(f"checkpoint-{self._saved_step}: cannot be saved: {first_line(failure)}")
+            raise
+        self._finish_save()
+        return result
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Trainer's; a metric that evaluation does not give is refused."""
@@ -137,6 +166,8 @@ class AtomicTrainer(Trainer):
 
     def begin_step(self) -> None:
         """Remember the random state after the last step, because the next step may draw numbers before it fails."""
+        if self._pending is not None and not self.collectives.any(not self._pending.done()):
+            self._finish_save()
         self._reset_random = random_state()
 
     @contextlib.contextmanager
@@ -161,6 +192,7 @@ class AtomicTrainer(Trainer):
         self._reset_random()
         try:
             self._save_checkpoint(self.model, None)
+            self._finish_save()
         except Exception as failure:
             error.add_note(f"checkpoint-{self.state.global_step}: cannot be saved: {first_line(failure)}")
 
@@ -168,24 +200,37 @@ class AtomicTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Trainer's; in the phase "save", since reading a large model takes as long as saving it."""
-        with self.metrics.timer("save"), loading(str(self.state.best_model_checkpoint)):
-            if hasattr(self.model, "adapter_start"):
-                load_relative(self.model, Path(self.state.best_model_checkpoint))
+        self._finish_save()
+        best = Path(self.state.best_model_checkpoint)
+        with self.metrics.timer("save"), loading(best):
+            if (best / shards.FOLDER).is_dir():
+                shards.load_weights(best / shards.FOLDER, self.model)
+            elif hasattr(self.model, "adapter_start"):
+                load_relative(self.model, best)
             else:
                 super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Trainer's."""
+        folder = Path(resume_from_checkpoint) / shards.FOLDER
         with loading(resume_from_checkpoint):
-            if hasattr(self.model, "adapter_start"):
+            if folder.is_dir():
+                shards.load_weights(folder, self.model)
+            elif hasattr(self.model, "adapter_start"):
                 load_relative(self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Trainer's."""
+        folder = Path(checkpoint or "") / shards.FOLDER
         with loading(checkpoint or ""):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None and folder.is_dir():
+                shards.load_optimizer(folder, self.model, self.optimizer)
+                schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
+                self.lr_scheduler.load_state_dict(schedule)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Trainer's."""
@@ -217,9 +262,30 @@ class AtomicTrainer(Trainer):
         """While a checkpoint is being written, the staging folder."""
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Trainer's; FSDP's state, or a copy of the optimizer's, is left to `_write_late`."""
+        if self.is_deepspeed_enabled or not (self.is_fsdp_enabled or self.async_save):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        folder = Path(output_dir)
+        if self.is_fsdp_enabled:
+            state = shards.Shards(self.model, self.optimizer, copied=self.async_save)
+            self._write_late = lambda: state.write(folder / shards.FOLDER, self._savers)
+        elif self.args.should_save:
+            copy = tree_map_only(Tensor, lambda tensor: tensor.to("cpu", copy=True), self.optimizer.state_dict())
+
+            def write() -> list[Path]:
+                torch.save(copy, folder / "optimizer.pt")
+                return []
+
+            self._write_late = write
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a checkpoint so that it is valid or does not exist."""
         if self.state.global_step != self._saved_step:
+            self._finish_save()
             self._saved_step = self.state.global_step
             with self.metrics.timer("save"):
                 self._write_checkpoint(model, trial)
@@ -248,12 +314,40 @@ class AtomicTrainer(Trainer):
                     self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
                     write_json(staging / final.name / "args.json", self.run_settings, indent=1)
                     self.add_to_checkpoint(staging / final.name, state)
-            with self.collectives.together(), writing(run_dir):
-                if self.collectives.is_main:
-                    commit_checkpoint(staging / final.name, final, step=step)
-                    if self.save_total_limit:
-                        rotate(run_dir, self.save_total_limit, keep=self.state.best_model_checkpoint)
+        except BaseException:
+            self._remove(staging)
+            raise
         finally:
             self._staging = None
-            if self.collectives.is_main:
-                shutil.rmtree(staging, ignore_errors=True)
+        write, self._write_late = self._write_late, _nothing
+        seal = partial(self._seal, step, staging / final.name, final, write, self.state.best_model_checkpoint)
+        if self._background is not None:
+            self._pending = self._background.submit(seal)
+        else:
+            seal()
+
+    def _seal(self, step: int, folder: Path, final: Path, write: Callable[[], list[Path]], best: str | None) -> None:
+        """Write what is left, each rank its own, and let the checkpoint exist; perhaps while training goes on."""
+        ranks = self._savers
+        try:
+            with ranks.together(), writing(final.parent):
+                own = entries(folder, write())
+            parts = ranks.gather(own)
+            with ranks.together(), writing(final.parent):
+                if parts is not None:
+                    commit_checkpoint(folder, final, step=step, known=ChainMap(*parts))
+                    if self.save_total_limit:
+                        rotate(final.parent, self.save_total_limit, keep=best)
+        finally:
+            self._remove(folder.parent)
+
+    def _finish_save(self) -> None:
+        """Wait until the last checkpoint exists, if it is still being written; its failure is raised on all ranks."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self.metrics.timer("save"), self.collectives.together():
+                pending.result()
+
+    def _remove(self, staging: Path) -> None:
+        if self.collectives.is_main:
+            shutil.rmtree(staging, ignore_errors=True)

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from swift.errors import ConfigError, first_line, join_problems, unusable
+from swift.errors import ConfigError, ResourceError, first_line, join_problems, unusable
 from swift.models.export import share
 from swift.models.source import read_json
 from swift.observability.files import fsync_file, write_json, writing
@@ -70,7 +70,13 @@ def staging_folder(run_dir: Path, step: int) -> Path:
     return run_dir / f"{_STAGING}{step}"
 
 
-def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
+def entries(folder: Path, paths: Sequence[Path]) -> dict[str, FileEntry]:
+    """What the manifest of a written folder says about these files of it."""
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return dict(zip(names, _map_files(_entry, paths), strict=True))
+
+
+def commit_checkpoint(folder: Path, final: Path, *, step: int, known: Mapping[str, FileEntry] | None = None) -> None:
     """Seal a written folder and give it its name; afterwards the checkpoint is on the disk.
 
     A checkpoint that already has this name, left by an attempt that went further before this one was resumed, is
@@ -80,13 +86,21 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int) -> None:
         folder: the written files, on the same file system as `final`.
         final: `<run_dir>/checkpoint-<step>`.
         step: optimizer steps done.
+        known: entries of files that other processes have written, and hashed.
 
     Raises:
-        ResourceError: when the disk is full; `final` is then as it was.
+        ResourceError: when the disk is full, or lacks a known file; `final` is then as it was.
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    manifest = Manifest(step, dict(zip(names, _map_files(_entry, paths), strict=True)))
+    known = known or {}
+    found = {path.relative_to(folder).as_posix(): path for path in paths}
+    if missing := sorted(known.keys() - found.keys()):
+        raise ResourceError(
+            f"disk: {final.parent}: {missing[0]} of another process is not there: its node has another disk; choose "
+            "an --output_dir that all nodes share"
+        )
+    files = {**entries(folder, [path for name, path in found.items() if name not in known]), **known}
+    manifest = Manifest(step, dict(sorted(files.items())))
     replaced = final.with_name(_REPLACED + final.name)
     with writing(folder):
         write_json(folder / MANIFEST, msgspec.to_builtins(manifest), indent=1)
@@ -280,8 +294,8 @@ def resolve_resume(resume_from_checkpoint: str, output_dir: str | Path) -> tuple
 
 
 def has_training_state(checkpoint: Path) -> bool:
-    """Whether it has the optimizer's file (optimizer.pt, optimizer_0/...) or DeepSpeed's folder (global_step<k>)."""
-    return any(path.name.startswith(("optimizer", "global_step")) for path in checkpoint.iterdir())
+    """Whether it has the optimizer's file (optimizer.pt, optimizer.bin), FSDP's shards or DeepSpeed's folder."""
+    return any(path.name.startswith(("optimizer", "fsdp_state", "global_step")) for path in checkpoint.iterdir())
 
 
 @contextlib.contextmanager

@@ -41,15 +41,20 @@ class Collectives:
         self.rank = dist.get_rank() if self.active else 0
         self.world_size = dist.get_world_size() if self.active else 1
         self.is_main = self.rank == 0
-        self._group: Any = None
+        self.group: Any = None
         self.waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         """Entered around every collective."""
         self.watched = False
         """Whether this process is ended when another one is lost; the same on every rank at every call."""
         self._calls = 0
         self._store: Any = None
+        self._timeout_s = timeout_s
         if self.active:
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def again(self) -> Collectives:
+        """The same ranks in a group of their own, for another thread; a collective."""
+        return Collectives(self._timeout_s)
 
     def gather(self, value: Any) -> list[Any] | None:
         """On rank 0 the values of all ranks in rank order, elsewhere None."""
@@ -57,7 +62,7 @@ class Collectives:
             return [value]
         values = [None] * self.world_size if self.is_main else None
         with self._call():
-            dist.gather_object(value, values, dst=0, group=self._group)
+            dist.gather_object(value, values, dst=0, group=self.group)
         return values
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -74,7 +79,7 @@ class Collectives:
             return value
         box = [value]
         with self._call():
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -84,7 +89,7 @@ class Collectives:
         mine = torch.tensor(values, dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self._call():
-            dist.all_gather(parts, mine, group=self._group)
+            dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts).sum(0).tolist()
 
     def any(self, flag: bool) -> bool:
@@ -117,7 +122,7 @@ class Collectives:
         """Wait for all ranks."""
         if self.active:
             with self._call():
-                dist.barrier(group=self._group)
+                dist.barrier(group=self.group)
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:

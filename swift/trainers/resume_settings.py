@@ -4,6 +4,9 @@ A setting is of one of three kinds. *Fixed* ones decide what is in the checkpoin
 batches, pipeline state): changing one would continue another run, so it is an error. *Free* ones decide where the
 run is watched and how fast it goes, not what it computes; some of them only while weights are synced after every
 update. All others may change, with a note: from there it is no longer the run that was started.
+
+The number of processes may change, and how they share batches with it, as long as the batches stay what they are; only
+ZeRO's state is cut for a number of processes. FSDP's may be cut in another way.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ FIXED = frozenset(
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
         "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
-        "deepspeed", "fsdp", "fsdp_replicas", "sequence_parallel_size",
+        "deepspeed", "fsdp", "sequence_parallel_size",
         "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
         "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
         "ebft_min_completion_prefix", "ebft_mask_thinking_ce", "teacher_model", "step_separator",
@@ -51,7 +54,8 @@ FIXED = frozenset(
 FREE = frozenset(
     {
         "output_dir", "add_version", "resume_from_checkpoint", "logging_steps", "report_to", "save_steps",
-        "save_total_limit", "save_only_model", "eval_strategy", "eval_steps", "per_device_eval_batch_size",
+        "save_total_limit", "save_only_model", "async_save", "eval_strategy", "eval_steps",
+        "per_device_eval_batch_size",
         "num_generations_eval", "val_dataset", "log_completions", "log_unique_prompts", "log_entropy",
         "metric_names", "health_action", "health_rules",
         "dry_run", "debug", "json",
@@ -63,12 +67,20 @@ FREE = frozenset(
         "nemo_gym_command", "nemo_gym_dir", "nemo_gym_config_paths", "nemo_gym_head", "nemo_gym_server_timeout",
         "max_excluded_frac",
         "load_from_cache_file", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "eval_on_start",
-        "run_name", "save_strategy", "gc_collect_after_offload", "offload_model", "offload_optimizer",
+        "run_name", "save_strategy", "fsdp_replicas", "gc_collect_after_offload", "offload_model", "offload_optimizer",
         "sleep_level", "bnb_4bit_quant_storage",
         "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
     }
 )
 """Changing one of these does not change what is computed."""
+
+SHARING = frozenset(
+    {
+        "world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+        "generation_batch_size",
+    }
+)
+"""How processes share batches: these may change together."""
 
 OUT_OF_TURN = frozenset(
     {
@@ -103,6 +115,7 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
     8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither unless vllm_sync_interval is above 1.
     """
     change = SettingsChange()
+    reason = _why_not_shared_otherwise(saved, current)
     interval = max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
     for name, now in current.items():
         if name.startswith("_") or name not in saved or MASK in (saved[name], now):
@@ -111,12 +124,13 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
         if _same(then, now) or (name == "system" and _same_system(then, now)):
             continue
         change.changed[name] = (then, now)
-        if name == "world_size":
-            change.problems.append(
-                f"NPROC_PER_NODE: {counted(now, 'training process')}: the checkpoint was made by {then}; they share "
-                f"the batches: their number may not change; start {counted(then, 'process')}, or start a new run"
-            )
-        elif name in FIXED:
+        if name in SHARING and reason is None:
+            if name == "world_size":
+                change.notes.append(f"resume: {counted(now, 'process')} from this step, {then} before; equal batches")
+        elif name == "world_size":
+            line = f"NPROC_PER_NODE: {counted(now, 'training process')}: the checkpoint was made by {then}"
+            change.problems.append(f"{line}{reason} start {counted(then, 'process')}, or start a new run")
+        elif name in FIXED and not (name == "fsdp" and then and now):
             change.problems.append(
                 f"--{name}: {typed(now)}: the checkpoint was made with {typed(then)} and this setting may not "
                 f"change on resume; use --{name} {typed(then)}, or start a new run"
@@ -129,6 +143,31 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Se
                 f"{interval} it also decides when the sampler gets new weights"
             )
     return change
+
+
+def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+    """Why processes cannot share the batches in another way, and what to do; None if they can."""
+    if current.get("world_size") != saved.get("world_size") and current.get("deepspeed"):
+        return ", and ZeRO's state is cut for that number;"
+    for name in ("group_by_length", "dataloader_drop_last"):
+        if current.get(name) and current.get("rlhf_type") != "grpo":  # which deals rows itself
+            return f", and the order of rows depends on it with --{name};"
+    (rows, generation), now = _batches(saved), _batches(current)
+    if now == (rows, generation):
+        return None
+    updates, rest = divmod(rows, (current.get("world_size") or 1) * (current.get("per_device_train_batch_size") or 1))
+    if not updates or rest:
+        return f", with {counted(rows, 'row')} a step;"
+    steps = f" --steps_per_generation {updates * generation // rows}" if current.get("steps_per_generation") else ""
+    return f", with {counted(rows, 'row')} a step; use --gradient_accumulation_steps {updates}{steps},"
+
+
+def _batches(settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows (completions) of an update, and of a generation batch, over all processes."""
+    rows = (settings.get("world_size") or 1) * (settings.get("per_device_train_batch_size") or 1)
+    updates = settings.get("gradient_accumulation_steps") or 1
+    steps = settings.get("steps_per_generation") or updates
+    return rows * updates, settings.get("generation_batch_size") or rows * steps
 
 
 def _same(then: Any, now: Any) -> bool:

@@ -266,6 +266,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
         clean_staging(run_dir.path)
         opened = str(run_dir.path), run_dir.attempt
     folder, attempt = collectives.broadcast(opened)
+    require_shared(args, Path(folder), collectives)
     log = RankLog(rank_log_file(Path(folder), attempt, collectives.rank))
     run = OpenRun(Path(folder), attempt, log, lambda: start.step)
     note_unfinished(Unfinished(log.path, lambda: run.advice(resolved.command)))
@@ -284,6 +285,16 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
         log.close()
         if collectives.is_main:
             run_dir.finish(end_step=max(start.step, run.steps()), exit_code=code, reason=reason)
+
+
+def require_shared(args: Any, folder: Path, collectives: Collectives) -> None:
+    """Raises ResourceError: checkpoints have shards of all processes, one of which does not see the run's folder."""
+    with collectives.together():
+        if (args.fsdp or args.deepspeed) and not args.save_only_model and not folder.is_dir():
+            raise ResourceError(
+                f"--output_dir: {folder}: not there for process {collectives.rank}, whose node has another disk; "
+                "checkpoints have a part of each process: choose a folder that all nodes share"
+            )
 
 
 class SignalTrap(contextlib.ExitStack):

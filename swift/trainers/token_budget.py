@@ -3,7 +3,9 @@
 If `--max_tokens_per_micro_batch` is given, it is the budget. Otherwise the budget is measured: the tokens that fit into
 the device's free memory before the first update, when the engine has released its own, up to `MOST_TOKENS`; on a CPU,
 up to `CPU_BYTES` of activations, as larger matrix products are no faster there. On an accelerator it is at most the
-device batch, too: `--per_device_train_batch_size` completions as long as the longest, prompts included.
+device batch, too: `--per_device_train_batch_size` completions as long as the longest, prompts included. What a token
+takes there is counted in the trainer's own passes without numbers (`swift.trainers.memory.traced`); on a CPU, and for
+policies that cannot be traced, a formula has to do.
 
 Free memory differs from start to start, and another cut rounds sums differently. So checkpoints hold the measured
 budget, and a resumed run keeps it unless it needs more than twice the free memory.
@@ -29,6 +31,7 @@ from swift.models.sharded import is_dtensor, is_zero3
 from swift.observability.memory import collect_garbage, measure
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
+from swift.trainers.memory.traced import TracedActivations
 from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, plan_micro_batches
 
 SHARE_OF_FREE = 0.8
@@ -55,7 +58,7 @@ class MicroBatchPlanner:
     `limits` without tokens means the measured budget, `fitting_tokens`; it is None before memory is measured.
     `per_device` are the completions of a device batch, and of a micro-batch until then. group: the ranks that share
     micro-batches; these have that many times the tokens. survived: most tokens of a micro-batch whose gradient was
-    made.
+    made. traced: counts, on rank 0, what a token takes (`per_token`); None leaves it to a formula.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class MicroBatchPlanner:
         self.limits, self.per_device = limits, per_device
         self.group_size = group.size if group is not None else 1
         self.fitting_tokens: int | None = None
+        self.traced: TracedActivations | None = None
+        self.per_token: int | None = None
         self.survived = 0
         self._agreed: Exception | None = None
         self._last: MicroBatchPlan | None = None
@@ -162,6 +167,11 @@ class MicroBatchPlanner:
         return None if tokens is None else max(1, tokens // self.group_size)
 
     @property
+    def wants_count(self) -> bool:
+        """Whether the budget will be measured on an accelerator."""
+        return self.limits.tokens is None and self.device.type not in ("cpu", "meta")
+
+    @property
     def ready(self) -> bool:
         """Whether the budget is given, or this attempt has measured it."""
         return self.limits.tokens is not None or self._measured
@@ -174,22 +184,34 @@ class MicroBatchPlanner:
         whole_logits: the head makes all logits of a micro-batch at once. has_state: the optimizer has its state.
         """
         self._measured = True
+        if self.traced is not None or self.collectives.active:
+            self.per_token = self.collectives.broadcast(self._count())
         least = min(self.collectives.all_gather(self.budget(whole_logits=whole_logits, has_state=has_state)))
         if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
             self.fitting_tokens = least
+
+    def _count(self) -> int | None:
+        if self.traced is None:
+            return None
+        per_token, reason = self.traced.result()
+        if per_token is None:
+            self._report(f"memory: activations are estimated by a formula ({reason})")
+        return per_token
 
     def budget(self, *, whole_logits: bool, has_state: bool, free: int | None = None) -> int:
         """Tokens of a micro-batch that fit into `free` bytes, by default this rank's; no more than are fastest.
 
         A rank that shares micro-batches has its part of those tokens.
         """
-        dtype = computing_dtype(self.model) or next(parameter.dtype for parameter in self.model.parameters())
-        per_token = activation_bytes(
-            self._shape,
-            element=dtype.itemsize,
-            checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
-            whole_logits=whole_logits,
-        )
+        per_token = self.per_token
+        if per_token is None or whole_logits:
+            dtype = computing_dtype(self.model) or next(parameter.dtype for parameter in self.model.parameters())
+            per_token = activation_bytes(
+                self._shape,
+                element=dtype.itemsize,
+                checkpointing=bool(getattr(self.model, "is_gradient_checkpointing", False)),
+                whole_logits=whole_logits,
+            )
         fitting = tokens_that_fit(
             free_bytes(self.device) if free is None else free,
             expected=expected_bytes(self.model.parameters(), has_state=has_state),

@@ -64,7 +64,7 @@ def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
     [
         pytest.param("zero2", ["mp_rank_*", "zero_pp_rank_*"], marks=pytest.mark.long),
         ("zero3", ["zero_pp_rank_*_model_*", "zero_pp_rank_*_optim_*"]),
-        ("fsdp", ["pytorch_model_fsdp.bin", "optimizer.bin"]),
+        ("fsdp", ["scheduler.pt"]),
     ],
 )
 def test_a_sharded_checkpoint_that_holds_a_pickle_runs_nothing(way, files, cli):
@@ -87,7 +87,8 @@ def test_a_sharded_checkpoint_that_holds_a_pickle_runs_nothing(way, files, cli):
     [
         ("zero2", "global_step1/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
         ("zero3", "global_step1/zero_pp_rank_1_mp_rank_00_model_states.pt"),
-        ("fsdp", "optimizer.bin"),
+        ("fsdp", "fsdp_state/shard-00002-model-00001-of-00001.safetensors"),
+        ("fsdp", "fsdp_state/values.json"),
     ],
 )
 def test_shards_that_are_cut_or_of_another_model_are_refused_in_a_line_by_all_ranks(way, name, cli):
@@ -137,3 +138,42 @@ def test_supervised_tuning_with_a_spread_model_is_that_of_one_process(cli, way):
     expected = weights(cli.finish("one", **flags, per_device_train_batch_size=4))
     ours = weights(cli.finish(way, variables=TWO, **flags, per_device_train_batch_size=2, **SPREAD[way]))
     assert max(float((ours[key] - expected[key]).abs().max()) for key in expected) < 1e-5
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {7 * i}"}]}
+    for i in range(20)
+]
+OTHERS = {1: {"per_device_train_batch_size": 4}, 4: {"per_device_train_batch_size": 1}}
+"""The same batches on other numbers of processes."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "way", "processes"),
+    [
+        ("rlhf", "fsdp", 1),
+        *[
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("rlhf", "fsdp", 4), ("rlhf", "ddp", 1), ("sft", "fsdp", 4), ("sft", "ddp", 1))
+        ],
+    ],
+)
+def test_other_processes_go_on_with_the_run_of_two(mode, way, processes, cli):
+    """A checkpoint that was written while training went on, resumed where the batches are shared in another way."""
+    flags = {**FLAGS, "max_steps": 4, "save_steps": 2, "async_save": "true", **SPREAD.get(way, {})}
+    if mode == "sft":
+        (cli.folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+        flags |= {"mode": "sft", "dataset": cli.folder / "chats.jsonl", "tuner_type": "full", "logging_steps": 1}
+        del flags["beta"]
+    straight = cli.finish("straight", variables=TWO, **flags)
+    folder = cli.folder / "moved"
+    shutil.copytree(straight / "checkpoint-2", folder / "checkpoint-2")
+    flags |= {**OTHERS[processes], "resume_from_checkpoint": folder / "checkpoint-2"}
+    cli.finish("moved", variables={"NPROC_PER_NODE": processes}, **flags)
+    expected, ours = weights(straight), weights(folder)
+    assert max(float((ours[key] - expected[key]).abs().max()) for key in expected) < 1e-5
+    for mine, other in zip(log_rows(folder), log_rows(straight)[-2:], strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+    if mode == "rlhf":
+        rows = [[row["completion"] for row in completion_rows(run) if row["step"] > 2] for run in (folder, straight)]
+        assert rows[0] == rows[1] and len(rows[0]) > 0

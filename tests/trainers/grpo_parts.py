@@ -112,6 +112,7 @@ def make_trainer(
     sampling=None,
     eos=(),
     sequence_group=None,
+    async_save=False,
     **arguments,
 ):
     """A trainer whose global batch has `global_batch` completions.
@@ -183,6 +184,7 @@ def make_trainer(
         reference=reference,
         eval_prompts=eval_prompts,
         sequence_group=sequence_group,
+        async_save=async_save,
     )
     if trainer.logprobs.settings.loss.beta > 0:
         pipeline.batches.reference_pass = trainer.logprobs.score_reference

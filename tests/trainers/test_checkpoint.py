@@ -263,6 +263,50 @@ def test_settings_are_fixed_free_or_noted(tmp_path):
     assert change.notes == ["resume: learning_rate changes from 1e-05 to 1e-06 at this step"]
 
 
+FOUR = {"world_size": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "now", "fix"),
+    [
+        ({}, {"world_size": 2, "gradient_accumulation_steps": 2}, None),
+        ({}, {"world_size": 1, "per_device_train_batch_size": 8}, None),
+        ({}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}, None),
+        ({"generation_batch_size": 16}, {"world_size": 2, "gradient_accumulation_steps": 2}, None),
+        ({"steps_per_generation": 2}, {"world_size": 8, "per_device_train_batch_size": 1}, None),
+        ({}, {"world_size": 2}, "with 8 rows a step; use --gradient_accumulation_steps 2, start 4 processes"),
+        ({"steps_per_generation": 2}, {"world_size": 2, "gradient_accumulation_steps": 2},
+            "use --gradient_accumulation_steps 2 --steps_per_generation 4, start"),
+        ({}, {"world_size": 3}, "with 8 rows a step; start 4 processes, or"),
+        ({"deepspeed": "zero2"}, {"world_size": 2, "gradient_accumulation_steps": 2}, "ZeRO's state is cut for"),
+        ({"group_by_length": True}, {"world_size": 2, "gradient_accumulation_steps": 2}, "--group_by_length; start"),
+        ({"dataloader_drop_last": True}, {"world_size": 8, "per_device_train_batch_size": 1}, "--dataloader_drop_last"),
+    ],
+)  # fmt: skip
+def test_processes_may_share_equal_batches_in_another_way(more, now, fix):
+    saved = {**FOUR, **more}
+    change = compare_settings(saved, {**saved, **now})
+    problems = [line for line in change.problems if line.startswith("NPROC_PER_NODE")]
+    if fix is None:
+        assert change.problems == []
+        assert len(change.notes) == ("world_size" in now)
+        assert all(note.endswith("from this step, 4 before; equal batches") for note in change.notes)
+    else:
+        assert len(problems) == 1 and fix in problems[0]
+
+
+def test_a_batch_of_another_size_is_refused_with_equal_processes_too():
+    (problem,) = compare_settings(FOUR, {**FOUR, "gradient_accumulation_steps": 2}).problems
+    assert problem.startswith("--gradient_accumulation_steps: 2: the checkpoint was made with 1")
+
+
+def test_fsdp_may_cut_in_another_way_but_not_begin():
+    saved = {"fsdp": "full_shard", "fsdp_replicas": 1}
+    assert compare_settings(saved, {"fsdp": "shard_grad_op", "fsdp_replicas": 2}).problems == []
+    assert compare_settings({"fsdp": None}, {"fsdp": "full_shard"}).problems
+    assert compare_settings(saved, {"fsdp": None}).problems
+
+
 @pytest.mark.parametrize("then, now", [(1, 4), (4, 1), (4, 4)])
 def test_what_publishes_weights_out_of_turn_is_free_only_with_a_publication_per_update(then, now):
     saved = {"eval_steps": 10, "save_steps": 10, "sleep_level": 1, "logging_steps": 1}

@@ -18,7 +18,7 @@ from swift.signals import STOP, kept_from_children
 from swift.startup import collector_resting
 from swift.trainers import session
 from swift.trainers.distributed import Collectives
-from swift.trainers.session import SignalTrap, Start, equip, resume_command
+from swift.trainers.session import SignalTrap, Start, equip, require_shared, resume_command
 
 
 @pytest.mark.parametrize(
@@ -182,3 +182,14 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
         "--optim: adamw_8bit: needs the package bitsandbytes, which is not installed; install it, or use --optim adamw",
         "--quant_method: bnb: needs the package bitsandbytes, which is not installed; install it, or leave it out",
     ]
+
+
+@pytest.mark.parametrize("flags", [{"fsdp": "full_shard"}, {"deepspeed": "zero2"}], ids=str)
+def test_shards_need_a_folder_that_every_process_sees(flags, tmp_path):
+    args = SimpleNamespace(**{"fsdp": None, "deepspeed": None, "save_only_model": False, **flags})
+    require_shared(args, tmp_path, Collectives())
+    with pytest.raises(ResourceError, match="not there for process 0, whose node has another disk"):
+        require_shared(args, tmp_path / "elsewhere", Collectives())
+    args.save_only_model = True
+    require_shared(args, tmp_path / "elsewhere", Collectives())
+    require_shared(SimpleNamespace(fsdp=None, deepspeed=None), tmp_path / "elsewhere", Collectives())

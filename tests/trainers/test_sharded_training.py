@@ -104,6 +104,9 @@ RUNS = {
 SAVED = ["zero2", "zero3", "zero3-lora", "zero3-objective", "fsdp", "fsdp-lora", "fsdp-sharing"]
 """What is saved at every second step, and resumed from its middle."""
 
+ASYNC = {"fsdp-lora", "fsdp"}
+"""What is written while training goes on."""
+
 TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
 LONG = {
     "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping", "zero2-skipping",
@@ -126,6 +129,7 @@ def all_tasks(folder):
     for name in SAVED:
         saving = {**tasks[name]["arguments"], "save_strategy": "steps", "save_steps": 2}
         tasks[name] |= {"arguments": saving, "output": str(folder / name)}
+        tasks[name]["parts"] = {**tasks[name].get("parts", {}), "async_save": name in ASYNC}
         again = {"output": str(folder / f"{name}-again"), "resume": str(folder / name / "checkpoint-2")}
         tasks[f"resumed {name}"] = {**tasks[name], **again}
     for name, way in COLOCATED.items():

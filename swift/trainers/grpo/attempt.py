@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from swift.trainers.grpo.build import (
 from swift.trainers.grpo.callbacks import AtTheStart, EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
 from swift.trainers.grpo.trainer import GRPOTrainer
+from swift.trainers.memory.traced import TracedActivations
 from swift.trainers.reporting import RunReport
 from swift.trainers.session import SignalTrap, equip
 from swift.trainers.supervision.watchdog import WatchdogCallback
@@ -108,10 +110,13 @@ class Attempt:
             run_settings=parts.start.settings,
             report=self.report,
             save_total_limit=args.save_total_limit,
+            async_save=args.async_save,
             on_progress=self.watchdog.touch,
             sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout),
             stops_at_alert=args.health_action == "stop",
         )
+        if parts.collectives.is_main and trainer.planner.wants_count:
+            trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:
             attach(self, trainer, model)
         equip(trainer, args, self.folder)

@@ -74,6 +74,7 @@ def build_trainer(
         metrics=MetricStore(),
         run_settings=settings,
         save_total_limit=args.save_total_limit,
+        async_save=args.async_save,
         **({"sequence_group": group} if group is not None else {}),
         **(parts or {}),
     )

@@ -13,7 +13,7 @@ from swift.errors import ResourceError, first_line
 
 NOT_UPLOADED = [
     "optimizer*", "scheduler*", "scaler.pt", "rng_state*", "trainer_state.json", "training_args.bin", "args.json",
-    "manifest*", "reference.pt", "global_step*", "latest", "zero_to_*", "pytorch_model_fsdp*",
+    "manifest*", "reference.pt", "global_step*", "latest", "zero_to_*", "pytorch_model_fsdp*", "fsdp_state*",
 ]  # fmt: skip
 """Files of a checkpoint that only a resumed run needs."""
 
