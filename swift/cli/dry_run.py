@@ -79,12 +79,12 @@ def dry_run_trl(resolved: Resolved) -> int:
         *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
     ]
     method = method_of(resolved.mode)
+    train, _, lines = rows_of(args, method, load_chat(args, plain=method.plain))
+    plan = plan_line(args, train, launcher.world_size(os.environ))
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model)
         adapter = expert_lines(model, args)
-    train, _, lines = rows_of(args, method, load_chat(args, plain=method.plain))
-    plan = plan_line(args, train, launcher.world_size(os.environ))
     show(resolved, [*where, plan, *lines, *adapter])
     return 0
 

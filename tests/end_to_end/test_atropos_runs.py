@@ -201,7 +201,7 @@ def parts(run):
 @pytest.mark.long
 def test_one_command_trains_on_the_real_message_api(cli, whole):
     model = build_tiny(cli.folder / "model", size="tiny")
-    folder = cli.finish("run", **{**whole, "model": model, "max_steps": 25, "per_device_train_batch_size": 32})
+    folder = cli.finish("run", **{**whole, "model": model, "max_steps": 32, "per_device_train_batch_size": 32})
     rewards = [row["reward"] for row in log_rows(folder)]
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-3:]) / 3 > 0.5

@@ -114,7 +114,7 @@ REFUSED = {
     "own attention": ("sft", "gpt2", {}, "", "the model of --model cannot be computed in parts ("),
     "router": ("rlhf dpo", "qwen3_moe", {}, "", "this model's router has a loss of whole rows"),
     "noise": ("sft", "qwen3", {}, "--neftune_noise_alpha 5", "does not go with --neftune_noise_alpha 5.0"),
-    "processes": ("sft", "qwen3", {}, "--sequence_parallel_size 3", "does not divide the 8 processes of this run"),
+    "processes": ("sft", "qwen3", {}, "--sequence_parallel_size 5", "does not divide the 8 processes of this run"),
     "copies": ("sft", "qwen3", {}, "--fsdp full_shard --fsdp_replicas 8", "--fsdp_replicas: 8: each copy needs"),
 }
 
