@@ -42,7 +42,7 @@ class LanguageModelingArguments(TrainerModeArguments):
     """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
 
     activation_offloading: bool = flag(False, group="Optimization", everyday=False)
-    """Whether activations wait on the host for the backward pass."""
+    """Whether activations wait on the host for the backward pass, where those of a CPU are anyway."""
 
     router_aux_loss_coef: float | None = flag(0.0, at_least=0, group="Objective", everyday=False)
     """Coefficient of the load-balancing loss of mixtures of experts; none is the model's own."""

@@ -36,7 +36,7 @@ def test_the_loss_falls_and_the_final_checkpoint_is_a_usable_model(sft_argv, mod
 
 
 def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
-    run_dir = sft(sft_argv("--report_to tensorboard --save_steps 2 --save_total_limit 2"))
+    run_dir = sft(sft_argv("--report_to tensorboard --save_steps 2 --save_total_limit 2 --activation_offloading true"))
     assert json.loads((run_dir / "args.json").read_text())["learning_rate"] == 3e-3
     (attempt,) = rows(run_dir / "attempts.jsonl")
     assert (attempt["end_step"], attempt["exit_code"], attempt["reason"]) == (6, 0, "done")
