@@ -129,12 +129,15 @@ def trace_step(
     with world.joined(), Trace(device) as trace, trace.resizing(), _as_on_gpu(trace), fused_on_meta():
         modules = _made_ready(policy, reference, kernel, world, recomputes=recomputes)
         trace.hold(*modules)
+        step, planner = _parts(policy, reference, settings, world)
+        if world.fsdp:  # whose first pass lets go of what was whole
+            _pass_of(16, step, planner, policy, trace)
+            _forget_gradients(policy)
         weights = trace.live
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         made = optimizer(trained) if optimizer is not None else None
         if made is not None and not world.fsdp:  # whose shards are the masters
             keep_master_weights(made)
-        step, planner = _parts(policy, reference, settings, world)
         if planner.limits.tokens is None:
             planner.per_token = _slope(step, planner, policy, trace)
             planner.fitting_tokens = planner.budget(whole_logits=False, has_state=made is None, free=free(trace.live))
@@ -150,8 +153,7 @@ def trace_step(
         began = trace.seconds
         if made is not None:
             made.step()
-        for parameter in trained:
-            parameter.grad = None
+        _forget_gradients(policy)
         state = trace.live - before  # which the first step makes, and every later one has
         return StepCost(
             parameters=sum(parameter.numel() for parameter in policy.parameters()),
@@ -187,18 +189,26 @@ def _slope(step: GlobalBatchStep, planner: MicroBatchPlanner, policy: nn.Module,
 
     With gradients there, as in every micro-batch but the first.
     """
-    limits, peaks = planner.limits, []
-    planner.limits = Limits(1, None)
-    for tokens in (16, TRACED_TOKENS, 2 * TRACED_TOKENS):
-        samples = Shape(1, 1, tokens // 8, tokens - tokens // 8).samples()
-        plan, before = planner.plan(samples, range(1)), trace.live
-        trace.reset_peak()
-        _passes(step, policy, samples, plan, trace)
-        peaks.append(trace.peak - before)
+    _pass_of(16, step, planner, policy, trace)
+    few, many = (_pass_of(tokens, step, planner, policy, trace) for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS))
+    _forget_gradients(policy)
+    return (many - few) // TRACED_TOKENS
+
+
+def _pass_of(tokens: int, step: GlobalBatchStep, planner: MicroBatchPlanner, policy: nn.Module, trace: Trace) -> int:
+    """What a micro-batch of one completion takes beyond what is held before."""
+    limits, planner.limits = planner.limits, Limits(1, None)
+    samples = Shape(1, 1, tokens // 8, tokens - tokens // 8).samples()
+    plan, before = planner.plan(samples, range(1)), trace.live
+    planner.limits = limits
+    trace.reset_peak()
+    _passes(step, policy, samples, plan, trace)
+    return trace.peak - before
+
+
+def _forget_gradients(policy: nn.Module) -> None:
     for parameter in policy.parameters():
         parameter.grad = None
-    planner.limits = limits
-    return (peaks[2] - peaks[1]) // TRACED_TOKENS
 
 
 def _made_ready(

@@ -12,6 +12,7 @@ from swift.arguments.derived import Machine
 from swift.models.policy import check_policy
 from swift.planning.budget import bytes_of_run, main
 from swift.planning.devices import find_device
+from swift.planning.sharded import World
 from swift.planning.step import TRACED_TOKENS, Shape, trace_step
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.arguments import trainer_settings
@@ -52,6 +53,28 @@ def test_it_is_what_a_step_with_more_tokens_takes_more(nano_folders, tuner, reco
         assert cost.micro_batches == 2
         peaks.append(cost.training)
     assert bytes_of_run(words) == pytest.approx((peaks[1] - peaks[0]) / TRACED_TOKENS, rel=0.01)
+
+
+def test_a_plan_with_fsdp_holds_the_shards_only_whoever_gives_the_budget(nano_folders):
+    words, held = words_of(nano_folders["qwen3"], tuner_type="full", torch_dtype="float32"), []
+    for tokens in (None, TRACED_TOKENS):
+        args = parse(words[0], words[1:], {}, machine=Machine(True, 1)).args
+        args.max_tokens_per_micro_batch = tokens
+        policy = check_policy(args, weights=False).train()
+        cost = trace_step(
+            policy,
+            None,
+            trainer_settings(args),
+            Shape(1, 1, 100, TRACED_TOKENS - 100),
+            find_device("h100-80gb"),
+            optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-6),
+            recomputes=False,
+            free=lambda held: 1 << 40,
+            world=World(4, fsdp="full_shard", dtype=torch.float32),
+        )
+        held.append((cost.weights, cost.resident, cost.training))
+    assert held[0] == held[1]
+    assert held[0][0] == pytest.approx(cost.parameters, rel=0.3), "4 bytes, a quarter of them"
 
 
 def test_a_process_of_its_own_counts_it(nano_folders, monkeypatch):
