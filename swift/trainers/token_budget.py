@@ -184,8 +184,7 @@ class MicroBatchPlanner:
         whole_logits: the head makes all logits of a micro-batch at once. has_state: the optimizer has its state.
         """
         self._measured = True
-        if self.traced is not None or self.collectives.active:
-            self.per_token = self.collectives.broadcast(self._count())
+        self.per_token = self.collectives.broadcast(self._count())
         least = min(self.collectives.all_gather(self.budget(whole_logits=whole_logits, has_state=has_state)))
         if self.fitting_tokens is None or self.fitting_tokens > 2 * least:
             self.fitting_tokens = least

@@ -30,6 +30,9 @@ class Ranks:
     def all_gather(self, value):
         return [value, *self.others]
 
+    def broadcast(self, value):
+        return value
+
 
 def stepped(trainer):
     """Gradients of a global batch, and (completions, tokens) of each forward pass."""
