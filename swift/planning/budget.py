@@ -1,6 +1,6 @@
 """`python -m swift.planning.budget <words of a run>`: what a token of its micro-batches takes in memory, as JSON.
 
-A run on an accelerator starts this beside itself (`swift.trainers.memory.traced`), while its models are loaded.
+A run on an accelerator starts this beside itself (`swift.trainers.memory.traced`), while it checks and samples.
 """
 
 from __future__ import annotations

@@ -264,8 +264,8 @@ class RunArguments:
     """Whether checkpoints have weights only and cannot be resumed."""
 
     async_save: bool = flag(False, everyday=False)
-    """Whether the optimizer's state is copied to the host, and written while training goes on. A checkpoint exists when
-    it is complete, a step or more later."""
+    """Whether the optimizer's state (FSDP: and float32 weights) is copied to the host, and written while training goes
+    on. The model is written at once. A checkpoint exists when it is complete, a step or more later."""
 
     eval_strategy: Literal["no", "steps", "epoch"] | None = flag(
         aliases=("evaluation_strategy",), values={"false": "no"}

@@ -61,8 +61,9 @@ def _nothing() -> list[Path]:
 class AtomicTrainer(Trainer):
     """Saves checkpoints atomically, of which `save_total_limit` stay, each with `run_settings` in args.json.
 
-    async_save: the state of the optimizer is copied to the host, and written, hashed and synced to the disk while
-    training goes on. A checkpoint exists once that is done; a failure is raised at the step that follows.
+    async_save: the state of the optimizer (FSDP: and the float32 weights) is copied to the host, and written, hashed
+    and synced to the disk while training goes on. A checkpoint exists once that is done; a failure is raised at the
+    step that follows.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class AtomicTrainer(Trainer):
         self._saved_step = -1
         self._reset_random = random_state()
         super().__init__(**trainer_arguments)
-        self._savers = collectives.again() if async_save or self.is_fsdp_enabled else collectives
+        self._savers = collectives.again() if async_save else collectives
 
     def create_accelerator_and_postprocess(self) -> None:
         """Trainer's; FSDP2 would round what models return, log-probs and losses too, to 16 bits."""
@@ -345,7 +346,7 @@ class AtomicTrainer(Trainer):
         """Wait until the last checkpoint exists, if it is still being written; its failure is raised on all ranks."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self.metrics.timer("save"), self.collectives.together():
+            with self.metrics.timer("save"), self.collectives.together(), self.collectives.waiting():
                 pending.result()
 
     def _remove(self, staging: Path) -> None:

@@ -1,7 +1,7 @@
 """The few collectives the trainer needs, as no-ops in a single process.
 
-Objects travel over a gloo group of their own, so that nothing is copied to an accelerator. All calls are made on
-the main thread, by every rank, in the same order.
+Objects travel over a gloo group of their own, so that nothing is copied to an accelerator. All calls of
+one group are made on one thread, the main one but for `again`, by every rank, in the same order.
 
 Rank 0 may work for long while the others are idle: it collects samples and rewards from engines. So the others begin a
 collective only when rank 0 does. Until then they poll a count of its calls in the rendezvous store, without a time
@@ -27,6 +27,7 @@ from swift.rendezvous import connect, reachable
 CALLS = "swift/calls"
 """Key of the count of rank 0's calls."""
 STORE_LIMIT_S = 60.0
+SLOWEST_DISK_S = 24 * 3600.0
 POLL_S = 0.05
 """Longest time between two polls of the count."""
 
@@ -48,13 +49,12 @@ class Collectives:
         """Whether this process is ended when another one is lost; the same on every rank at every call."""
         self._calls = 0
         self._store: Any = None
-        self._timeout_s = timeout_s
         if self.active:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def again(self) -> Collectives:
-        """The same ranks in a group of their own, for another thread; a collective."""
-        return Collectives(self._timeout_s)
+        """The same ranks in a group of their own, for another thread, which waits for any disk; a collective."""
+        return Collectives(SLOWEST_DISK_S)
 
     def gather(self, value: Any) -> list[Any] | None:
         """On rank 0 the values of all ranks in rank order, elsewhere None."""

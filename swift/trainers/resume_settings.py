@@ -149,17 +149,25 @@ def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, An
     """Why processes cannot share the batches in another way, and what to do; None if they can."""
     if current.get("world_size") != saved.get("world_size") and current.get("deepspeed"):
         return ", and ZeRO's state is cut for that number;"
-    for name in ("group_by_length", "dataloader_drop_last"):
-        if current.get(name) and current.get("rlhf_type") != "grpo":  # which deals rows itself
-            return f", and the order of rows depends on it with --{name};"
-    (rows, generation), now = _batches(saved), _batches(current)
-    if now == (rows, generation):
+    if "num_generations" not in current:  # rows are dealt by a data loader
+        for name in ("group_by_length", "dataloader_drop_last"):
+            if current.get(name):
+                return f", and the order of rows depends on it with --{name};"
+    if current.get("rlhf_type") == "kto" and current.get("loss_type") in (None, "kto"):
+        return ", and the KL of --rlhf_type kto is a mean over the rows of all processes;"
+    rows = "per_device_train_batch_size"
+    if current.get(rows) != saved.get(rows) and (
+        "num_generations" not in current or current.get("loss_type") == "bnpo"
+    ):
+        return f", and the loss has means over a micro-batch: keep --{rows} {saved.get(rows)};"
+    (total, generation), now = _batches(saved), _batches(current)
+    if now == (total, generation):
         return None
-    updates, rest = divmod(rows, (current.get("world_size") or 1) * (current.get("per_device_train_batch_size") or 1))
+    updates, rest = divmod(total, (current.get("world_size") or 1) * (current.get("per_device_train_batch_size") or 1))
     if not updates or rest:
-        return f", with {counted(rows, 'row')} a step;"
-    steps = f" --steps_per_generation {updates * generation // rows}" if current.get("steps_per_generation") else ""
-    return f", with {counted(rows, 'row')} a step; use --gradient_accumulation_steps {updates}{steps},"
+        return f", with {counted(total, 'row')} a step;"
+    steps = f" --steps_per_generation {updates * generation // total}" if current.get("steps_per_generation") else ""
+    return f", with {counted(total, 'row')} a step; use --gradient_accumulation_steps {updates}{steps},"
 
 
 def _batches(settings: Mapping[str, Any]) -> tuple[int, int]:

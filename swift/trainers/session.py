@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -68,6 +69,9 @@ class Start:
 
 TRACKERS = ("tensorboard", "wandb", "swanlab")
 """Of `--report_to`; each needs the package of its name."""
+
+SHARED_LIMIT_S = 90
+"""Time after which a folder that one node has made is seen by the others; NFS remembers 60 s at most."""
 
 SAME_IN_TRANSFORMERS = (
     "learning_rate", "lr_scheduler_type", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
@@ -290,7 +294,13 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
 def require_shared(args: Any, folder: Path, collectives: Collectives) -> None:
     """Raises ResourceError: checkpoints have shards of all processes, one of which does not see the run's folder."""
     with collectives.together():
-        if (args.fsdp or args.deepspeed) and not args.save_only_model and not folder.is_dir():
+        if not (args.fsdp or args.deepspeed) or args.save_only_model:
+            return
+        began = time.monotonic()
+        while not folder.is_dir():  # another node may remember for a while that it was not there
+            if time.monotonic() - began < SHARED_LIMIT_S:
+                time.sleep(1)
+                continue
             raise ResourceError(
                 f"--output_dir: {folder}: not there for process {collectives.rank}, whose node has another disk; "
                 "checkpoints have a part of each process: choose a folder that all nodes share"

@@ -185,7 +185,8 @@ def test_a_missing_package_is_named_with_the_way_out(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [{"fsdp": "full_shard"}, {"deepspeed": "zero2"}], ids=str)
-def test_shards_need_a_folder_that_every_process_sees(flags, tmp_path):
+def test_shards_need_a_folder_that_every_process_sees(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "SHARED_LIMIT_S", 0)
     args = SimpleNamespace(**{"fsdp": None, "deepspeed": None, "save_only_model": False, **flags})
     require_shared(args, tmp_path, Collectives())
     with pytest.raises(ResourceError, match="not there for process 0, whose node has another disk"):

@@ -200,6 +200,8 @@ class Attempt:
         self.trap.check("rlhf", parts.collectives, parts.start)
         if checkpoint is not None:
             trainer.load_pipeline_state(checkpoint)
+            if "world_size" in (parts.start.changed or ()):
+                trainer.planner.fitting_tokens = None  # other shards leave other room
         if not sharded and parts.args.rollout_source == "atropos":
             self._begin_sources()
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

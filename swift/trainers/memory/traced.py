@@ -1,4 +1,4 @@
-"""What a token of a micro-batch takes in memory: counted by a process of its own, while models are loaded.
+"""What a token of a micro-batch takes in memory: counted by a process of its own, while the run samples.
 
 It makes the policy without numbers and takes steps with it (`swift.planning.step`): the trainer's own steps, with this
 tuner, its precisions and these recomputed layers.
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from swift.observability.secrets import MASK
 from swift.signals import kept_from_children
 
 LIMIT_S = 120
@@ -26,7 +27,8 @@ class TracedActivations:
 
     def __init__(self, words: Sequence[str]) -> None:
         variables = {name: value for name, value in os.environ.items() if name not in JOINED}
-        command = [sys.executable, "-m", "swift.planning.budget", *words]
+        known = [word.replace(MASK, "masked") for word in words]  # a policy needs no secrets
+        command = [sys.executable, "-m", "swift.planning.budget", *known]
         with kept_from_children():
             self._process = subprocess.Popen(
                 command,

@@ -7,7 +7,6 @@ cut in another way. In its usual format it would pickle; here numbers are safete
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +32,7 @@ FOLDER = "fsdp_state"
 """Of a checkpoint."""
 VALUES = "values.json"
 FILE_BYTES = 1 << 30
-"""Size of a file: as much memory again is needed while it is written."""
+"""Size of a file: twice as much memory again is needed while it is written."""
 
 
 class Shards:
@@ -64,9 +63,8 @@ class Shards:
             numbers[name] = 1 + filled // (FILE_BYTES * ranks.world_size)
             filled += tensor.nbytes
         writer = HuggingFaceStorageWriter(str(folder), numbers, save_distributed=True)
-        with warnings.catch_warnings(action="ignore"):  # that one process is alone
-            group = {"process_group": ranks.group, "no_dist": not ranks.active}
-            _raising(lambda: dcp.save(self._tensors, storage_writer=writer, **group))
+        writer.per_thread_copy_ahead = 0  # else each process would open a context on the first GPU, on another thread
+        _raising(lambda: dcp.save(self._tensors, storage_writer=writer, process_group=ranks.group))
         if ranks.is_main:
             (folder / VALUES).write_text(json.dumps(self._values), encoding="utf-8")
         return sorted(folder.glob(f"shard-{ranks.rank + 1:05d}-*"))
