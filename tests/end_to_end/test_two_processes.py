@@ -101,7 +101,7 @@ def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kep
     assert command.startswith("NPROC_PER_NODE=2 swift rlhf ")
     err = cli.start_printed(command.removeprefix("NPROC_PER_NODE=2 "), "stopped").ends(2)
     (line,) = error_lines(err)
-    assert line.startswith("swift: error: NPROC_PER_NODE: 1 training process: the checkpoint was made by 2;")
+    assert line.startswith("swift: error: NPROC_PER_NODE: 1 training process: the checkpoint was made by 2, with ")
     err = cli.start_printed(command, "stopped").ends(0)
     assert_same_run(run.folder, straight)
 
