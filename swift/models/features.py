@@ -21,6 +21,7 @@ from swift.models.attention.interface import transformers_model
 from swift.models.attention.spans import Span
 from swift.models.forward import TokenSequence, arrange
 from swift.models.reference import ReferenceModel, load_reference
+from swift.models.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -52,27 +53,29 @@ def token_features(hidden_states: Sequence[Tensor], layers: Sequence[int], norm:
     return normalize(torch.cat(chosen, dim=-1), dim=-1)
 
 
-def pool(token_features: Tensor, starts: Tensor, ends: Tensor, method: EmbedMethod) -> Tensor:
+def pool(token_features: Tensor, spans: Sequence[Span], method: EmbedMethod) -> Tensor:
     """One vector of each span of a stream.
 
     Args:
         token_features: [N, F]; spans may overlap.
-        starts: [S] long, first token of each span.
-        ends: [S] long, one past its last; a span is not empty.
+        spans: S of them, none of which is empty.
         method: last_token; mean_pooling and completion_mean are the mean over the span, which differ in the span that
             they are given; concat: tokens floor(T/4), floor(T/2), floor(3T/4) of T, side by side.
 
     Returns:
         [S, F], or [S, 3 F] with concat.
     """
-    lengths = ends - starts
-    assert bool((lengths > 0).all()), "an empty span has no features"
+    assert all(span.length > 0 for span in spans), "an empty span has no features"
+
+    def tokens(places: list[int]) -> Tensor:
+        return token_features[to_device(places, token_features.device)]
+
     if method == "last_token":
-        return token_features[ends - 1]
+        return tokens([span.stop - 1 for span in spans])
     if method == "concat":
-        return torch.cat([token_features[starts + quarter * lengths // 4] for quarter in (1, 2, 3)], dim=-1)
-    spans = zip(starts.tolist(), ends.tolist(), strict=True)
-    return torch.stack([token_features[start:end].mean(dim=0) for start, end in spans])
+        quarters = [[span.start + quarter * span.length // 4 for span in spans] for quarter in (1, 2, 3)]
+        return torch.cat([tokens(places) for places in quarters], dim=-1)
+    return torch.stack([token_features[span.start : span.stop].mean(dim=0) for span in spans])
 
 
 class FeatureNetwork:
@@ -112,8 +115,7 @@ class FeatureNetwork:
             pairs = [[features[span.start : span.stop] for span in pair] for pair in tokens.spans]
             return torch.stack([torch.cat(pair).mean(dim=0) for pair in pairs])
         spans = [own if own.length else Span(prompt.stop - 1, 1) for prompt, own in tokens.spans]
-        starts, ends = torch.tensor([(span.start, span.stop) for span in spans], device=device).unbind(1)
-        return pool(features, starts, ends, self.method)
+        return pool(features, spans, self.method)
 
 
 def load_features(args: Any, policy: nn.Module, reference: ReferenceModel | None = None) -> FeatureNetwork:

@@ -79,15 +79,22 @@ def add_adapter(model: Any, source: ModelSource, args: TunerArguments, task: str
     Raises:
         ConfigError: modules that the model does not have, an unfit adapter, or several.
     """
-    from peft import get_peft_model, get_peft_model_state_dict
+    from swift.models.lora_products import multiply_in_input_type
 
     if len(source.adapters) > 1:
         raise ConfigError(
             f"--adapters: {' '.join(map(str, source.adapters))}: {args.tuner_type} training starts from one adapter; "
             "merge the others into the model with `swift merge-lora`, or use --tuner_type full"
         )
-    if source.adapters:
-        return _continued(model, source.adapters[0], args)
+    first = source.adapters[0] if source.adapters else None
+    policy = _continued(model, first, args) if first else _fresh(model, source, args, task)
+    multiply_in_input_type(policy)
+    return policy
+
+
+def _fresh(model: Any, source: ModelSource, args: TunerArguments, task: str) -> Any:
+    from peft import get_peft_model, get_peft_model_state_dict
+
     _check_names(model, args)
     config = adapter_config(model, args, task)
     config.base_model_name_or_path = str(source.base)

@@ -127,10 +127,10 @@ def energies(
         "effective_reward": rewards + diversity_coef * d / 2,
         "cfm_loss": cfm_loss(features, reference, a, d),
     }
-    metrics = {f"ebft/{name}": float(value.mean()) for name, value in values.items()}
-    metrics["ebft/rank_deficient_frac"] = deficient
-    metrics["ebft/advantages_std"] = float(advantages.std()) if advantages.numel() > 1 else 0.0
-    return Energies(rewards, advantages, metrics)
+    spread = advantages.std() if advantages.numel() > 1 else torch.zeros_like(a.mean())
+    found = torch.stack([*(value.mean() for value in values.values()), spread]).tolist()  # one wait for a device
+    metrics = {f"ebft/{name}": value for name, value in zip([*values, "advantages_std"], found, strict=True)}
+    return Energies(rewards, advantages, metrics | {"ebft/rank_deficient_frac": deficient})
 
 
 def describe(*, estimator: Estimator, rl_coef: float, ce_coef: float, beta: float) -> str:

@@ -166,6 +166,11 @@ class CudaTensor(torch.Tensor):
     def __reduce_ex__(self, protocol):  # torch.save: a checkpoint has tensors of the host
         return self.host.detach().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo):
+        made = CudaTensor(self.host.detach().clone()).requires_grad_(self.requires_grad)
+        memo[id(self)] = made = torch.nn.Parameter(made, self.requires_grad) if hasattr(self, "_is_param") else made
+        return made
+
     def __repr__(self):
         return f"CudaTensor({self.host!r})"
 
@@ -276,7 +281,7 @@ def note_copy(source, *, to_device, pinned, non_blocking=False):
     is_free = non_blocking and LEDGER.is_pinned(pinned)
     if not to_device and not is_free:
         LEDGER.note(LEDGER.waits, "copy to the host")
-    if to_device and not is_free and source.dim() > 0:
+    if to_device and not is_free and source.dim() > 0 and source.numel():
         LEDGER.note(LEDGER.copies, "pageable" if not LEDGER.is_pinned(pinned) else "blocking")
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import normalize
 
 from swift.models.arguments import ModelArguments
 from swift.models.attention.choice import choose_attention
+from swift.models.attention.spans import Span
 from swift.models.features import feature_layers, load_features, pool, token_features
 from swift.models.forward import TokenSequence
 from swift.models.policy import load_for_inference, load_policy
@@ -46,11 +47,11 @@ def test_a_token_has_unit_length_over_all_layers_or_over_each():
 
 def test_pooling_by_true_lengths():
     stream = torch.arange(12.0)[:, None]
-    starts, ends = tensor([0, 4, 2]), tensor([4, 12, 3])
-    assert pool(stream, starts, ends, "last_token").tolist() == [[3.0], [11.0], [2.0]]
-    assert pool(stream, starts, ends, "completion_mean").tolist() == [[1.5], [7.5], [2.0]]
-    assert pool(stream, starts, ends, "mean_pooling").tolist() == [[1.5], [7.5], [2.0]]
-    assert pool(stream, starts, ends, "concat").tolist() == [[1, 2, 3], [6, 8, 10], [2, 2, 2]]
+    spans = [Span(0, 4), Span(4, 8), Span(2, 1)]
+    assert pool(stream, spans, "last_token").tolist() == [[3.0], [11.0], [2.0]]
+    assert pool(stream, spans, "completion_mean").tolist() == [[1.5], [7.5], [2.0]]
+    assert pool(stream, spans, "mean_pooling").tolist() == [[1.5], [7.5], [2.0]]
+    assert pool(stream, spans, "concat").tolist() == [[1, 2, 3], [6, 8, 10], [2, 2, 2]]
 
 
 def settings(model, tuner="full", **more):

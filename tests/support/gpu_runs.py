@@ -30,6 +30,7 @@ GRPO = (
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_completion_length 8 "
     "--max_tokens_per_micro_batch 60"
 )
+EBFT = "--num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_completion_length 16"
 
 
 class GpuRuns:
@@ -44,11 +45,12 @@ class GpuRuns:
                 row = {"messages": messages, "rejected_response": "no", "ground_truth": said}
                 file.write(json.dumps(row) + "\n")
 
-    def __call__(self, command, *, plugin=PLUGIN, model=None, steps=1 + STEPS):
+    def __call__(self, command, *, plugin=PLUGIN, model=None, dataset=None, steps=1 + STEPS):
         """The exit code, what was written to stderr, and what the ledger has of the counted steps."""
         (self.folder / "plugin.py").write_text(plugin)
         command = (
-            f"{command} --model {model or self.models['qwen2']} --dataset {self.folder / 'rows.jsonl'} "
+            f"{command} --model {model or self.models['qwen2']} "
+            f"--dataset {dataset or self.folder / 'rows.jsonl'} "
             f"--output_dir {self.folder / 'out'} --add_version false --report_to none --max_steps {steps}"
         )
         words = command.format(plugin=self.folder / "plugin.py").split()

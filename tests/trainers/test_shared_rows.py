@@ -32,6 +32,22 @@ EVALUATED = "--val_dataset val.jsonl --eval_strategy steps --eval_steps 1 --per_
 PACKED = "--packing true --max_length 128"
 
 
+def steps(count):
+    """Rows of prm: the question and the answer of a sum, which is right or wrong."""
+    for number, row in enumerate(sums(count)):
+        answer = row["chosen" if number % 3 else "rejected"][0]["content"]
+        yield {"prompt": row["prompt"], "completions": ["1+1=2", answer], "labels": [True, number % 3 > 0]}
+
+
+def chats(count):
+    """Rows of gkd."""
+    for row in sums(count):
+        yield {"messages": [*row["prompt"], *row["chosen"]]}
+
+
+ROWS = {"kto": verdicts, "prm": steps, "gkd": chats}
+
+
 @pytest.fixture
 def settings(nano_folders, tmp_path, monkeypatch):
     """Resolved settings of a run of a method, as a function of the flags that differ."""
@@ -41,10 +57,12 @@ def settings(nano_folders, tmp_path, monkeypatch):
         mode, _, kind = method.partition(" ")
         own = {"--model": nano_folders["qwen3"], "--output_dir": tmp_path / "out"}
         if mode == "rlhf":
-            rows = list(verdicts(24) if kind == "kto" else sums(24))
-            for number, row in enumerate(rows):
-                row["prompt"][0]["content"] += " Think about it." * (number % 3)  # rows differ in length
+            rows = list(ROWS.get(kind, sums)(24))
+            for number, row in enumerate(rows):  # which differ in length
+                (row.get("prompt") or row["messages"])[0]["content"] += " Think about it." * (number % 3)
             own |= {"--rlhf_type": kind, "--dataset": written(tmp_path / "pairs.jsonl", rows)}
+            if kind == "gkd":
+                own["--teacher_model"] = nano_folders["qwen2"]
         else:
             rows = [{"messages": [*row["prompt"], *row["chosen"]]} for row in sums(60)]
             written(tmp_path / "val.jsonl", rows[:7])
@@ -79,6 +97,10 @@ def gradient(run_dir, start):
         pytest.param("rlhf cpo", (), (), 4, 2, marks=LONG),
         pytest.param("rlhf simpo", FSDP, (), 2, 2, marks=LONG),
         pytest.param("sft", (), EVALUATED, 4, 2, marks=LONG),
+        ("rlhf rm", (), (), 2, 2),
+        pytest.param("rlhf rm", FSDP, LORA, 4, 2, marks=LONG),
+        pytest.param("rlhf prm", (), (), 4, 2, marks=LONG),
+        pytest.param("rlhf gkd", (), "--lmbda 0", 4, 2, marks=LONG),
         ("sft", (), PACKED, 2, 2),
         pytest.param("sft", (), "--padding_free true", 4, 4, marks=LONG),
         pytest.param("sft", ZERO3, PACKED, 4, 2, marks=LONG),
@@ -103,13 +125,14 @@ def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, meth
     assert ours.keys() == theirs.keys()
     norm = sum(float(one.norm() ** 2) for one in theirs.values()) ** 0.5
     gap = sum(float((ours[name] - theirs[name]).norm() ** 2) for name in theirs) ** 0.5
-    assert norm > 10 and gap < 1e-6 * norm, (gap, norm)
+    limit = 5e-6 if method == "rlhf rm" else 1e-6  # nearly equal scores are subtracted: more of float32's rounding
+    assert norm > 5 and gap < limit * norm, (gap, norm)
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-5)
 
 
 REFUSED = {
-    "rm": ("rlhf rm", "qwen3", {}, "", "not with this method"),
+    "sampled": ("rlhf gkd", "qwen3", {}, "", "processes share rows of the data, not answers that are sampled"),
     "heads": ("sft", "qwen3", {}, "--sequence_parallel_size 8", "the model of --model has 4 heads"),
     "own attention": ("sft", "gpt2", {}, "", "the model of --model cannot be computed in parts ("),
     "router": ("rlhf dpo", "qwen3_moe", {}, "", "this model's router has a loss of whole rows"),

@@ -18,7 +18,7 @@ from swift.errors import first_line
 from swift.models.attention.interface import enable_packed_attention, is_packed, transformers_model
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
-from swift.models.forward import TokenSequence, completion_logits, pack, pad
+from swift.models.forward import TokenBatch, TokenSequence, completion_logits, pack, pad
 from swift.models.quantisation import is_quantised
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
@@ -166,7 +166,7 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
 
     try:
         with trial(model) as (sequences, device):
-            rows = [completion_logits(model, pad([sequence], device=device)) for sequence in sequences]
+            rows = [_outputs(model, pad([sequence], device=device)) for sequence in sequences]
             own_NV = torch.cat(rows).float()
             enable_packed_attention(model, kernel)
             tokens = pack(sequences, device=device)
@@ -174,7 +174,7 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
             layout.attend = attend  # type: ignore[method-assign, assignment]
             config = transformers_model(model).config.get_text_config()
             num_layers, num_windows = getattr(config, "num_hidden_layers", None) or 1, _num_windows(config)
-            gap_N = (completion_logits(model, tokens).float() - own_NV).abs().mean(-1)
+            gap_N = (_outputs(model, tokens).float() - own_NV).abs().mean(-1)
     except NotImplementedError as error:
         return str(error)
     except Exception as error:  # models fail on packed inputs in types of their own; they keep their own attention
@@ -188,6 +188,14 @@ def _packing_gap(model: nn.Module, kernel: Kernel | None) -> str | None:
     tolerance = 1e-2 if next(model.parameters()).dtype == torch.float32 else 1e-1
     agree = float(gaps.max()) <= tolerance * float(own_NV.std())  # NaN does not
     return None if agree else "packed logits differ from its own"
+
+
+def _outputs(model: nn.Module, tokens: TokenBatch) -> Tensor:
+    """Logits [N, V] that predict each completion token; hidden states [N, H] of a model without a language head."""
+    base = transformers_model(model)
+    if base.get_output_embeddings() is not None:
+        return completion_logits(model, tokens)
+    return base.base_model(**tokens.inputs, use_cache=False)[0].flatten(0, 1)[tokens.predict_index]  # type: ignore[no-any-return]
 
 
 def _num_windows(config: Any) -> int:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from swift.models.attention.layout import SegmentLayout
+from swift.models.attention.spans import Span
 from swift.models.attention.strided import BlockStream
 from swift.models.features import FeatureNetwork, pool
+from swift.models.transfer import to_device
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
 from swift.rollout.seeds import sample_uniforms, seed_of
 from swift.trainers.rows import IGNORED
@@ -60,13 +62,13 @@ class Blocks:
 def stream_inputs(ids: Tensor, stream: BlockStream, num_steps: int) -> dict[str, Any]:
     """What a packed model takes, for a stream with its first `num_steps` steps."""
     layout: SegmentLayout = stream.layout(num_steps, ids.device)
-    positions = stream.positions(num_steps).to(ids.device)
+    positions = to_device(stream.positions(num_steps), ids.device)
     return {"input_ids": ids[None], "position_ids": positions[None], "attention_layout": layout}
 
 
 def joined_ids(documents: Sequence[Document], device: torch.device | str) -> Tensor:
     """[L] tokens of the documents, one after the other."""
-    return torch.tensor([token for document in documents for token in document.input_ids], device=device)
+    return to_device([token for document in documents for token in document.input_ids], device)
 
 
 def block_stream(documents: Sequence[Document], *, num_samples: int, length: int) -> BlockStream:
@@ -108,17 +110,16 @@ def sample_blocks(
 
     request = Request("", (), SamplingParams(max_new_tokens=stream.length, temperature=temperature, top_p=top_p))
     sampler = BatchSampler([Row(request)] * len(stream.columns), ids.device)
-    uniform_gC = torch.from_numpy(np.ascontiguousarray(uniforms.T)).to(ids.device)
-    cache = DynamicCache()
-    places, column = stream.predecessors()[0].to(ids.device).unique(return_inverse=True)
+    uniform_gC = to_device(np.ascontiguousarray(uniforms.T), ids.device)
+    anchors, cache = to_device(stream.anchors, ids.device), DynamicCache()
+    places, column = (to_device(found, ids.device) for found in stream.predecessors()[0].unique(return_inverse=True))
     inputs = stream_inputs(ids, stream, 0)
     logits = model(**inputs, logits_to_keep=places, past_key_values=cache, use_cache=True).logits[0][column]
     tokens = [sampler.draw(logits, uniform_gC[0])[0]]
     for step in range(1, stream.length):
-        positions = (stream.anchors + step - 1).to(ids.device)
         logits = model(
             input_ids=tokens[-1][None],
-            position_ids=positions[None],
+            position_ids=(anchors + step - 1)[None],
             attention_layout=stream.step_layout(step, ids.device),
             past_key_values=cache,
             use_cache=True,
@@ -134,14 +135,13 @@ def stream_features(network: FeatureNetwork, inputs: dict[str, Any], spans: Tens
         output = module(**inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False)
     size = spans.shape[1]
     tokens = network.of_tokens([states[0, spans.flatten()] for states in output.hidden_states])
-    starts = torch.arange(0, spans.numel(), size, device=spans.device)
-    return pool(tokens, starts, starts + size, network.method)
+    return pool(tokens, [Span(start, size) for start in range(0, spans.numel(), size)], network.method)
 
 
 def block_features(network: FeatureNetwork, blocks: Blocks, num_samples: int) -> tuple[Tensor, Tensor]:
     """Features of the samples [B, n, D] and of the document's own continuation [B, D], from one forward pass."""
     stream, device = blocks.stream, blocks.ids.device
-    spans = torch.cat([stream.index().T, stream.references()[::num_samples]]).to(device)
+    spans = to_device(torch.cat([stream.index().T, stream.references()[::num_samples]]), device)
     sampled, own = stream_features(network, blocks.inputs(), spans).split(
         [len(stream.columns), len(stream.columns) // num_samples]
     )
@@ -151,4 +151,4 @@ def block_features(network: FeatureNetwork, blocks: Blocks, num_samples: int) ->
 def reference_features(network: FeatureNetwork, documents: Sequence[Document], length: int, device: Any) -> Tensor:
     """The latter alone, without samples, [B, D]."""
     stream, ids = block_stream(documents, num_samples=1, length=length), joined_ids(documents, device)
-    return stream_features(network, stream_inputs(ids, stream, 0), stream.references().to(device))
+    return stream_features(network, stream_inputs(ids, stream, 0), to_device(stream.references(), device))

@@ -23,6 +23,7 @@ from swift.models.attention.choice import choose_attention
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.scoring import ScoreRequest, prepare_scoring, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
+from swift.models.transfer import to_device
 from swift.rl.energy import PooledMap, energies, pooled_whitening
 from swift.rl.linear_logprobs import LogitMap
 from swift.trainers.atomic_trainer import AtomicTrainer
@@ -82,7 +83,7 @@ class StridedSteps(AtomicTrainer):
 
     def __init__(self, *, settings: StridedArguments, features: FeatureNetwork, **trainer_arguments: Any) -> None:
         self.settings, self.features = settings, features
-        self._totals: dict[str, dict[str, list[float]]] = {"train": {}, "eval": {}}
+        self._totals: dict[str, dict[str, list[Any]]] = {"train": {}, "eval": {}}
         super().__init__(**trainer_arguments)
         self.loss_is_scaled_for_ga = True
 
@@ -167,13 +168,13 @@ class StridedSteps(AtomicTrainer):
             tokens = self._sampled(model, documents, ids, stream, phase)
             blocks = Blocks(stream, ids, tokens)
             advantages = self._advantages(blocks, counted, batch, phase)  # before there is a graph
-            predictors = stream.predecessors().to(ids.device).flatten()
+            predictors = to_device(stream.predecessors().flatten(), ids.device)
             logit_map = LogitMap(temperature=settings.ebft_temperature)
             requests.append(ScoreRequest(predictors, tokens.flatten(), logit_map, "none"))
         if settings.ebft_ce_coef or evaluates:
             own = zip(stream.starts, documents[:counted], strict=False)
             places = [start + at for start, document in own for at in document.targets]
-            index = torch.tensor(places, dtype=torch.long, device=ids.device)
+            index = to_device(places, ids.device, dtype=torch.long)
             requests.append(ScoreRequest(index - 1, ids[index], LogitMap(), "none"))
         found = list(score_requests(model, blocks.inputs(), tuple(requests)))
         if num_samples:
@@ -231,13 +232,13 @@ class StridedSteps(AtomicTrainer):
 
     def _note(self, phase: str, name: str, total: Tensor | float, weight: float) -> None:
         sums = self._totals[phase].setdefault(name, [0.0, 0.0])
-        sums[0] += float(total.detach() if isinstance(total, Tensor) else total)
+        sums[0] = sums[0] + (total.detach().double() if isinstance(total, Tensor) else total)
         sums[1] += weight
 
     def _means(self, phase: str) -> dict[str, float]:
         """The metrics since the last call, over all ranks."""
         mine = [self._totals[phase].get(name, [0.0, 0.0]) for name in METRICS]
-        sums = self.collectives.sum([value for pair in mine for value in pair])
+        sums = self.collectives.sum([float(value) for pair in mine for value in pair])
         self._totals[phase] = {}
         pairs = zip(METRICS, sums[::2], sums[1::2], strict=True)
         return {name: total / weight for name, total, weight in pairs if weight}

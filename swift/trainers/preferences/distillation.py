@@ -24,9 +24,10 @@ class Distilled:
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As TRL's, but divides by the mean number of tokens per process, since gradients are averaged over them."""
+        """As TRL's, but divides by the mean number of tokens per batch, since gradients are averaged over them."""
         if num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch / self.args.world_size  # type: ignore[attr-defined]
+            batches = self.args.world_size // self.get_tp_size()  # type: ignore[attr-defined]
+            num_items_in_batch = num_items_in_batch / batches
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
 
 
@@ -34,10 +35,15 @@ def load_teacher(args: Any, model: Any) -> dict[str, Any]:
     """The teacher, frozen, on the device of this process; without weights if the model has none.
 
     Raises:
-        ConfigError: it cannot be loaded, or has another vocabulary.
+        ConfigError: it cannot be loaded, or has another vocabulary; rows are shared whose answers are sampled.
     """
     from swift.models.reference import load_other
 
+    if args.sequence_parallel_size > 1 and (args.lmbda or args.seq_kd):
+        raise ConfigError(
+            f"--sequence_parallel_size: {args.sequence_parallel_size}: processes share rows of the data, not answers "
+            "that are sampled; give --lmbda 0 and leave out --seq_kd, or use --deepspeed or --fsdp if memory is short"
+        )
     device = "meta" if model.device.type == "meta" else own_device()
     teacher: Any = load_other(args.teacher_model, args, device, "--teacher_model")
     teacher.requires_grad_(False)
@@ -66,7 +72,6 @@ GKD = Method(
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
     encode=encoding("turn"),
-    shares_rows=False,
     fuses_head=True,
     options=_options,
     parts=load_teacher,

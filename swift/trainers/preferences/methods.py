@@ -178,7 +178,6 @@ RM = Method(
     config="trl:RewardConfig",
     encode=encoding("scored pair"),
     reward_head="answer",
-    shares_rows=False,
     options=_options("center_rewards_coefficient"),
     overrides=(PreparedRows,),
     logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),

@@ -106,7 +106,6 @@ PRM = Method(
     config="transformers:TrainingArguments",
     encode=encode,
     reward_head="step",
-    shares_rows=False,
     parts=_parts,
     overrides=(StepTrainer,),
     measured=("accuracy", "f1"),
