@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from swift.arguments.common import TrainerModeArguments
 from swift.arguments.rlhf import MethodArguments
 from swift.flags import REQUIRED, flag
+from swift.trainers.arguments import ActivationArguments
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -28,17 +29,17 @@ class PreferenceArguments(TrainerModeArguments, MethodArguments):
 
 
 @dataclass(kw_only=True)
-class DPOArguments(DPOParameters, PreferenceArguments):
+class DPOArguments(DPOParameters, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type dpo`: direct preference optimization of pairs."""
 
 
 @dataclass(kw_only=True)
-class IPOArguments(DivergenceArguments, PreferenceArguments):
+class IPOArguments(DivergenceArguments, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type ipo`: identity preference optimization of pairs (arXiv:2310.12036)."""
 
 
 @dataclass(kw_only=True)
-class KTOArguments(KTOParameters, PreferenceArguments):
+class KTOArguments(KTOParameters, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type kto`: single answers, each good or bad."""
 
 
@@ -58,7 +59,7 @@ class CPOArguments(CPOParameters, PreferenceArguments):
 
 
 @dataclass(kw_only=True)
-class RewardModelArguments(RewardParameters, PreferenceArguments):
+class RewardModelArguments(RewardParameters, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type rm`: a reward model from pairs."""
 
 

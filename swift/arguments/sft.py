@@ -8,12 +8,13 @@ from typing import ClassVar, Literal
 
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
+from swift.trainers.arguments import ActivationArguments
 
 LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
 
 
 @dataclass(kw_only=True)
-class LanguageModelingArguments(TrainerModeArguments):
+class LanguageModelingArguments(ActivationArguments, TrainerModeArguments):
     """What `swift sft` and `swift pt` have in common."""
 
     GROUP: ClassVar[str] = "Data"
@@ -40,9 +41,6 @@ class LanguageModelingArguments(TrainerModeArguments):
 
     loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
     """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
-
-    activation_offloading: bool = flag(False, group="Optimization", everyday=False)
-    """Whether activations wait on the host for the backward pass, where those of a CPU are anyway."""
 
     router_aux_loss_coef: float | None = flag(0.0, at_least=0, group="Objective", everyday=False)
     """Coefficient of the load-balancing loss of mixtures of experts; none is the model's own."""

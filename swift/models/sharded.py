@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swift.devices import own_device
+
 
 def quiet_accelerator() -> None:
     """Suppress a warning of DeepSpeed, which searches for a device when transformers imports it."""
@@ -36,6 +38,12 @@ def is_dtensor(tensor: Any) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module computes on, which its shards need not be on (`--fsdp_offload_params`)."""
+    parameter = next(module.parameters())
+    return own_device() if is_dtensor(parameter) and parameter.device.type == "cpu" else parameter.device
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -63,8 +71,12 @@ def shard(module: nn.Module, accelerator: Any) -> None:
         _partition(module, accelerator)
         return
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = None  # each model has its own
+    plugin = accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = None  # each model has its own
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     module.requires_grad_(False)  # what is trained would become float32 before it is cut
     fsdp2_prepare_model(accelerator, module)
@@ -146,10 +158,16 @@ def gathered(tensors: Iterable[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
         function from a parameter to its whole, detached tensor, which is valid in the block only unless cloned.
     """
     unique = list({id(tensor): tensor for tensor in tensors}.values())
-    whole = {id(tensor): tensor.detach().full_tensor() for tensor in unique if is_dtensor(tensor)}  # type: ignore[attr-defined]
+    whole = {id(tensor): _whole(tensor.detach()) for tensor in unique if is_dtensor(tensor)}
     zero = [tensor for tensor in unique if is_zero3(tensor)]
     with zero3_gathered(zero) if zero else contextlib.nullcontext():
         yield lambda tensor: whole[id(tensor)] if id(tensor) in whole else _copy_of(tensor)
+
+
+def _whole(tensor: Any) -> Tensor:
+    """A DTensor gathered on the device of its mesh, which shards of the host come to first."""
+    kind = tensor.device_mesh.device_type
+    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

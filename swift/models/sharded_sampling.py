@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from swift.models.forward import TokenSequence, arrange, completion_logits
-from swift.models.sharded import is_dtensor, is_sharded, is_zero3, zero3_gathered
+from swift.models.sharded import device_of, is_dtensor, is_sharded, is_zero3, zero3_gathered
 
 _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."
 
@@ -84,7 +84,7 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
 
 @torch.no_grad()
 def _pass_over_one_token(model: nn.Module) -> None:
-    completion_logits(model, arrange(model, [TokenSequence([0], [0])], device=next(model.parameters()).device))
+    completion_logits(model, arrange(model, [TokenSequence([0], [0])], device=device_of(model)))
 
 
 @contextlib.contextmanager

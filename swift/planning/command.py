@@ -105,6 +105,7 @@ def _not_planned(mode: str, args: Any) -> list[str]:
             args.optim not in TRACED
         ),
         f"--deepspeed: {args.deepspeed}: only --fsdp is planned so far": args.deepspeed,
+        "--fsdp_offload_params: true: is not planned yet": args.fsdp_offload_params,
         f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
         f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (
             args.tuner_type not in ("lora", "full")

@@ -125,6 +125,10 @@ class OptimizationArguments:
     fsdp_replicas: int = flag(1, at_least=1, everyday=False, aliases=("dp_replicate_size",), needs="fsdp")
     """Number of copies of the sharded model (HSDP), each on its part of the processes, such as those of a node."""
 
+    fsdp_offload_params: bool = flag(False, everyday=False, needs="fsdp")
+    """Whether shards of weights, their gradients and the optimizer's state are in the memory of the host, where the
+    CPU updates them. A layer comes to the device when it is gathered. Slow."""
+
     sequence_parallel_size: int = flag(1, at_least=1, everyday=False, aliases=("context_parallel_size",))
     """Number of neighbouring processes that compute the same rows together, a part of the tokens each, where rows are
     too long for one device. A batch has the rows of one process for each such group; in grpo it keeps its completions,
@@ -136,6 +140,12 @@ class OptimizationArguments:
     ddp_find_unused_parameters: bool = flag(False, everyday=False)
     """Whether DDP searches for parameters without gradient in every step."""
 
+    use_liger_kernel: bool = flag(False, everyday=False)
+    """Whether layers run Liger's kernels. Needs the package liger_kernel and a GPU."""
+
+    liger_kernel_config: dict[str, Any] = flag({}, everyday=False, needs="use_liger_kernel")
+    """Liger kernels to switch on or off, such as `{"rope": false}`."""
+
     full_determinism: bool = flag(False, everyday=False)
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 
@@ -145,6 +155,11 @@ class OptimizationArguments:
                 yield f"--{name}: {value}: no effect with --lr_scheduler_type {self.lr_scheduler_type}"
 
     def problems(self) -> Iterator[str]:
+        if self.liger_kernel_config.get("fused_linear_cross_entropy"):
+            yield (
+                "--liger_kernel_config: fused_linear_cross_entropy: replaces the model's own loss, which no method "
+                "uses; leave it out"
+            )
         if self.warmup_steps > 1 and self.warmup_steps % 1:
             yield f"--warmup_steps: {self.warmup_steps:g}: neither a number of steps nor a share below 1; give one"
         if self.optim == "adamw_cpu" and self.deepspeed:
@@ -167,12 +182,6 @@ class TrainerArguments:
 
     neftune_noise_alpha: float | None = flag(above=0, everyday=False, unset="off")
     """Magnitude of the noise that NEFTune (arXiv:2310.05914) adds to embeddings; the paper uses 5 to 15."""
-
-    use_liger_kernel: bool = flag(False, everyday=False)
-    """Whether layers run Liger's kernels. Needs the package liger_kernel and a GPU."""
-
-    liger_kernel_config: dict[str, Any] = flag({}, everyday=False, needs="use_liger_kernel")
-    """Liger kernels to switch on or off, such as `{"rope": false}`."""
 
     torch_compile: bool = flag(False, everyday=False)
     """Whether torch.compile compiles the model."""
@@ -211,11 +220,6 @@ class TrainerArguments:
     """Whether the repository is private if it is made."""
 
     def problems(self) -> Iterator[str]:
-        if self.liger_kernel_config.get("fused_linear_cross_entropy"):
-            yield (
-                "--liger_kernel_config: fused_linear_cross_entropy: replaces the model's own loss, which no method "
-                "uses; leave it out"
-            )
         if self.push_to_hub and not self.hub_model_id:
             yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
         if getattr(self, "eval_strategy", "no") == "no":
@@ -225,6 +229,16 @@ class TrainerArguments:
                         f"--{name}: {str(value).lower()}: nothing is evaluated; give --val_dataset or "
                         "--split_dataset_ratio"
                     )
+
+
+@dataclass(kw_only=True)
+class ActivationArguments:
+    """What the trainers of sft, pt, dpo, ipo, kto and rm can do with activations."""
+
+    GROUP: ClassVar[str] = "Optimization"
+
+    activation_offloading: bool = flag(False, everyday=False)
+    """Whether activations wait on the host for the backward pass, where those of a CPU are anyway."""
 
 
 @dataclass(kw_only=True)

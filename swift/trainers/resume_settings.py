@@ -67,8 +67,8 @@ FREE = frozenset(
         "nemo_gym_command", "nemo_gym_dir", "nemo_gym_config_paths", "nemo_gym_head", "nemo_gym_server_timeout",
         "max_excluded_frac",
         "load_from_cache_file", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "eval_on_start",
-        "run_name", "save_strategy", "fsdp_replicas", "gc_collect_after_offload", "offload_model", "offload_optimizer",
-        "sleep_level", "bnb_4bit_quant_storage",
+        "run_name", "save_strategy", "fsdp_replicas", "fsdp_offload_params", "gc_collect_after_offload",
+        "offload_model", "offload_optimizer", "sleep_level", "bnb_4bit_quant_storage",
         "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
     }
 )

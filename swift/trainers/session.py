@@ -181,10 +181,10 @@ def continuation(mode: str, checkpoint: Path | None) -> str:
     return f"it holds the weights only (--save_only_model true), start again: {resume_command(mode, None)}"
 
 
-def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
-    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1). timeout_s: bound on every collective.
+def join_processes(args: Any) -> Collectives:
+    """Joins the launcher's process group, when there is one (WORLD_SIZE > 1).
 
-    always: make a group of one process without a launcher (DeepSpeed and FSDP need one).
+    DeepSpeed and FSDP make a group of one process without a launcher.
     """
     import torch
     import torch.distributed as dist
@@ -193,8 +193,8 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
     from swift.rendezvous import keep_gloo_here, process_group_place
     from swift.trainers.distributed import Collectives
 
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if (always or not alone) and not dist.is_initialized():
+    timeout_s, alone = args.ddp_timeout, int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if (args.deepspeed or args.fsdp or not alone) and not dist.is_initialized():
         on_gpu = torch.cuda.is_available()
         if on_gpu:
             torch.cuda.set_device(own_device())
@@ -205,7 +205,10 @@ def join_processes(timeout_s: float, *, always: bool = False) -> Collectives:
             place = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         else:
             place = process_group_place(timeout_s)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s), **place)
+        backend = "nccl" if on_gpu else "gloo"
+        if on_gpu and args.fsdp_offload_params:
+            backend = "cpu:gloo,cuda:nccl"  # norms of gradients are added up on the host
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
 
 

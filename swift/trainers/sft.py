@@ -86,8 +86,6 @@ def _parts(args: Any, model: Any) -> dict[str, Any]:
 
 def _options(args: Any) -> dict[str, Any]:
     """The arguments of SFTConfig beside the settings of every method."""
-    import torch
-
     return {
         "max_length": None,  # rows over it are left out already, never cut
         "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -95,8 +93,6 @@ def _options(args: Any) -> dict[str, Any]:
         "packing": args.packing,
         "padding_free": args.padding_free,
         "loss_type": args.loss_type,
-        # TRL asks for the accelerator, which a CPU has not: its activations are on the host
-        "activation_offloading": args.activation_offloading and torch.accelerator.is_available(),
         "router_aux_loss_coef": args.router_aux_loss_coef,
     }
 

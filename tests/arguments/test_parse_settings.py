@@ -398,7 +398,7 @@ def test_no_name_of_another_project_is_unknown(mode):
 
 
 def test_known_flags_that_change_nothing_are_noted():
-    words = "--freeze_vit true --use_liger_kernel no --vllm_pipeline_parallel_size 1 --use_liger_loss true"
+    words = "--freeze_vit true --vllm_pipeline_parallel_size 1 --use_liger_loss true"
     notes = rlhf(*words.split(), "--use_data_producer", "true", "--tuner_type", "full").notes
     assert [note.split(":")[0] for note in notes] == [*words.split()[::2], "--use_data_producer"]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from importlib.util import find_spec
 
 import pytest
-from cli_runs import assert_same_run, completion_rows, log_rows
+from cli_runs import ROOT, assert_same_run, completion_rows, log_rows
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +119,22 @@ def test_all_extras_together_train_and_are_seen_in_what_was_sampled(cli):
     assert settings["temperature"] == 1.5
     assert settings["_provenance"]["temperature"]["rule"] == "from --generation_kwargs"
     assert "biases the gradient" in cli.printed
+
+
+LIGER = """
+def _apply_liger_kernel_to_instance(model, **config):
+    print("patched", type(model).__name__, sorted(config.items()), flush=True)
+"""
+
+
+def test_ligers_kernels_reach_the_policy_but_not_its_loss(cli, tmp_path):
+    package = tmp_path / "packages" / "liger_kernel"
+    described = package.with_name("liger_kernel-0.8.5.dist-info")
+    for folder in (package, described):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "transformers.py").write_text(LIGER)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: liger_kernel\nVersion: 0.8.5\n")
+    path = {"PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
+    cli.finish("liger", use_liger_kernel="true", liger_kernel_config='{"rope":false}', max_steps=1, variables=path)
+    assert "patched Qwen2ForCausalLM [('fused_linear_cross_entropy', False), ('rope', False)]" in cli.printed

@@ -45,6 +45,20 @@ def test_two_processes_that_spread_the_model_make_the_run_of_one(cli):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_shards_on_the_host_make_the_same_run_and_go_on_without(tuner, cli):
+    name = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}[tuner]
+    flags = {**FLAGS, **SPREAD["fsdp"], "tuner_type": tuner, "save_steps": 2, "variables": TWO}
+    plain = cli.finish("plain", **flags)
+    host = cli.finish("host", **flags, fsdp_offload_params="true")
+    assert "FSDP on the host" in cli.printed
+    expected = load_file(plain / "checkpoint-4" / name)
+    assert_same(load_file(host / "checkpoint-4" / name), expected)
+    cli.finish("host", **flags, resume_from_checkpoint=host / "checkpoint-2")
+    assert_same(load_file(host / "checkpoint-4" / name), expected)
+
+
+@pytest.mark.long
 def test_processes_without_a_part_of_an_adapter_train_the_adapter_of_one(cli):
     """Two rows of each lora_A over three processes; the optimizer and its checkpoints must tell empty parts apart."""
     flags = {**FLAGS, "tuner_type": "lora", "lora_rank": 2, "max_steps": 2, "save_steps": 1}

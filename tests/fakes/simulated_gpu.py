@@ -13,7 +13,7 @@ A tensor of the device is a wrapper: Python sees `cuda:0`, C++ sees the device `
     records attention with a mask and grouped keys, for which CUDA has only a kernel with quadratic memory
     counts the bytes alive
 
-There are no streams, no times and no compiled kernels.
+There are no streams, no times and no compiled kernels. FSDP2 and DeepSpeed run with one process, whose NCCL is gloo.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -193,6 +194,8 @@ class SimulatedGpu(TorchDispatchMode):
     """Sees every operation of its thread."""
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its shards come here next
         return run(operation, args, kwargs or {})
 
 
@@ -310,12 +313,45 @@ class Event:
         return 0.0
 
 
+class Stream:
+    """A CUDA stream; everything is done in order."""
+
+    def __init__(self, *_args, **_settings):
+        self.device = DEVICE
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+    def synchronize(self):
+        LEDGER.note(LEDGER.waits, "synchronize")
+
+    def is_capturing(self):
+        return False
+
+
 def waits_for_all(*_args, **_kwargs):
     LEDGER.note(LEDGER.waits, "synchronize")
 
 
 def nothing(*_args, **_kwargs):
     return None
+
+
+def own(value):
+    """Another function that does nothing: dynamo has a rule for each of torch's."""
+    return (lambda *_, **__: None) if value is nothing else value
 
 
 def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -370,10 +406,7 @@ def patches():
         total_memory=TOTAL_BYTES, name="Simulated H100", major=9, minor=0, multi_processor_count=132, uuid="0",
         gcnArchName="", L2_cache_size=50 << 20,
     )  # fmt: skip
-    stream = types.SimpleNamespace(
-        is_capturing=lambda: False, synchronize=waits_for_all, wait_stream=nothing, record_event=lambda *_: Event(),
-        wait_event=nothing, device=DEVICE,
-    )  # fmt: skip
+    stream = Stream()
 
     def free_and_total(*_):
         return TOTAL_BYTES - LEDGER.live_bytes, TOTAL_BYTES
@@ -400,6 +433,7 @@ def patches():
         "set_device": nothing, "get_rng_state": random_state, "set_rng_state": nothing,
         "get_rng_state_all": lambda *_: [random_state()], "set_rng_state_all": nothing, "manual_seed": nothing,
         "manual_seed_all": nothing, "seed_all": nothing, "is_bf16_supported": lambda *_, **__: True, "Event": Event,
+        "Stream": Stream,
         "device": lambda *_: contextlib.nullcontext(), "stream": lambda *_: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: False, "default_stream": lambda *_: stream,
     }  # fmt: skip
@@ -412,6 +446,18 @@ def patches():
     for name in ("get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all"):
         yield torch.cuda.random, name, of_cuda[name]
 
+    yield torch.cuda.nvtx, "_nvtx", types.SimpleNamespace(rangePushA=nothing, rangePop=nothing)
+    yield torch.Tensor, "data", data_setter()
+    yield torch, "_has_compatible_shallow_copy_type", lambda *_: True  # so `Module.to` sets data too
+    for name in ("device", "is_cuda", "is_cpu", "is_meta"):  # C++ would say what it knows of the shard
+        yield DTensor, name, property(lambda tensor, name=name: getattr(tensor._local_tensor, name))
+    yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")
+    joined = torch.distributed.init_process_group
+    yield (
+        torch.distributed,
+        "init_process_group",
+        lambda backend=None, *args, **kwargs: joined("gloo", *args, **kwargs),  # computes in host memory too
+    )
     usual = torch.nn.functional.scaled_dot_product_attention
     yield (
         torch.nn.functional,
@@ -424,6 +470,23 @@ def patches():
     yield torch, "as_tensor", made_there(torch.as_tensor)
     yield torch.Tensor, "pin_memory", lambda tensor, *_: LEDGER.pin(tensor.clone())
     yield torch.Tensor, "record_stream", nothing
+
+
+def data_setter():
+    """`Tensor.data`, which can be set to a tensor on the other device too: C++ would take it for another kind."""
+    own = torch._C.TensorBase.data
+
+    def set_data(tensor, value):
+        if isinstance(tensor, CudaTensor) == isinstance(value, CudaTensor) or isinstance(tensor, DTensor):
+            own.__set__(tensor, value)
+            if isinstance(tensor, CudaTensor):
+                tensor.host = value.host
+            return
+        made = value.detach()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        torch.utils.swap_tensors(tensor, torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
+
+    return property(own.__get__, set_data)
 
 
 def with_index(function):
@@ -477,9 +540,6 @@ def simulated_gpu():
         for owner, name, value in [*patches(), (threading.Thread, "run", in_mode)]:
             missing = not hasattr(owner, name)
             stack.callback(delattr if missing else setattr, owner, name, *([] if missing else [getattr(owner, name)]))
-            setattr(owner, name, value)
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
-        torch.__future__.set_swap_module_params_on_conversion(True)  # else tied parameters part on their way there
+            setattr(owner, name, own(value))
         with SimulatedGpu():
             yield LEDGER

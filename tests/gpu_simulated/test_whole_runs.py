@@ -9,6 +9,7 @@ from torch import equal
 
 GRADIENTS, FEATURES = "transfer.py to_host", "rewards.py FeatureRewards._features"
 LONG = pytest.mark.long
+TWO = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
 
 
 @pytest.mark.parametrize(
@@ -47,14 +48,54 @@ def test_grpo_waits_once_a_step(on_gpu, flags, more):
     assert beyond(found, {**BUDGET, **more}) == {}
 
 
+def test_shards_of_fsdp_keep_the_budget(on_gpu):
+    code, err, found = on_gpu(f"{GRPO} --fsdp full_shard --tuner_type full")
+    assert code == 0, err[-3000:]
+    assert found["steps"] == STEPS
+    assert beyond(found, BUDGET) == {}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(
+            f"{GRPO} --tuner_type lora --gradient_checkpointing true --ds3_gather_for_generation false", id="grpo"
+        ),
+        pytest.param(f"rlhf --rlhf_type ebft {EBFT} --tuner_type full", id="ebft", marks=LONG),
+        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type full", id="dpo", marks=LONG),
+        pytest.param(f"sft {TWO} --tuner_type full --packing true --max_length 64", id="sft", marks=LONG),
+    ],
+)
+def test_shards_on_the_host_meet_nothing_of_the_device(on_gpu, command):
+    """FSDP2 waits in the backward pass, for each gradient on its way to the host."""
+    code, err, found = on_gpu(f"{command} --fsdp full_shard --fsdp_offload_params true")
+    assert code == 0, err[-3000:]
+    assert found["steps"] == STEPS
+    assert found["copies"] == found["attention"] == []
+
+
+@pytest.mark.parametrize(
+    ("way", "own"),
+    [
+        ("zero2", 0),
+        pytest.param("zero2_offload", 6, marks=LONG),
+        pytest.param("zero3", 3, marks=LONG),
+        pytest.param("zero3_offload", 7, marks=LONG),
+    ],
+)
+def test_zero_runs_there(on_gpu, way, own):
+    """`own`: pageable copies of DeepSpeed's, which waits as it likes."""
+    code, err, found = on_gpu(f"{GRPO} --deepspeed {way} --tuner_type full")
+    assert code == 0, err[-3000:]
+    assert found["steps"] == STEPS
+    assert sum(count for *_, count in found["copies"]) <= own and found["attention"] == []
+
+
 def test_ebft_waits_once_a_step_and_for_its_features(on_gpu):
     code, err, found = on_gpu(f"rlhf --rlhf_type ebft {EBFT} --tuner_type full --ebft_ce_coef 0.1")
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
     assert beyond(found, {**BUDGET, FEATURES: STEPS, "batch.py BatchRun.step": STEPS * 16}) == {}
-
-
-TWO = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
 
 
 def test_strided_ebft_waits_once_a_micro_batch(on_gpu, tmp_path):

@@ -56,6 +56,7 @@ def settings(task: dict[str, Any]) -> SimpleNamespace:
         deepspeed=task.get("deepspeed"),
         fsdp=task.get("fsdp"),
         fsdp_replicas=task.get("fsdp_replicas", 1),
+        fsdp_offload_params=task.get("fsdp_offload_params", False),
         torch_dtype=task.get("dtype", "float32"),
         per_device_train_batch_size=8,
         gradient_accumulation_steps=1,
@@ -234,7 +235,9 @@ def share_of_reference(trainer: Any) -> float | None:
 def main(path: str) -> None:
     """Run the tasks of a file, one after the other."""
     content = torch.load(path, weights_only=False)
-    collectives = join_processes(60, always=True)
+    collectives = join_processes(
+        SimpleNamespace(ddp_timeout=60, deepspeed=None, fsdp="full_shard", fsdp_offload_params=False)
+    )
     results = [train({**content["common"], **task}) for task in content["tasks"]]
     if collectives.is_main:
         torch.save(results, content["result"])

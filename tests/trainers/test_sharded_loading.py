@@ -55,12 +55,14 @@ def main(folder: Path, way: str, how: str) -> None:
         "deepspeed": None,
         "fsdp": None,
         "fsdp_replicas": 1,
+        "fsdp_offload_params": False,
+        "ddp_timeout": 60,
         "torch_dtype": "bfloat16",
         "max_grad_norm": 1.0,
         way: how,
     }
     args = SimpleNamespace(**settings, per_device_train_batch_size=1, gradient_accumulation_steps=1)
-    collectives = join_processes(60)
+    collectives = join_processes(args)
     options = sharding_options(args)
     model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
     trainer = Trainer(

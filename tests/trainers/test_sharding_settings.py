@@ -22,6 +22,7 @@ def args(deepspeed=None, **others):
     given = {
         "fsdp": None,
         "fsdp_replicas": 1,
+        "fsdp_offload_params": False,
         "torch_dtype": "float32",
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,

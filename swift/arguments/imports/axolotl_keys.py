@@ -207,8 +207,8 @@ def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
     """A line for each key; whatever is sharded, the gradients are the same."""
     for given, value in raw.items() if isinstance(raw, dict) else ():
         name, on, place = given.removeprefix("fsdp_"), is_true(value), f"{key}.{given}"
-        if name == "offload_params" and on:
-            draft.lose(place, "true: parameters stay on their device; --deepspeed zero3_offload keeps them on the host")
+        if name == "offload_params":
+            draft.take(place, "fsdp_offload_params", "true" if on else "false")
         elif name == "activation_checkpointing" and on:
             draft.take(place, "gradient_checkpointing", "true")
         elif name == "reshard_after_forward":

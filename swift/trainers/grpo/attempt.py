@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transformers.integrations.liger import apply_liger_kernel
+
 from swift.errors import NumericError, counted
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.reference import FrozenReference
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.session import OpenRun
 
+OWN_LOSS = {"fused_linear_cross_entropy": False}
+"""Of Liger's kernels, the one that does not go with the losses here."""
+
 
 class Attempt:
     """Builds the trainer and the parts around it, trains, and ends with a summary or an interruption."""
@@ -58,6 +63,8 @@ class Attempt:
         trap: SignalTrap,
     ) -> None:
         self.resolved, self.parts, self.setup, self.trap = resolved, parts, setup, trap
+        if parts.args.use_liger_kernel:  # before anything is compared: sampler and trainer, packed and padded rows
+            apply_liger_kernel(model, {**parts.args.liger_kernel_config, **OWN_LOSS})
         self.folder, self.log = opened.folder, opened.log
         self.metrics = MetricStore()
         self.stop = StopOnSignal(trap, parts.collectives)

@@ -40,7 +40,7 @@ def run(resolved: Resolved) -> int:
             from swift.trainers.parallel.sequence import sharing_lines
 
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
-            collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
+            collectives = join_processes(args)
             start = find_start(args, resolved.to_json(), collectives.world_size)
             lines = sharing_lines(args, collectives.world_size)
             parts = prepare(args, collectives, start, placement)  # template, data, rewards, batch sizes

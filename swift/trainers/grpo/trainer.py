@@ -249,7 +249,7 @@ class GRPOTrainer(AtomicTrainer):
             norm = None
         report, batch = self._measured
         if hasattr(norm, "full_tensor"):  # of a sharded model
-            norm = norm.full_tensor()
+            norm = norm.full_tensor().to(self.args.device)  # from the host, if its shards are there
         report.add("grad_norm", 0.0 if norm is None else norm, kind="sum")
         report.collect()
         value = report.pop("grad_norm").total

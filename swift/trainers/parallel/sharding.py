@@ -55,7 +55,8 @@ def describe(args: Any) -> str:
     if args.deepspeed:
         return f", ZeRO-{stage_of(args)}"
     copies = f" of {args.fsdp_replicas} copies" if args.fsdp_replicas > 1 else ""
-    return f", FSDP{copies}" if args.fsdp else ""
+    place = " on the host" if args.fsdp_offload_params else ""
+    return f", FSDP{copies}{place}" if args.fsdp else ""
 
 
 def loading_device(args: Any) -> torch.device | None:
@@ -76,7 +77,8 @@ def sharding_options(args: Any) -> dict[str, Any]:
     else:
         _make_fsdp_state()
         # gathers again in the backward pass, or keeps what the forward pass gathered
-        options = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}}
+        config = {"version": 2, "reshard_after_forward": args.fsdp == "full_shard"}
+        options = {"fsdp": True, "fsdp_config": {**config, "cpu_offload": args.fsdp_offload_params}}
         if args.fsdp_replicas > 1:
             from accelerate.parallelism_config import ParallelismConfig
 

@@ -90,6 +90,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     # no trainer here uses the loss of the model, and Liger cannot replace it in models without a language head
     liger = {**getattr(args, "liger_kernel_config", {}), "fused_linear_cross_entropy": False}
+    offloads = getattr(args, "activation_offloading", False)
     precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
         **training_options(args, folder, evaluates=evaluates),
@@ -102,6 +103,8 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         **({"liger_kernel_config": liger} if hasattr(args, "liger_kernel_config") else {}),
         "train_sampling_strategy": _sampling(args),
         **({} if args.deepspeed or args.fsdp else precision),
+        # TRL asks for the accelerator, which a CPU has not: its activations are on the host
+        **({"activation_offloading": True} if offloads and torch.accelerator.is_available() else {}),
     }
 
 

@@ -53,7 +53,7 @@ def run(resolved: Resolved) -> int:
         from swift.models import load_chat
 
         method = method_of(resolved.mode)
-        collectives = join_processes(args.ddp_timeout, always=bool(args.deepspeed or args.fsdp))
+        collectives = join_processes(args)
         start = find_start(args, resolved.to_json(), collectives.world_size)
         template = load_chat(args, plain=method.plain)
     with collectives.together():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,16 @@ Layers = list[tuple[Tensor, Tensor]]
 """Keys and values of each layer."""
 
 
-@dataclass(eq=False)
 class PromptCapture:
-    """A cache for prefill that stores the keys and values [1, Hkv, T, D] of each layer and returns them."""
+    """A cache for prefill that stores the keys and values [1, Hkv, T, D] of each layer and returns them.
 
-    layers: Layers = field(default_factory=list)
-    is_compileable: ClassVar[bool] = False
+    No dataclass: FSDP2 would give each layer a copy, with tensors in the type that it computes in.
+    """
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        self.layers: Layers = []
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         assert layer_idx == len(self.layers)

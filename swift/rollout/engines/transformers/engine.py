@@ -23,7 +23,7 @@ from torch import nn
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.models.attention.choice import choose_attention
-from swift.models.sharded import is_sharded
+from swift.models.sharded import device_of, is_sharded
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     Ack,
@@ -127,7 +127,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     @property
     def joins(self) -> bool:
