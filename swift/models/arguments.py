@@ -75,7 +75,7 @@ class QuantArguments(CheckpointArguments):
     """Precision of products with 4-bit weights."""
 
     bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] | None = flag(
-        everyday=False, needs="quant_method", unset="uint8; torch_dtype with fsdp"
+        everyday=False, needs="quant_method", unset="uint8; torch_dtype where the base is sharded"
     )
     """Type in which 4-bit weights are packed."""
 
@@ -88,6 +88,10 @@ class QuantArguments(CheckpointArguments):
         if self.quant_bits and not self.quant_method:
             yield f"--quant_bits: {self.quant_bits}: no method is named; give --quant_method bnb"
 
+
+WHOLE_WEIGHTS = (None, "zero1", "zero2", "zero2_offload")
+"""Values of `--deepspeed` with which each process has all weights."""
+WHOLE = "--deepspeed zero2"
 
 _ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 
@@ -253,6 +257,11 @@ class TunerArguments(QuantArguments):
         """The setting that shards the weights over the ranks, or ""."""
         return next((name for name in ("deepspeed", "fsdp") if getattr(self, name, None)), "")
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the ranks have parts of the weights: with FSDP, ZeRO-3, or a file of DeepSpeed's."""
+        return bool(getattr(self, "fsdp", None)) or getattr(self, "deepspeed", None) not in WHOLE_WEIGHTS
+
     def quantised_problems(self, subject: str) -> Iterator[str]:
         """Problems of settings with quantised weights, one line each; `subject`: the setting that they come from."""
         if self.tuner_type != "lora":
@@ -262,25 +271,23 @@ class TunerArguments(QuantArguments):
             )
         if self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
-        if self.sharded_by == "deepspeed":
-            yield f"{subject}: DeepSpeed cannot shard quantised weights; use --fsdp, or leave --deepspeed out"
-        elif self.sharded_by:
-            yield from self._sharded_quantised_problems(subject)
+        if self.shards_weights:
+            yield from self._sharded_quantised_problems(subject, f"--{self.sharded_by}")
         if getattr(self, "offload_model", False):
             yield "--offload_model: true: quantised weights stay on their device; use --offload_model false"
 
-    def _sharded_quantised_problems(self, subject: str) -> Iterator[str]:
-        """With FSDP, which shards weights of a floating type, and gathers each layer for its products only."""
+    def _sharded_quantised_problems(self, subject: str, way: str) -> Iterator[str]:
+        """FSDP and ZeRO-3 shard weights of a floating type, and gather each layer for its products only."""
         if self.quant_bits != 4:
             yield (
-                f"{subject}: --fsdp shards only 4-bit weights that are made while loading; use --quant_bits 4 with a "
-                "model that is not quantised, or leave --fsdp out"
+                f"{subject}: {way} shards only 4-bit weights that are made while loading; use --quant_bits 4 with a "
+                f"model that is not quantised, or {WHOLE if way == '--deepspeed' else f'leave {way} out'}"
             )
         if self.use_dora:
-            yield "--use_dora: true: is computed from whole weights; use false, or leave --fsdp out"
+            yield f"--use_dora: true: is computed from whole weights; use false, or leave {way} out"
         storage = self.bnb_4bit_quant_storage
         if storage not in (None, self.torch_dtype):
-            yield f"--bnb_4bit_quant_storage: {storage}: --fsdp needs the type of --torch_dtype; leave it out"
+            yield f"--bnb_4bit_quant_storage: {storage}: {way} needs the type of --torch_dtype; leave it out"
 
 
 @dataclass(kw_only=True)

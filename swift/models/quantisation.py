@@ -10,6 +10,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ResourceError
+from swift.models.sharded import is_zero3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +42,9 @@ def quantisation_config(args: Any, dtype: torch.dtype) -> Any:
         bnb_4bit_quant_type=args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=args.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=args.bnb_4bit_compute_dtype or dtype,
-        # FSDP shards what has a floating type, and computes in one type
-        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage or (dtype if getattr(args, "fsdp", None) else "uint8"),
+        # FSDP and ZeRO-3 shard what has a floating type, and compute in one type
+        bnb_4bit_quant_storage=args.bnb_4bit_quant_storage
+        or (dtype if getattr(args, "shards_weights", False) else "uint8"),
     )
 
 
@@ -114,7 +116,7 @@ def dequantised(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> to
     """The weight [out, in] that a quantised layer computes with, in float32; `whole` gives a gathered parameter."""
     from peft.utils.integrations import dequantize_bnb_weight  # dequantize_module_weight replaces the weight
 
-    if _has_own_kind(layer):
+    if _has_own_kind(layer) and not is_zero3(layer.weight):
         return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()
     from bitsandbytes.functional import dequantize_4bit
 

@@ -154,7 +154,10 @@ FLAGS = [
         ["--init_weights: pissa: changes weights that are quant"],
     ),
     ("--quant_method bnb --quant_bits 8 --fsdp full_shard", ["--quant_method: bnb: --fsdp shards only 4-bit weights"]),
-    ("--quant_method bnb --quant_bits 4 --deepspeed zero3", ["--quant_method: bnb: DeepSpeed cannot shard"]),
+    (
+        "--quant_method bnb --quant_bits 8 --deepspeed zero3",
+        ["--quant_method: bnb: --deepspeed shards only 4-bit weights"],
+    ),
     (
         "--quant_method bnb --quant_bits 4 --fsdp full_shard --use_dora true",
         ["--use_dora: true: is computed from whole"],

@@ -76,8 +76,18 @@ def test_an_engine_of_its_own_has_the_trainers_logprobs(cli, tuner):
 
 
 @pytest.mark.parametrize("mode", ["sft", "grpo"])
-@pytest.mark.parametrize("copies", [1, 2])
-def test_fsdp_shards_a_quantised_base(cli, mode, copies):
+@pytest.mark.parametrize(
+    ("way", "copies"),
+    [
+        ({"fsdp": "full_shard"}, 1),
+        ({"fsdp": "full_shard", "fsdp_replicas": 2}, 2),
+        ({"fsdp": "full_shard", "fsdp_offload_params": "true"}, 1),
+        ({"deepspeed": "zero2"}, 1),
+        ({"deepspeed": "zero3"}, 1),
+    ],
+    ids=["fsdp", "hsdp", "offload", "zero2", "zero3"],
+)
+def test_a_quantised_base_is_trained_by_several_as_by_one(cli, mode, way, copies):
     common = {
         **GRPO,
         **flags_of("nf4"),
@@ -91,7 +101,7 @@ def test_fsdp_shards_a_quantised_base(cli, mode, copies):
         common |= supervised(cli.folder)
     one = cli.finish("one", **{**common, "gradient_accumulation_steps": 2 * copies, "per_device_train_batch_size": 2})
     ranks = {"NPROC_PER_NODE": 2 * copies, **common.pop("variables")}
-    sharded = {**common, "fsdp": "full_shard", "fsdp_replicas": copies, "per_device_train_batch_size": 2}
+    sharded = {**common, **way, "per_device_train_batch_size": 2}
     several = cli.finish("several", **{**sharded, "gradient_accumulation_steps": 1}, variables=ranks)
     assert_close(several, one, "loss", "grad_norm")
     if mode == "grpo":
