@@ -10,7 +10,6 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ResourceError
-from swift.models.sharded import is_zero3
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +114,8 @@ def rounds_activations(model: nn.Module) -> bool:
 def dequantised(layer: Any, whole: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The weight [out, in] that a quantised layer computes with, in float32; `whole` gives a gathered parameter."""
     from peft.utils.integrations import dequantize_bnb_weight  # dequantize_module_weight replaces the weight
+
+    from swift.models.sharded import is_zero3
 
     if _has_own_kind(layer) and not is_zero3(layer.weight):
         return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swift.devices import own_device
-
 
 def quiet_accelerator() -> None:
     """Suppress a warning of DeepSpeed, which searches for a device when transformers imports it."""
@@ -42,8 +40,11 @@ def is_dtensor(tensor: Any) -> bool:
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module computes on, which its shards need not be on (`--fsdp_offload_params`)."""
-    parameter = next(module.parameters())
-    return own_device() if is_dtensor(parameter) and parameter.device.type == "cpu" else parameter.device
+    parameter: Any = next(module.parameters())
+    kind = parameter.device_mesh.device_type if is_dtensor(parameter) else parameter.device.type
+    if kind == parameter.device.type:
+        return parameter.device  # type: ignore[no-any-return]
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def is_sharded(module: nn.Module) -> bool:

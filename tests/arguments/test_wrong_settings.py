@@ -156,7 +156,7 @@ FLAGS = [
     ("--quant_method bnb --quant_bits 8 --fsdp full_shard", ["--quant_method: bnb: --fsdp shards only 4-bit weights"]),
     (
         "--quant_method bnb --quant_bits 8 --deepspeed zero3",
-        ["--quant_method: bnb: --deepspeed shards only 4-bit weights"],
+        ["--quant_method: bnb: --deepspeed shards only"],
     ),
     (
         "--quant_method bnb --quant_bits 4 --fsdp full_shard --use_dora true",
