@@ -22,12 +22,22 @@ def without_kernels():
     utils.is_triton_available = lambda: False
 
 
+def with_deepspeed():
+    """DeepSpeed's accelerator is that of the process that started this one, which has none."""
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    set_accelerator(CUDA_Accelerator())
+
+
 def main():
     path, *words = sys.argv[1:]
     found = {"steps": -1}
     if "grpo" not in words:
         without_kernels()
     with simulated_gpu() as ledger:
+        if "--deepspeed" in words:
+            with_deepspeed()
         from transformers.trainer_callback import CallbackHandler
 
         import swift.cli.main as cli
