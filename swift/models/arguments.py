@@ -91,7 +91,6 @@ class QuantArguments(CheckpointArguments):
 
 WHOLE_WEIGHTS = (None, "zero1", "zero2", "zero2_offload")
 """Values of `--deepspeed` with which each process has all weights."""
-WHOLE = "--deepspeed zero2"
 
 _ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 
@@ -281,7 +280,7 @@ class TunerArguments(QuantArguments):
         if self.quant_bits != 4:
             yield (
                 f"{subject}: {way} shards only 4-bit weights that are made while loading; use --quant_bits 4 with a "
-                f"model that is not quantised, or {WHOLE if way == '--deepspeed' else f'leave {way} out'}"
+                f"model that is not quantised, --deepspeed zero2, or leave {way} out"
             )
         if self.use_dora:
             yield f"--use_dora: true: is computed from whole weights; use false, or leave {way} out"

@@ -474,11 +474,11 @@ def patches():
 
 def data_setter():
     """`Tensor.data`, which can be set to a tensor on the other device too: C++ would take it for another kind."""
-    own = torch._C.TensorBase.data
+    data = torch._C.TensorBase.data
 
     def set_data(tensor, value):
         if isinstance(tensor, CudaTensor) == isinstance(value, CudaTensor) or isinstance(tensor, DTensor):
-            own.__set__(tensor, value)
+            data.__set__(tensor, value)
             if isinstance(tensor, CudaTensor):
                 tensor.host = value.host
             return
@@ -486,7 +486,7 @@ def data_setter():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         torch.utils.swap_tensors(tensor, torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made)
 
-    return property(own.__get__, set_data)
+    return property(data.__get__, set_data)
 
 
 def with_index(function):
