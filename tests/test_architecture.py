@@ -55,7 +55,12 @@ MAY_IMPORT = {
 ONLY_HERE = {
     "vllm": ["swift/rollout/engines/"],
     "lmdeploy": ["swift/rollout/engines/"],
-    "trl": ["swift/trainers/sft", "swift/trainers/trl/"],
+    "trl": [
+        "swift/planning/kernels.py",
+        "swift/trainers/memory/activations.py",
+        "swift/trainers/sft",
+        "swift/trainers/trl/",
+    ],
     "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/deepspeed.py"],
     "peft": ["swift/models/", "swift/rewards/models.py"],
     "matplotlib": ["swift/observability/plots.py"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import Any
@@ -56,6 +57,9 @@ def one_value(given: Given) -> Raw:
     words: Any = given.raw
     if len(words) > 1:
         return list(words)
+    if words and str(words[0]).startswith("{"):
+        with contextlib.suppress(ValueError):  # which is no JSON, and so a word
+            return json.loads(words[0])  # type: ignore[no-any-return]
     return words[0] if words else "true"
 
 

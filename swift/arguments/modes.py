@@ -208,6 +208,9 @@ class PlanArguments(CommonArguments):
     prompt_tokens: int = flag(512, at_least=1)
     """Length of a prompt in tokens; completions are planned at their longest."""
 
+    row_tokens: int | None = flag(at_least=1, unset="--max_length, else 2048")
+    """Length in tokens of the rows of sft, pt and preferences, prompts included; of a pair, each answer has it."""
+
     num_rows: int | None = flag(at_least=1, unset="only --max_steps tells how long the run is")
     """Rows of the dataset, which is not read."""
 

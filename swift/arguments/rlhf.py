@@ -26,7 +26,7 @@ from swift.rollout.arguments import (
 from swift.rollout.placement import has_own_engine
 from swift.rollout.sources.atropos.arguments import AtroposArguments
 from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
-from swift.trainers.arguments import OptimizationArguments, RunArguments
+from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RunArguments
 
 OF_PRESETS = ("gdpo", "rloo")
 """Methods that are grpo with a preset."""
@@ -55,6 +55,7 @@ class RLHFArguments(
     SamplingArguments,
     AtroposArguments,
     EnvironmentArguments,
+    ActivationArguments,
     OptimizationArguments,
     PromptArguments,
     ModelArguments,

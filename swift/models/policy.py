@@ -131,7 +131,7 @@ def load_base(
     quantised = quantisation is not None or hasattr(config, "quantization_config")
     placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}} if quantised else {}
     kind = getattr(transformers, HEADS[reward_head][0])
-    if type(config) in transformers.CONFIG_MAPPING.values():
+    if is_of_transformers(config):
         _without_weights(folder, config, kind)
     try:
         with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
@@ -213,6 +213,14 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
 
 
+def is_of_transformers(config: Any) -> bool:
+    """Whether no code of a repository makes the model of a config."""
+    from transformers import CONFIG_MAPPING
+
+    kind = config.model_type
+    return kind in CONFIG_MAPPING and type(config) is CONFIG_MAPPING[kind]  # its values() would import all families
+
+
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers of a config and of the configs in it; lists may hold bounds, such as Mamba's, that are infinite."""
     for name, value in config.items():
@@ -278,17 +286,15 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     Raises:
         ConfigError, ResourceError: see `load_policy`.
     """
-    import transformers
-
     source = locate(args, require_weights=weights)
     config = load_config(source.base, args)
     refuse_part(config, source.base, HEADS[reward_head][0])
-    if type(config) not in transformers.CONFIG_MAPPING.values():
+    if not is_of_transformers(config):
         return None
     if weights:
         model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
     else:
-        model = _from_config(config, args, HEADS[reward_head][0])
+        model = _from_config(config, args, reward_head)
     if hasattr(config, "quantization_config"):
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
     if args.tuner_type == "full":
@@ -310,12 +316,15 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     return policy
 
 
-def _from_config(config: Any, args: CheckpointArguments, kind: str) -> Any:
+def _from_config(config: Any, args: CheckpointArguments, reward_head: Head | None) -> Any:
     """The model on the device "meta", from its config alone."""
     import torch
     import transformers
 
     clear_config_dropout(config)
+    kind, _, num_labels = HEADS[reward_head]
+    if reward_head is not None:
+        config.num_labels = num_labels
     with quiet_loading(), torch.device("meta"):
         return getattr(transformers, kind).from_config(
             config,

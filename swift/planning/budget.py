@@ -23,7 +23,7 @@ def bytes_of_run(words: Sequence[str]) -> int:
     from swift.arguments import parse
     from swift.arguments.derived import Machine
     from swift.models.policy import check_policy
-    from swift.planning.command import kernel_of
+    from swift.planning.kernels import kernel_of
     from swift.planning.step import bytes_per_token
     from swift.trainers.grpo.arguments import trainer_settings
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError
-from swift.flags import spellings_of
 from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, Plan
 
 MOST_CHANGES = 16
@@ -33,7 +31,7 @@ def shown(change: Sequence[Change]) -> str:
 
 def changes(plan: Plan, args: Any) -> list[list[Change]]:
     """What makes room in the fullest phase, what costs least time first."""
-    colocated, awake = "start" in [phase.name for phase in plan.phases], not args.sleep_level
+    colocated, awake = "start" in [phase.name for phase in plan.phases], not getattr(args, "sleep_level", 0)
     if plan.problem:
         share = plan.phases[0].held.get("engine", 0) / plan.device.memory + 0.1
         choices = [([("vllm_gpu_memory_utilization", f"{share:.2f}")], share < 1)]
@@ -47,11 +45,10 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
         if plan.peak.name == "start":  # nothing is offloaded yet
             choices = choices[-1:]
     else:
-        longest = args.max_completion_length
         choices = [
             ([("sleep_level", "1")], colocated and awake),
             ([("gradient_checkpointing", "true")], not args.gradient_checkpointing),
-            ([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest),
+            *_smaller_micro_batches(plan, args),
             ([("fsdp", "full_shard")], plan.devices > 1 and not args.fsdp),
             ([("sequence_parallel_size", str(2 * args.sequence_parallel_size))], _can_share(plan, args)),
             ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full" and not args.fsdp),
@@ -62,10 +59,21 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
     return [change for change, helps in choices if helps]
 
 
+def _smaller_micro_batches(plan: Plan, args: Any) -> list[tuple[list[Change], bool]]:
+    """The same rows in more passes."""
+    if hasattr(args, "max_tokens_per_micro_batch"):
+        longest = args.max_completion_length
+        return [([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest)]
+    rows, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    fewer = [("per_device_train_batch_size", str(rows // 2)), ("gradient_accumulation_steps", str(2 * passes))]
+    return [(fewer, rows % 2 == 0)]
+
+
 def _can_share(plan: Plan, args: Any) -> bool:
-    """Whether twice as many processes may compute the same rows, and each micro-batch is one completion."""
+    """Whether twice as many processes may compute the same rows, and no micro-batch can be smaller."""
     size = 2 * args.sequence_parallel_size
-    return size <= plan.heads and plan.devices % size == 0 and plan.cost.tokens < 2 * args.max_completion_length
+    smaller = any(helps for _, helps in _smaller_micro_batches(plan, args))
+    return size <= plan.heads and plan.devices % size == 0 and not smaller
 
 
 def _share_left(plan: Plan) -> float:
@@ -79,9 +87,8 @@ def _least_share(plan: Plan) -> float:
     return float((2 * plan.cost.parameters + 2 * ENGINE_BYTES + CONTEXT_BYTES) / plan.device.memory)
 
 
-def with_flags(words: Sequence[str], change: Sequence[Change]) -> list[str]:
+def with_flags(spellings: Mapping[str, str], words: Sequence[str], change: Sequence[Change]) -> list[str]:
     """The words of a command with these flags instead of its own of the same names, whatever their spelling."""
-    spellings = spellings_of(RLHFArguments)
     names = {name for name, _ in change}
     kept: list[str] = []
     drops = False
@@ -95,9 +102,13 @@ def with_flags(words: Sequence[str], change: Sequence[Change]) -> list[str]:
 
 
 def fitted(
-    plan: Plan, args: Any, words: Sequence[str], planned: Callable[[Sequence[str]], tuple[Plan, Any]]
+    plan: Plan,
+    args: Any,
+    words: Sequence[str],
+    spellings: Mapping[str, str],
+    planned: Callable[[Sequence[str]], tuple[Plan, Any]],
 ) -> tuple[list[str], Plan]:
-    """The words of a command that fits, or of the last one that was tried, and its plan.
+    """The words of a command that fits, or of the last one that was tried, and its plan; `spellings`: of its flags.
 
     In turn, the first change that makes room in the fullest phase, and goes with the other settings, is made; in the
     end those that later ones have made needless are taken back.
@@ -106,7 +117,7 @@ def fitted(
     for _ in range(MOST_CHANGES):
         for change in [] if plan.fits else [one for one in changes(plan, args) if one not in made]:
             with contextlib.suppress(ConfigError):
-                plan, resolved = planned(_changed(words, [*made, change]))
+                plan, resolved = planned(_changed(spellings, words, [*made, change]))
                 made, args = [*made, change], resolved.args
                 break
         else:
@@ -114,22 +125,32 @@ def fitted(
     for change in made[:-1] if plan.fits else []:
         rest = [one for one in made if one is not change]
         with contextlib.suppress(ConfigError):
-            without, _ = planned(_changed(words, rest))
+            without, _ = planned(_changed(spellings, words, rest))
             if without.fits:
                 made, plan = rest, without
-    return _changed(words, made), plan
+    return _changed(spellings, words, made), plan
 
 
-def _changed(words: Sequence[str], made: Sequence[Sequence[Change]]) -> list[str]:
-    return functools.reduce(with_flags, made, list(words))
+def _changed(spellings: Mapping[str, str], words: Sequence[str], made: Sequence[Sequence[Change]]) -> list[str]:
+    return functools.reduce(functools.partial(with_flags, spellings), made, list(words))
+
+
+def require_rollouts(args: Any) -> None:
+    """Raises ConfigError: there are no placements of vLLM to compare."""
+    if not hasattr(args, "use_vllm"):
+        raise ConfigError("--compare: true: compares placements of vLLM, and this run has no rollouts; leave it out")
+    if not args.use_vllm:
+        raise ConfigError("--compare: true: compares placements of vLLM; add --use_vllm true")
 
 
 def compared(
-    args: Any, words: Sequence[str], devices: int, planned: Callable[[Sequence[str], int], tuple[Plan, Any]]
+    args: Any,
+    words: Sequence[str],
+    devices: int,
+    spellings: Mapping[str, str],
+    planned: Callable[[Sequence[str], int], tuple[Plan, Any]],
 ) -> list[dict[str, Any]]:
     """Colocated vLLM, and vLLM on 1, 2, ... of the devices of its own, which samples ahead; the fastest first."""
-    if not args.use_vllm:
-        raise ConfigError("--compare: true: compares placements of vLLM; add --use_vllm true")
     rows = []
     for apart in range(devices):
         if apart:
@@ -139,14 +160,14 @@ def compared(
             change += [("sleep_level", str(args.sleep_level or 1))]
         row: dict[str, Any] = {"trainers": devices - apart, "engines": apart or devices, "flags": shown(change)}
         try:
-            plan, _ = planned(with_flags(words, change), devices - apart)
+            plan, _ = planned(with_flags(spellings, words, change), devices - apart)
         except ConfigError as error:
             rows.append({**row, "problem": str(error), "tokens_per_second": 0.0})
             continue
         rows.append(
             {
                 **row,
-                "step_completions": plan.completions,
+                "step_completions": plan.rows,
                 "step_seconds": plan.seconds,
                 "tokens_per_second": plan.tokens_per_step / plan.seconds,
                 "fits": plan.fits,

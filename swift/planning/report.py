@@ -1,13 +1,14 @@
-"""What a GRPO run takes: bytes of one device in each phase, and seconds of each step."""
+"""What a run takes: bytes of one device in each phase, and seconds of each step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from swift.errors import counted
+from swift.planning.cost import StepCost
 from swift.planning.devices import GIB, Device
-from swift.planning.step import StepCost
 from swift.rollout.placement import Placement
 
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -63,8 +64,8 @@ class Plan:
     """What `swift plan` found.
 
     devices, engine_devices: how many train, and how many only sample. step_s: seconds by phase of an optimizer step.
-    ahead: the next rollout takes place while this one is trained on. problem: why rollouts are impossible, or "".
-    heads: of the model's attention.
+    rows: of such a step, each a `noun`. ahead: the next rollout takes place while this one is trained on. problem: why
+    rollouts are impossible, or "". heads: of the model's attention.
     """
 
     title: str
@@ -74,7 +75,8 @@ class Plan:
     phases: list[Phase]
     step_s: dict[str, float]
     steps: int | None
-    completions: int
+    rows: int
+    noun: str
     tokens_per_step: int
     ahead: bool = False
     engine_devices: int = 0
@@ -138,7 +140,7 @@ class Plan:
     def lines(self) -> list[str]:
         """For people."""
         cost, device = self.cost, self.device
-        columns = list(dict.fromkeys(name for phase in self.phases for name in phase.held))
+        columns = [name for name in COLUMNS if any(phase.held.get(name) for phase in self.phases)]
         width = max(len(phase.name) for phase in self.phases)
         rows = [f"  {'GiB':<{width}}  " + "  ".join(f"{name:>11}" for name in (*columns, "in all", "free"))]
         for phase in self.phases:
@@ -151,7 +153,7 @@ class Plan:
             f"parameters: {cost.parameters:,}, of which {cost.trained:,} are trained",
             f"device: {device.name}, {device.memory / GIB:.1f} GiB; {counted(self.devices, 'training process')}"
             + (f", {counted(self.engine_devices, 'device')} for engines" if self.engine_devices else ""),
-            f"step: {counted(self.completions, 'completion')}; on each device "
+            f"step: {counted(self.rows, self.noun)}; on each device "
             f"{counted(cost.micro_batches, 'micro-batch')} of at most {cost.tokens:,} tokens",
             "memory of one device, at its fullest:",
             *rows,
@@ -177,7 +179,32 @@ class Plan:
         return f"does not fit: {peak.name} needs {-left:.1f} GiB more than there are"
 
 
+COLUMNS = ("process", "trainer", "engine", "allocator")
 REMARK = "kernels at the rates that large ones reach"
+
+
+def described(args: Any) -> str:
+    """Tuning, model, precision and sharding of a run."""
+    from swift.trainers.parallel.sharding import describe
+
+    sharing = f", micro-batches of {args.sequence_parallel_size} processes" if args.sequence_parallel_size > 1 else ""
+    return f"{args.tuner_type} tuning of {args.model} in {args.torch_dtype}{describe(args)}{sharing}"
+
+
+def buckets_of(args: Any, cost: StepCost, processes: int) -> int:
+    """Bytes of DDP, which has the gradients a second time, in buckets that stay."""
+    return cost.gradients if processes > 1 and not args.fsdp else 0
+
+
+def trained_in(cost: StepCost, buckets: int, *, engine: int = 0) -> list[Phase]:
+    """The phases of every trainer; `engine`: bytes of one on the same device."""
+    return [
+        Phase(
+            name,
+            {"process": CONTEXT_BYTES, "trainer": held + buckets, "engine": engine, "allocator": int(SLACK * held)},
+        )
+        for name, held in (("forward, backward", cost.training), ("update", cost.update))
+    ]
 
 
 def engine_in_training(placed: Placement, share: float, device: Device) -> int:

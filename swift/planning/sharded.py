@@ -105,6 +105,12 @@ ALONE = World()
 """A process without others."""
 
 
+def world_of(args: Any, processes: int) -> World:
+    """Of a run with so many training processes."""
+    dtype = getattr(torch, args.torch_dtype)
+    return World(processes, args.sequence_parallel_size, args.fsdp, args.fsdp_replicas, dtype)
+
+
 def _reset(parameter: Any) -> None:
     """What FSDP does before the first pass, and leaves out on "meta": it gathers from the shard as it is now."""
     place = parameter._module_info

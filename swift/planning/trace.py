@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ BLOCK = 512
 FREE = {aten.detach.default, aten.lift_fresh.default}
 FUSED = {aten._fused_adamw_.default, aten._fused_adam_.default, aten._fused_sgd_.default}
 """Updates in place, for which meta tensors have no kernel."""
+INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -42,6 +43,7 @@ class Trace(TorchDispatchMode):
         self.flops = self.moved = self.seconds = 0.0
         self.kernels = 0
         self._known: dict[int, int] = {}
+        self._chosen: Mapping[int, int] | None = None
 
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
@@ -57,6 +59,18 @@ class Trace(TorchDispatchMode):
         with mock.patch.object(torch.UntypedStorage, "resize_", resized):
             yield
 
+    @contextlib.contextmanager
+    def reading(self, chosen: Mapping[int, int]) -> Iterator[None]:
+        """Answer in the block what only numbers tell: each that is read is 1, and masks choose.
+
+        chosen: number of places of a mask -> how many are chosen; all of a mask that is not named.
+        """
+        self._chosen = chosen
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def hold(self, *modules: torch.nn.Module) -> None:
         """Count the parameters and buffers of modules that were made before."""
         for module in modules:
@@ -69,13 +83,37 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        results = None if operation in FUSED else operation(*args, **kwargs)
+        results = NotImplemented if self._chosen is None else self._answer(operation, args)
+        if results is NotImplemented:
+            results = None if operation in FUSED else operation(*args, **kwargs)
         outputs = _tensors(results)
         for tensor in outputs:
             self._note(tensor)
         if not operation.is_view and operation not in FREE:
             self._cost(operation, args, kwargs, results, outputs)
         return results
+
+    def _answer(self, operation: Any, args: Any) -> Any:
+        """The result of an operation whose shape or value depends on numbers; NotImplemented for others."""
+        packet = operation.overloadpacket
+        if packet is aten._local_scalar_dense and args[0].is_meta:
+            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        if packet is aten.masked_scatter_backward:
+            return args[0].new_empty(args[2])
+        if packet is aten.masked_select:
+            return args[0].new_empty(self._count(args[1]))
+        if packet is aten.nonzero and args[0].is_meta:
+            return args[0].new_empty((self._count(args[0]), args[0].ndim), dtype=torch.long)
+        if packet in INDEXED and len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            table, mask = args[0], args[1][0]
+            if packet is aten.index:
+                return table.new_empty((self._count(mask), *table.shape[mask.ndim :]))
+            return torch.empty_like(table) if packet is aten.index_put else table
+        return NotImplemented
+
+    def _count(self, mask: Tensor) -> int:
+        assert self._chosen is not None
+        return self._chosen.get(mask.numel(), mask.numel())
 
     def _cost(self, operation: Any, args: Any, kwargs: Any, results: Any, outputs: list[Tensor]) -> None:
         packet = operation.overloadpacket

@@ -219,8 +219,7 @@ def place(request: PlacementRequest) -> Placement:
     if request.accelerators and ranks > devices:
         raise ConfigError(
             f"NPROC_PER_NODE: {ranks}: more than {counted(devices, f'visible {kind} device')}; "
-            f"NPROC_PER_NODE={devices}, or make all devices visible to every process (CUDA_VISIBLE_DEVICES; with srun, "
-            "--gpus-per-node and not --gpus-per-task)"
+            f"NPROC_PER_NODE={devices}, or make all devices visible to every process (CUDA_VISIBLE_DEVICES)"
         )
     workers = request.num_infer_workers
     if workers is None:

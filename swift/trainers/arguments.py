@@ -129,7 +129,9 @@ class OptimizationArguments:
     """Whether shards of weights, their gradients and the optimizer's state are in the memory of the host, where the
     CPU updates them. A layer comes to the device when it is gathered. Slow."""
 
-    sequence_parallel_size: int = flag(1, at_least=1, everyday=False, aliases=("context_parallel_size",))
+    sequence_parallel_size: int = flag(
+        1, at_least=1, everyday=False, aliases=("context_parallel_size", "sequence_parallel_degree")
+    )
     """Number of neighbouring processes that compute the same rows together, a part of the tokens each, where rows are
     too long for one device. A batch has the rows of one process for each such group; in grpo it keeps its completions,
     which the groups share."""
@@ -148,6 +150,11 @@ class OptimizationArguments:
 
     full_determinism: bool = flag(False, everyday=False)
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
+
+    @property
+    def liger_kernels(self) -> dict[str, Any]:
+        """The kernels that Liger is asked for; no trainer uses the loss of the model, which it could replace."""
+        return {**self.liger_kernel_config, "fused_linear_cross_entropy": False}
 
     def notes(self) -> Iterator[str]:
         for name in IDLE.get(self.lr_scheduler_type, ()):
@@ -169,8 +176,8 @@ class OptimizationArguments:
             )
         if self.optim == "adamw_cpu" and self.fsdp:
             yield (
-                f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim "
-                "adamw, or --deepspeed zero2_offload, which updates on the CPU too"
+                f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim adamw, with "
+                "--fsdp_offload_params true, or --deepspeed zero2_offload, if the CPU is to update"
             )
 
 
@@ -233,7 +240,7 @@ class TrainerArguments:
 
 @dataclass(kw_only=True)
 class ActivationArguments:
-    """What the trainers of sft, pt, dpo, ipo, kto and rm can do with activations."""
+    """What the trainers of sft, pt, grpo, structured EBFT, dpo, ipo, kto and rm can do with activations."""
 
     GROUP: ClassVar[str] = "Optimization"
 

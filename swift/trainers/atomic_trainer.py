@@ -11,6 +11,7 @@ Overridden methods:
     _load_best_model       counts its time as saving
     _issue_warnings_after_load  accepts that tied weights are stored once
     create_optimizer       updates 16-bit weights through float32 masters
+    create_scheduler       accepts a warmup that lasts to the end
     train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`;
                            notice the end of a save in the background
 
@@ -116,6 +117,13 @@ class AtomicTrainer(Trainer):
         if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
             keep_master_weights(optimizer)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
+        """Trainer's; a polynomial would be divided by the steps after the warmup, of which there may be none."""
+        warmup = self.args.get_warmup_steps(num_training_steps)
+        if self.args.lr_scheduler_type == "polynomial" and warmup >= num_training_steps:
+            self.args.warmup_steps, num_training_steps = warmup, warmup + 1
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def state_beside_weights(self) -> Any:
         """State that a checkpoint holds beside Trainer's files and the settings; collective."""
@@ -296,6 +304,7 @@ class AtomicTrainer(Trainer):
         final, staging = run_dir / f"checkpoint-{step}", staging_folder(run_dir, step)
         state = self.state_beside_weights()
         with self.collectives.together(), writing(run_dir):
+            self._require_finite(step)
             if self.collectives.is_main:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
@@ -326,6 +335,16 @@ class AtomicTrainer(Trainer):
             self._pending = self._background.submit(seal)
         else:
             seal()
+
+    def _require_finite(self, step: int) -> None:
+        """Raises NumericError: a weight that this rank trains is not finite, after an update that nothing followed."""
+        own = [getattr(one, "_local_tensor", one).detach() for one in self.model.parameters() if one.requires_grad]
+        found = [tensor.isfinite().all() for tensor in own if tensor.numel()]
+        if found and not torch.stack(found).all():
+            raise NumericError(
+                f"weights: not finite after step {step}, so that they are not saved; lower --learning_rate or "
+                "--weight_decay"
+            )
 
     def _seal(self, step: int, folder: Path, final: Path, write: Callable[[], list[Path]], best: str | None) -> None:
         """Write what is left, each rank its own, and let the checkpoint exist; perhaps while training goes on."""

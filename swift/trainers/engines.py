@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.devices import allowed_cores, cache_room, count_accelerators, own_device
+from swift.devices import allowed_cores, cache_room, count_accelerators, is_worker, own_device
 from swift.errors import ConfigError, SwiftError, end_process
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.spec import OWN_SHARE, EngineSpec, build_engine, factory, spec_from
@@ -114,12 +114,15 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
         ConfigError: the numbers do not fit together.
     """
     accelerators, kind = count_accelerators()
+    ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if accelerators == 1 and is_worker(os.environ):  # a scheduler shows each process a device of its own
+        ranks = 1
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
         accelerators += args.num_infer_workers or 1
     placement = place(
         request_from(
             args,
-            local_ranks=local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_ranks=ranks,
             accelerators=accelerators,
             accelerator_kind=kind,
             cores=allowed_cores(),
@@ -127,8 +130,8 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
             heads=lambda: attention_heads(args),
         )
     )
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    several = max(int(os.environ.get("NNODES", "1")), ranks) > 1 or getattr(args, "ray_address", None)
+    nodes = int(os.environ.get("WORLD_SIZE", "1")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    several = max(int(os.environ.get("NNODES", "1")), nodes) > 1 or getattr(args, "ray_address", None)
     if placement.mode == "dedicated" and getattr(args, "use_lmdeploy", False) and several:
         raise ConfigError(
             "--use_lmdeploy: true: in a Ray cluster it waits for devices that its own engine holds; "
@@ -235,8 +238,8 @@ def check_in_flight(engine: InferenceEngine) -> None:
 def _make(setup: EngineSetup, args: Any, collectives: Collectives, spec: EngineSpec) -> None:
     """Set the engine, which has weights of its own, and its share of a round."""
     placement = setup.placement
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    node, nodes = collectives.rank // placement.local_ranks, collectives.world_size // placement.local_ranks
+    node, local_rank = divmod(collectives.rank, placement.local_ranks)
+    nodes = collectives.world_size // placement.local_ranks
     if placement.mode == "colocate":
         width, per_node = placement.tensor_parallel_size, len(placement.engines)
         number = local_rank // width

@@ -69,7 +69,7 @@ FREE = frozenset(
         "load_from_cache_file", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "eval_on_start",
         "run_name", "save_strategy", "fsdp_replicas", "fsdp_offload_params", "gc_collect_after_offload",
         "offload_model", "offload_optimizer", "sleep_level", "bnb_4bit_quant_storage",
-        "move_model_batches", "trust_remote_code", "ddp_find_unused_parameters",
+        "move_model_batches", "activation_offloading", "trust_remote_code", "ddp_find_unused_parameters",
     }
 )
 """Changing one of these does not change what is computed."""

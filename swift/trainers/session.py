@@ -376,8 +376,8 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "output_dir": str(folder),
         "run_name": args.run_name or folder.name,
         "lr_scheduler_kwargs": args.lr_scheduler_kwargs or None,
-        # below 1 transformers takes warmup_steps as a share of all steps
-        "warmup_steps": args.warmup_steps or args.warmup_ratio,
+        # below 1 transformers takes warmup_steps as a share of all steps, which it rounds up
+        "warmup_steps": args.warmup_steps or min(args.warmup_ratio, 1 - 1e-9),
         "optim": "adamw_torch" if is_registered(args.optim) else args.optim,  # then see `set_own_optimizer`
         "gradient_checkpointing_kwargs": checkpointing if args.gradient_checkpointing else None,
         "dataloader_num_workers": args.dataloader_num_workers if on_gpu else 0,

@@ -397,6 +397,12 @@ def test_no_name_of_another_project_is_unknown(mode):
     assert unsuited == []
 
 
+def test_settings_of_axolotl_in_braces_are_read_one_by_one():
+    args = rlhf("--fsdp_config", '{"offload_params": true, "reshard_after_forward": false}').args
+    assert (args.fsdp, args.fsdp_offload_params) == ("shard_grad_op", True)
+    assert rlhf("--sequence_parallel_degree", "2").args.sequence_parallel_size == 2
+
+
 def test_known_flags_that_change_nothing_are_noted():
     words = "--freeze_vit true --vllm_pipeline_parallel_size 1 --use_liger_loss true"
     notes = rlhf(*words.split(), "--use_data_producer", "true", "--tuner_type", "full").notes

@@ -46,7 +46,7 @@ def test_it_is_what_a_step_with_more_tokens_takes_more(nano_folders, tuner, reco
             trainer_settings(args),
             Shape(2, 1, tokens // 8, tokens - tokens // 8),
             find_device("h100-80gb"),
-            optimizer=None,
+            optimizer=lambda policy: None,
             recomputes=args.gradient_checkpointing,
             free=lambda held: 1,
         )
@@ -67,7 +67,7 @@ def test_a_plan_with_fsdp_holds_the_shards_only_whoever_gives_the_budget(nano_fo
             trainer_settings(args),
             Shape(1, 1, 100, TRACED_TOKENS - 100),
             find_device("h100-80gb"),
-            optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-6),
+            optimizer=lambda policy: torch.optim.AdamW(policy.parameters(), lr=1e-6),
             recomputes=False,
             free=lambda held: 1 << 40,
             world=World(4, fsdp="full_shard", dtype=torch.float32),

@@ -4,13 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 
+from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError
-from swift.planning.choices import compared, fitted, table, with_flags
+from swift.flags import spellings_of
+from swift.planning.choices import compared, fitted, require_rollouts, table, with_flags
+from swift.planning.cost import StepCost
 from swift.planning.devices import DEVICES, GIB
 from swift.planning.report import Phase, Plan
-from swift.planning.step import StepCost
 
 DEVICE = DEVICES["a100-40gb"]
+SPELLINGS = spellings_of(RLHFArguments)
 
 
 def plan(*phases, tokens=16384, rollout_s=10.0, passes_s=20.0, devices=1, ahead=False):
@@ -21,7 +24,7 @@ def plan(*phases, tokens=16384, rollout_s=10.0, passes_s=20.0, devices=1, ahead=
     held = [Phase(name, {"trainer": trainer * GIB, "engine": engine * GIB}) for name, trainer, engine in phases]
     return Plan(
         "plan", DEVICE, devices, cost, held, {"rollout": rollout_s, "passes": passes_s, "update": 1.0}, None,
-        completions=8, tokens_per_step=62_000, ahead=ahead, heads=8,
+        rows=8, noun="completion", tokens_per_step=62_000, ahead=ahead, heads=8,
     )  # fmt: skip
 
 
@@ -37,6 +40,7 @@ def settings(words):
         optim=given.get("--optim", "adamw_torch_fused"),
         tuner_type=given.get("--tuner_type", "full"),
         max_completion_length=1024,
+        max_tokens_per_micro_batch=None,
         use_vllm=True,
         fsdp=given.get("--fsdp"),
         sequence_parallel_size=int(given.get("--sequence_parallel_size", 1)),
@@ -49,7 +53,7 @@ def resolved(words):
 
 def test_a_flag_takes_the_place_of_the_one_that_was_given():
     words = ["--a", "1", "--tuner-type", "full", "--list", "x", "y", "--train_type=lora", "--b"]
-    assert with_flags(words, [("tuner_type", "lora"), ("list", "z")]) == [
+    assert with_flags(SPELLINGS, words, [("tuner_type", "lora"), ("list", "z")]) == [
         "--a", "1", "--b", "--tuner_type", "lora", "--list", "z",
     ]  # fmt: skip
 
@@ -64,7 +68,7 @@ def test_changes_are_made_one_by_one_until_it_fits_those_that_cost_least_first()
         return plan(("rollout", 10, 20), ("forward, backward", gib, 1), tokens=tokens), resolved(words)
 
     first, start = planned([])
-    words, found = fitted(first, start.args, [], planned)
+    words, found = fitted(first, start.args, [], SPELLINGS, planned)
     assert found.fits
     assert words == [
         "--gradient_checkpointing", "true", "--max_tokens_per_micro_batch", "2048", "--optim", "adamw_cpu",
@@ -78,7 +82,7 @@ def test_the_engines_share_is_what_is_left():
         return plan(("start", 10, share * DEVICE.memory / GIB)), resolved(words)
 
     first, start = planned([])
-    words, found = fitted(first, start.args, [], planned)
+    words, found = fitted(first, start.args, [], SPELLINGS, planned)
     assert found.fits and words == ["--vllm_gpu_memory_utilization", "0.75"]
 
 
@@ -89,7 +93,7 @@ def test_what_a_later_change_has_made_needless_is_taken_back():
         return plan(("forward, backward", gib, 0)), resolved(words)
 
     first, start = planned([])
-    words, found = fitted(first, start.args, [], planned)
+    words, found = fitted(first, start.args, [], SPELLINGS, planned)
     assert found.fits and words == ["--optim", "adamw_cpu"]
 
 
@@ -100,7 +104,7 @@ def test_several_devices_share_the_model_and_then_rows():
         return plan(("forward, backward", gib, 0), tokens=1500, devices=8), resolved(words)
 
     first, start = planned([])
-    words, found = fitted(first, start.args, [], planned)
+    words, found = fitted(first, start.args, [], SPELLINGS, planned)
     assert found.fits
     assert words == [
         "--gradient_checkpointing", "true", "--fsdp", "full_shard", "--sequence_parallel_size", "2",
@@ -109,7 +113,7 @@ def test_several_devices_share_the_model_and_then_rows():
 
 def test_what_nothing_makes_fit_ends():
     first, start = _huge([])
-    words, found = fitted(first, start.args, [], _huge)
+    words, found = fitted(first, start.args, [], SPELLINGS, _huge)
     assert not found.fits and words[-2:] == ["--tuner_type", "lora"]
 
 
@@ -127,7 +131,7 @@ def test_placements_are_compared_by_tokens_per_second_those_that_fit_first():
             raise ConfigError("--num_generations: 8: does not divide the batch")
         return plan(("start", 10, 20 if engines == 1 else 90), rollout_s=30 / engines, ahead=True), None
 
-    rows = compared(settings([]), [], 4, planned)
+    rows = compared(settings([]), [], 4, SPELLINGS, planned)
     assert [row["engines"] for row in rows] == [1, 4, 2, 3]
     assert rows[0]["step_seconds"] == 30, "the rollout takes longer than the passes"
     assert rows[1]["tokens_per_second"] == pytest.approx(2000) and rows[1]["trainers"] == 4
@@ -139,4 +143,6 @@ def test_placements_are_compared_by_tokens_per_second_those_that_fit_first():
 
 def test_without_an_engine_there_is_nothing_to_compare():
     with pytest.raises(ConfigError, match="--compare: true: compares placements of vLLM"):
-        compared(SimpleNamespace(use_vllm=False), [], 2, lambda words, trainers: None)
+        require_rollouts(SimpleNamespace(use_vllm=False))
+    with pytest.raises(ConfigError, match="this run has no rollouts"):
+        require_rollouts(SimpleNamespace())

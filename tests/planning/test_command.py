@@ -25,6 +25,11 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": False,
 }  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "tie_word_embeddings": False,
+}  # fmt: skip
 FAMILIES = {
     "Qwen3-0.6B": (QWEN3, 596_049_920),
     "Qwen3-8B": (
@@ -58,6 +63,8 @@ FAMILIES = {
         },
         30_532_122_624,
     ),
+    "gpt-oss-20b": (GPT_OSS, 20_914_757_184),
+    "gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116_829_156_672),
     "Gemma-2-2B": (
         {
             "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26,
@@ -165,12 +172,97 @@ def test_what_does_not_fit_is_said_with_what_makes_room(plan):
     assert "run: 100 steps, " in out and " at 0.5 an hour and device" in out
 
 
+SMALL = QWEN3 | {"num_hidden_layers": 2, "vocab_size": 32000}
+ROWS = "--dataset rows.jsonl --device h100-80gb --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("method", ["dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm"])
+def test_methods_of_trl_are_planned(plan, method, tuner):
+    code, out, err = plan(SMALL, f"rlhf --rlhf_type {method} {ROWS} --tuner_type {tuner} --json true")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["fits"] and list(found["phases"]) == ["forward, backward", "update"]
+    answers = 2 if method not in ("kto", "prm") else 1
+    assert found["micro_batch_tokens"] in (2 * 2048, answers * 2 * 2048) and found["micro_batches"] == 4
+    assert found["flops"] > 0 and found["seconds"] > 0
+
+
+@pytest.mark.slow
+def test_packed_rows_hold_what_there_is_room_for(plan):
+    packed = f"sft {ROWS} --tuner_type lora --packing true --packing_length 8192 --row_tokens 1000 --num_rows 640"
+    code, out, err = plan(SMALL, packed)
+    assert code == 0, err
+    assert "rows of 1,000 tokens, 500 of them the prompt's, 8 in each packed row" in out
+    assert "step: 8 packed rows; on each device 4 micro-batches of at most 16,000 tokens" in out
+    assert "run: 30 steps" in out, "640 rows in 80 packed ones, three times"
+    long = f"sft {ROWS} --tuner_type lora --packing true --packing_length 8192 --row_tokens 8000"
+    work = [json.loads(plan(SMALL, f"{words} --json true")[1])["flops"] for words in (packed, long)]
+    assert work[0] < work[1], "rows do not attend to each other"
+
+
+@pytest.mark.slow
+def test_prompts_that_no_loss_counts_take_no_logits(plan):
+    flops = [
+        json.loads(plan(SMALL, f"{mode} {ROWS} --tuner_type full --prompt_tokens {prompt} --json true")[1])["flops"]
+        for mode, prompt in (("sft", 1000), ("sft", 10), ("pt", 1000))
+    ]
+    assert flops[0] < 0.9 * flops[1] and flops[2] == pytest.approx(flops[1], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["", "--packing true", "--padding_free true"])
+def test_rows_and_model_are_shared_by_eight(plan, way):
+    words = f"sft {ROWS} --tuner_type full {way} --num_devices 8 --fsdp full_shard --json true"
+    alone, shared = (json.loads(plan(SMALL, f"{words} --sequence_parallel_size {size}")[1]) for size in (1, 8))
+    for phase in ("forward, backward", "update"):
+        assert shared["phases"][phase]["trainer"] <= alone["phases"][phase]["trainer"]
+    assert shared["flops"] < 0.5 * alone["flops"], "layers are shared; each computes the loss of the whole row"
+    assert shared["phases"]["update"]["trainer"] < 1.7 * 12 * shared["parameters"] / 8
+
+
+@pytest.mark.slow
+def test_the_same_rows_in_more_passes_fit(plan):
+    words = f"sft {ROWS.replace('h100-80gb', 'rtx4090').replace('size 2', 'size 32')} --tuner_type lora"
+    code, out, err = plan(SMALL, f"{words} --row_tokens 60000 --fit true")
+    assert code == 0, err
+    typed = out.split("fits with: ")[1].splitlines()[0].split()
+    rows, passes = (
+        int(typed[typed.index(f"--{name}") + 1])
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    assert rows < 32 and rows * passes == 32 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_ebft_has_features_and_references_beside_completions(plan, tuner):
+    words = f"--rlhf_type ebft {ROWS} --tuner_type {tuner} --json true --max_tokens_per_micro_batch 4096"
+    plain, learnt = (json.loads(plan(SMALL, f"{words} --ebft_ce_coef {weight}")[1]) for weight in (0, 0.1))
+    assert plain["phases"]["features"]["trainer"] > 0 and plain["step_seconds"]["features"] > 0
+    assert learnt["micro_batches"] > plain["micro_batches"] and learnt["flops"] > plain["flops"]
+    held = [found["phases"]["update"]["trainer"] for found in (plain, learnt)]
+    assert held[0] == held[1]
+
+
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
         (f"{RUN} --device h1000", "--device: h1000: unknown; nearest: h100-80gb"),
         (RUN, "--device: none given, and no GPU is visible here; valid: h100-80gb, "),
-        ("sft --dataset rows.jsonl --device h200", "plan: sft: only swift rlhf --rlhf_type grpo is planned so far"),
+        (
+            "--rlhf_type gkd --teacher_model teacher --dataset rows.jsonl --device h200",
+            "plan: gkd: has a teacher beside the model, which is not planned yet",
+        ),
+        (
+            "--rlhf_type dpo --dataset rows.jsonl --device h200 --precompute_ref_log_probs true",
+            "--precompute_ref_log_probs: true: is not planned yet; plan without it, which needs more",
+        ),
+        (
+            "sft --dataset rows.jsonl --device h200 --compare true",
+            "--compare: true: compares placements of vLLM, and this run has no rollouts; leave it out",
+        ),
         (
             f"{RUN} --device h200 --deepspeed zero3",
             "--deepspeed: zero3: only --fsdp is planned so far",

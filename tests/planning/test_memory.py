@@ -1,43 +1,60 @@
 """What `swift plan` foresees is what runs on the simulated GPU allocate, within a tenth."""
 
+import contextlib
+import json
 import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu_runs import GRPO, on_gpu
+from gpu_runs import EBFT, GRPO, on_gpu
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.arguments import parse
 from swift.arguments.derived import Machine
-from swift.models.tiny import build_tiny
-from swift.planning import command
+from swift.models.tiny import build_tiny, build_tokenizer
+from swift.planning import command, grpo, kernels, trl_step
 from swift.planning.devices import DEVICES
 from swift.rollout.samples import TrainSample
 
 __all__ = ["on_gpu"]
 
-WITHOUT = GRPO.replace(" --num_generations 4", "").replace(" --max_completion_length 8", "")
-BASE = f"{WITHOUT} --parity_check off --log_entropy false"
+QUIET = "--parity_check off --log_entropy false"
 """Entropies for the log would be computed in every tenth step, of which one is traced, and none is measured."""
+WITHOUT = GRPO.replace(" --num_generations 4", "").replace(" --max_completion_length 8", "")
+RUNS = {
+    "grpo": f"{WITHOUT.replace(' --max_tokens_per_micro_batch 60', '')} {QUIET}",
+    "ebft": f"rlhf --rlhf_type ebft {EBFT.replace(' --max_completion_length 16', '')} {QUIET}",
+    "sft": "sft --gradient_accumulation_steps 3",
+    **{method: f"rlhf --rlhf_type {method} --gradient_accumulation_steps 2" for method in (
+        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
+    )},
+}  # fmt: skip
+TUNING = {
+    "tuner_type": ["full", "lora"],
+    "torch_dtype": ["float32", "bfloat16"],
+    "gradient_checkpointing": ["true", "false"],
+    "vocabulary": [263, 263, 5000],
+    "optim": ["adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "adamw_cpu"],
+}
+ROLLOUTS = {
+    "beta": [0, 0.04],
+    "max_completion_length": [16, 32, 48],
+    "max_tokens_per_micro_batch": [150, 400, 2000],
+}
+ROWS = {"per_device_train_batch_size": [1, 2, 4], "max_length": [40, 100, 400]}
+CHOICES = {
+    "grpo": TUNING | ROLLOUTS | {"num_generations": [2, 4, 8], "top_entropy_quantile": [1.0, 1.0, 0.5]},
+    "ebft": TUNING | ROLLOUTS | {"ebft_ce_coef": [0, 0.1], "ebft_embed_method": ["last_token", "mean_pooling"]},
+    "sft": TUNING | ROWS | {"packing": ["false", "false", "true"]},
+    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"), TUNING | ROWS),
+}
 
 
-def settings(seed, count):
+def settings(method, seed, count):
     """Random ones."""
-    choices = {
-        "tuner_type": ["full", "lora"],
-        "torch_dtype": ["float32", "bfloat16"],
-        "beta": [0, 0.04],
-        "gradient_checkpointing": ["true", "false"],
-        "num_generations": [2, 4, 8],
-        "max_completion_length": [16, 32, 48],
-        "top_entropy_quantile": [1.0, 1.0, 0.5],
-        "vocabulary": [263, 263, 5000],
-        "max_tokens_per_micro_batch": [150, 400, 2000],
-        "optim": ["adamw_torch_fused", "adamw_torch_fused", "adamw_torch", "adamw_cpu"],
-    }
-    draw = random.Random(seed)
-    return [{name: draw.choice(values) for name, values in choices.items()} for _ in range(count)]
+    draw = random.Random(f"{method} {seed}")
+    return [(method, {name: draw.choice(values) for name, values in CHOICES[method].items()}) for _ in range(count)]
 
 
 @pytest.fixture
@@ -58,13 +75,23 @@ def model(tmp_path):
 class Recorded:
     """The samples of a step of a run; where one micro-batch holds them, all set the threshold of the top entropies."""
 
-    def __init__(self, rows, args):
+    def __init__(self, found, args):
+        self.of = {name: found[name] for name in ("samples", "references")}
+        rows = found["samples"]
         prompts = {group: prompt for group, prompt, _, _ in rows}
         tokens = sum(prompts.values()) + sum(length - 1 for _, _, length, _ in rows)
-        everyone = args.top_entropy_quantile < 1 and tokens <= args.max_tokens_per_micro_batch
-        self.rows = [(*sizes, advantage or float(everyone)) for *sizes, advantage in rows]
+        if args.top_entropy_quantile < 1 and tokens <= args.max_tokens_per_micro_batch:
+            self.of["samples"] = [(*sizes, advantage or 1.0) for *sizes, advantage in rows]
+        self.prompts, self.num_generations = len(prompts), args.num_generations
+        self.prompt_tokens, self.completion_tokens = max(prompts.values()), max(length for _, _, length, _ in rows)
 
     def samples(self):
+        return self._samples("samples")
+
+    def references(self):
+        return self._samples("references")
+
+    def _samples(self, name):
         return [
             TrainSample(
                 group=group,
@@ -74,41 +101,66 @@ class Recorded:
                 trained=np.ones(length, bool),
                 advantage=advantage,
             )
-            for group, prompt, length, advantage in self.rows
+            for group, prompt, length, advantage in self.of[name]
         ]
 
 
-def compare(on_gpu, model, monkeypatch, given):
+def rows_of(path, tokens):
+    """Chats, pairs and answers of so many tokens by the template of the tiny model; how many are the prompt's."""
+    tokenizer, asked = build_tokenizer(), [{"role": "user", "content": "say it"}]
+    prompt = len(tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"])
+    said = [*asked, {"role": "assistant", "content": ""}]
+    answer = "a" * (tokens - len(tokenizer.apply_chat_template(said)["input_ids"]))
+    row = {"messages": [*asked, {"role": "assistant", "content": answer}], "rejected_response": f"b{answer[1:]}"}
+    with path.open("w") as file:
+        for number in range(24):
+            file.write(json.dumps(row | {"label": number % 2 == 0}) + "\n")
+    return prompt
+
+
+def compare(on_gpu, model, monkeypatch, method, given):
     """Bytes that were measured and foreseen."""
     given = dict(given)
     folder = model(given.pop("vocabulary"))
-    flags = " ".join(f"--{name} {value}" for name, value in given.items())
-    words = BASE.replace("--max_tokens_per_micro_batch 60", flags)
-    code, err, found = on_gpu(words, model=folder, steps=2)
+    words = f"{RUNS[method]} {' '.join(f'--{name} {value}' for name, value in given.items())}"
+    prompt_tokens, row_tokens, dataset = 8, None, None
+    if "max_length" in given:
+        dataset = on_gpu.folder / "long.jsonl"
+        row_tokens = given["max_length"] // 2 if given.get("packing") == "true" else given["max_length"]
+        prompt_tokens = rows_of(dataset, row_tokens)
+    code, err, found = on_gpu(words, model=folder, dataset=dataset, steps=2)
     assert code == 0, err[-3000:]
     plugin = on_gpu.folder / "plugin.py"
-    asked = SimpleNamespace(prompt_tokens=8, num_rows=None, price_per_hour=None)
-    words = [*words.format(plugin=plugin).split()[1:], "--model", str(folder), "--dataset", str(plugin)]
-    args = parse("rlhf", words, {}, machine=Machine(True, 2)).args
-    monkeypatch.setattr(command, "kernel_of", lambda args: None)  # masked SDPA, as on the simulated GPU
-    monkeypatch.setattr(command, "shape_of", lambda *rest: Recorded(found["samples"], args))
-    cost = command.plan_grpo(args, DEVICES["h100-80gb"], 1, asked).cost
-
-    return [
+    asked = SimpleNamespace(prompt_tokens=prompt_tokens, row_tokens=row_tokens, num_rows=None, price_per_hour=None)
+    mode, *words = [*words.format(plugin=plugin).split(), "--model", str(folder), "--dataset", str(plugin)]
+    resolved = parse(mode, words, {}, machine=Machine(True, 2))
+    # as on the simulated GPU: masked SDPA, no Triton
+    monkeypatch.setattr(kernels, "kernel_of", lambda args: None)
+    monkeypatch.setattr(trl_step, "kernel_of", lambda args: None)
+    monkeypatch.setattr(trl_step, "fused_head", lambda trace: contextlib.nullcontext())
+    monkeypatch.setattr(grpo, "shape_of", lambda args, *rest: Recorded(found, args))
+    cost = command.plan_of(resolved, DEVICES["h100-80gb"], 1, asked).cost
+    bytes_ = [
         (found["training_bytes"], cost.training),
         (found["update_bytes"], cost.update),
         (found["resident_bytes"], cost.resident),
     ]
+    return [*bytes_, *([(found["feature_bytes"], cost.features)] if cost.features else [])]
 
 
-@pytest.mark.parametrize("given", settings(1, 3))
-def test_three_settings(on_gpu, model, monkeypatch, given):
-    for measured, foreseen in compare(on_gpu, model, monkeypatch, given):
+@pytest.mark.parametrize(("method", "given"), [*settings("grpo", 1, 2), *settings("sft", 1, 1), *settings("dpo", 1, 1)])
+def test_some_settings(on_gpu, model, monkeypatch, method, given):
+    for measured, foreseen in compare(on_gpu, model, monkeypatch, method, given):
         assert foreseen == pytest.approx(measured, rel=0.1)
 
 
+MANY = {"grpo": 26, "ebft": 8, "sft": 8, "dpo": 8, "ipo": 1, "kto": 3, "orpo": 2, "simpo": 1, "cpo": 1, "rm": 2}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("given", settings(2, 60))
-def test_sixty_settings(on_gpu, model, monkeypatch, given):
-    for measured, foreseen in compare(on_gpu, model, monkeypatch, given):
+@pytest.mark.parametrize(
+    ("method", "given"), [one for method, count in MANY.items() for one in settings(method, 2, count)]
+)
+def test_sixty_settings(on_gpu, model, monkeypatch, method, given):
+    for measured, foreseen in compare(on_gpu, model, monkeypatch, method, given):
         assert foreseen == pytest.approx(measured, rel=0.1)

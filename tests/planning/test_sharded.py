@@ -16,8 +16,8 @@ from swift.models.scoring import prepare_scoring, score_tokens
 from swift.planning import sharded
 from swift.planning import trace as trace_module
 from swift.planning.devices import find_device
+from swift.planning.kernels import as_on_gpu
 from swift.planning.sharded import World
-from swift.planning.step import _as_on_gpu
 from swift.planning.trace import Trace
 
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 320, "num_key_value_heads": 2, "head_dim": 16}
@@ -36,7 +36,7 @@ def held(kind: str, world: World, *, tied: bool = False, frozen: bool = False) -
             parameter.requires_grad_("q_proj" in name)
     trace = Trace(find_device("h100-80gb"))
     whole_blocks, place = mock.patch.object(trace_module, "BLOCK", 1), mock.patch.object(sharded, "META", device)
-    with whole_blocks, place, world.joined(), trace, trace.resizing(), _as_on_gpu(trace):
+    with whole_blocks, place, world.joined(), trace, trace.resizing(), as_on_gpu(trace):
         world.shard(model)
         gc.collect()
         trace.hold(model)

@@ -70,6 +70,22 @@ def test_a_fused_update_needs_nothing_beside_its_state(trace):
         assert trace.live - before == pytest.approx(8 << 20, abs=2048)
 
 
+def test_what_only_numbers_tell_is_answered(trace):
+    mask, table = made(4, 6, dtype=torch.bool), torch.nn.Parameter(made(4, 6, 8))
+    with trace.reading({24: 5}):
+        assert made(3).sum().item() == 1.0 and made(2, dtype=torch.long).sum().item() == 1
+        assert bool((made(3) > 0).all())
+        chosen = table[mask]
+        assert chosen.shape == (5, 8)
+        made(4, 6).masked_scatter(mask, chosen[:, 0]).sum().backward()
+        assert table.grad.shape == table.shape
+        assert made(4, 6).masked_select(mask).shape == (5,) and mask.nonzero().shape == (5, 2)
+        assert made(2, 2, dtype=torch.bool).nonzero().shape == (4, 2), "all of one that was not named"
+        table.detach()[mask] = 0.0
+    with pytest.raises(RuntimeError):
+        made(3).sum().item()
+
+
 def test_h100_has_the_figures_of_its_data_sheet():
     h100 = DEVICES["h100-80gb"]
     assert (h100.half, h100.bandwidth) == (989e12, 3.35e12)

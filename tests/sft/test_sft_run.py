@@ -10,7 +10,7 @@ from trl_runs import losses, newest_run, rows, trained, weights
 
 from swift.arguments import parse
 from swift.cli.dry_run import dry_run_trl
-from swift.errors import ConfigError, Interrupted, unfinished
+from swift.errors import ConfigError, Interrupted, NumericError, unfinished
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.trainers.checkpoint import list_checkpoints, verify
@@ -51,6 +51,21 @@ def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
     assert "step 6/6" in log and f"run folder: {run_dir}" in log
     assert list((run_dir / "runs").glob("events.out.tfevents.*"))
     assert (run_dir / "images" / "optimization.png").is_file()
+
+
+@pytest.mark.parametrize("warmup", ["--warmup_steps 2", "--warmup_ratio 1", "--warmup_steps 7"])
+@pytest.mark.parametrize("schedule", ["polynomial", "linear"])
+def test_a_warmup_may_last_to_the_end(sft_argv, schedule, warmup):
+    words = f"--lr_scheduler_type {schedule} {warmup} --max_steps 2 --logging_steps 1 --learning_rate 1e-3"
+    logged = rows(sft(sft_argv(words)) / "logging.jsonl")
+    steps = 7 if warmup.endswith("7") else 2
+    assert [row["learning_rate"] for row in logged] == pytest.approx([0.0, 1e-3 / steps])
+
+
+def test_weights_that_are_not_finite_are_not_saved(sft_argv):
+    words = "--weight_decay 1e30 --max_steps 2 --learning_rate 1e-3"
+    with pytest.raises(NumericError, match="weights: not finite after step 2, so that they are not saved; lower"):
+        sft(sft_argv(words))
 
 
 def test_checkpoints_and_evaluations_come_at_shares_of_all_steps(sft_argv, sums):

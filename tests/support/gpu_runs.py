@@ -30,6 +30,8 @@ GRPO = (
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_completion_length 8 "
     "--max_tokens_per_micro_batch 60"
 )
+TWO = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
+LONG = pytest.mark.long
 EBFT = "--num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --max_completion_length 16"
 
 

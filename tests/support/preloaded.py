@@ -22,13 +22,19 @@ from pathlib import Path
 LIBRARIES = [
     "matplotlib.pyplot",
     "peft",
+    "torch._inductor.compile_fx",  # FlexAttention on the simulated GPU asks for it
     "torch.utils.tensorboard",
     "transformers.trainer",
     "transformers.models.qwen2.modeling_qwen2",
+    "swift.arguments",
     "swift.cli.main",
+    "swift.rewards.workers",
     "swift.rollout.engines.transformers",
+    "swift.trainers.grpo.attempt",
+    "swift.trainers.grpo.prepare",
     "swift.trainers.grpo.run",
     "swift.trainers.grpo.trainer",
+    "swift.trainers.trl.run",
 ]
 
 

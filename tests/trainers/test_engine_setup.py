@@ -22,6 +22,27 @@ def test_a_rank_that_others_wait_for_in_their_engines_start_ends_at_once(monkeyp
     assert all("no such thing" in str(error) for error in ended)
 
 
+@pytest.mark.parametrize("local", [{"LOCAL_WORLD_SIZE": "8"}, {}])
+@pytest.mark.parametrize("mode", ["--vllm_mode colocate --use_vllm true", ""])
+def test_a_process_to_which_a_scheduler_shows_one_gpu_is_a_machine_of_its_own(monkeypatch, mode, local):
+    """As `srun --gpus-per-task=1` does, of eight processes on each of two nodes."""
+    words = f"--rlhf_type grpo --model m --reward_funcs format --dataset d.jsonl {mode}"
+    args = parse("rlhf", words.split(), {}).args
+    monkeypatch.setattr(engines, "count_accelerators", lambda: (1, "cuda"))
+    for name, value in {"RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", **local}.items():
+        monkeypatch.setenv(name, value)
+    placement = engines.find_placement(args)
+    assert placement.trainer_devices == ("cuda:0",)
+    built = []
+    monkeypatch.setattr(engines, "_build_here", built.append)
+    setup = engines.EngineSetup(None, None, placement)
+    ranks = SimpleNamespace(rank=11, world_size=16, is_main=False)
+    engines._make(setup, args, ranks, EngineSpec(backend="vllm", model="m"))
+    if mode:
+        assert [spec.devices for spec in built] == [("cuda:0",)]
+        assert (setup.share.index, setup.share.count) == (11, 16)
+
+
 @pytest.mark.parametrize("cluster", ["--ray_address", "NNODES"])
 def test_lmdeploy_is_refused_in_a_ray_cluster(monkeypatch, cluster):
     """Its own engine would wait for the devices that the actor around it holds."""

@@ -2,9 +2,9 @@
 # GRPO of all weights of a small model on one GPU.
 #
 # Memory: 16-bit weights are updated through float32 masters, so that updates of 1e-6 are not rounded away. A parameter
-# costs 2 bytes for the weight, 2 for its gradient, 12 for master and the two moments of Adam, and 4 more during the
-# update: 30 GB for 1.5B. float32 takes 16 bytes, and computes more slowly. With --beta 0 there is no reference model;
-# any other value keeps a frozen copy of the weights beside the policy.
+# costs 2 bytes for the weight, 2 for its gradient, and 12 for master and the two moments of Adam: 25 GB for 1.5B.
+# float32 takes 16 bytes, too, and computes more slowly. With --beta 0 there is no reference model; any other value
+# keeps a frozen copy of the weights beside the policy.
 #
 # Full tuning takes a learning rate ten or more times lower than LoRA: 1e-6 is the usual value.
 set -euo pipefail

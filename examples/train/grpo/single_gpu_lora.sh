@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GRPO with LoRA on one GPU: mathematics with a rule-based reward. The place to start with a real model.
+# GRPO with LoRA on one GPU: mathematics with a rule-based reward. The place to start with a real model; the trainer's
+# model samples, so there is nothing to install. vllm/single_gpu.sh samples with vLLM, several times as fast.
 #
 #   bash examples/train/grpo/single_gpu_lora.sh                   in the repository's root
 #   bash examples/train/grpo/single_gpu_lora.sh --dry_run true    checks everything, prints the plan, loads no weights

@@ -65,7 +65,7 @@ RULES: dict[str, Rule] = {
         "dataloader_pin_memory dataloader_prefetch_factor streaming_multipack_buffer_size eval_sample_packing "
         "sample_packing_bin_size sample_packing_group_size sample_packing_eff_est total_num_tokens lora_on_cpu "
         "dataset_keep_in_memory accelerator_config torchdistx_path ddp_find_unused_parameters dpo_use_liger_kernel "
-        "tokenizer_use_fast flash_attention_version layer_offloading qlora_sharded_model_loading use_ray "
+        "tokenizer_use_fast flash_attention_version qlora_sharded_model_loading use_ray "
         "ray_num_workers expert_parallel_num_nvl_bytes expert_parallel_token_capacity bnb_config_compute "
         "llama_flash_attention fp8_enable_fsdp_float8_all_gather relora_cpu_offload merge_method"
     ),
@@ -156,7 +156,8 @@ RULES: dict[str, Rule] = {
     "sdp_attention": where_true(attn_impl="sdpa"),
     "flex_attention": where_true(attn_impl="flex_attention"),
     "eager_attention": where_true(attn_impl="eager"),
-    "gradient_checkpointing": Renamed("gradient_checkpointing", {"unsloth": "true", "offload": "true"}),
+    "gradient_checkpointing": keys.recomputation,
+    "layer_offloading": keys.layers_on_the_host,
     "activation_offloading": Renamed("activation_offloading", dict.fromkeys(("legacy", "disk"), "true")),
     "unfrozen_parameters": keys.unfrozen,
     "model_config": keys.router_loss,

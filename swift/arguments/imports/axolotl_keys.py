@@ -203,6 +203,24 @@ def fsdp(draft: Draft, key: str, raw: Any) -> None:
     draft.take(key, "fsdp", next((word for word in words if word in ("full_shard", "shard_grad_op")), words[0]))
 
 
+def recomputation(draft: Draft, key: str, raw: Any) -> None:
+    """Some ways of it also let activations wait on the host."""
+    way = str(raw)
+    draft.take(key, "gradient_checkpointing", "true" if way in ("unsloth", "offload", "offload_disk") else raw)
+    if way.startswith("offload"):
+        draft.take(key, "activation_offloading", "true")
+
+
+def layers_on_the_host(draft: Draft, key: str, raw: Any) -> None:
+    """Frozen layers that come to the device one by one; sharded ones can."""
+    if not is_true(raw):
+        draft.same(key, "false changes nothing here")
+    elif draft.config.get("fsdp") or draft.config.get("fsdp_config"):
+        draft.take(key, "fsdp_offload_params", "true")
+    else:
+        draft.lose(key, f"{raw}: layers are on the device, which needs more; --fsdp_offload_params does it with --fsdp")
+
+
 def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
     """A line for each key; whatever is sharded, the gradients are the same."""
     for given, value in raw.items() if isinstance(raw, dict) else ():

@@ -213,6 +213,11 @@ def spread_decoder(decoder: nn.Module) -> None:
     decoder._swift_spreads = True  # type: ignore[assignment]
 
 
+def lengths_of(mask: Tensor) -> list[int]:
+    """Tokens of each row of an attention mask [R, T]."""
+    return mask.sum(1).tolist()  # type: ignore[no-any-return]
+
+
 def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
     """Let all forward passes of a decoder be shared by a group, whose ranks give it the same rows.
 
@@ -226,7 +231,7 @@ def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
         if layout is None:
             mask = torch.ones_like(ids) if mask is None else mask
             rows = ids.shape, mask.flatten().nonzero()[:, 0]
-            layout = SegmentLayout(packed_rows(mask.sum(1).tolist()), ids.device)
+            layout = SegmentLayout(packed_rows(lengths_of(mask)), ids.device)
             positions = kwargs.get("position_ids")
             positions = mask.cumsum(1) - 1 if positions is None else positions.expand_as(ids)
             kwargs["input_ids"], kwargs["position_ids"] = (

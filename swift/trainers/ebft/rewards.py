@@ -140,9 +140,9 @@ class FeatureRewards:
         for turn in range(turns):
             filler = passes[0][:1] if passes else [TokenSequence([0], [0])]
             found = self.network.of_sequences(passes[turn] if turn < len(passes) else filler, device=self.device)
-            rows += [found.double().cpu()] if turn < len(passes) else []
+            rows += [found] if turn < len(passes) else []
             self.on_progress()
-        return list(torch.cat(rows).split([len(members) for members in sequences])) if rows else []
+        return list(torch.cat(rows).cpu().double().split([len(members) for members in sequences])) if rows else []
 
     def _sequences(self, group: RolloutGroup) -> list[TokenSequence]:
         """The reference and the samples without a fault, as they are compared: without a final stop token."""

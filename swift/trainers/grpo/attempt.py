@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.session import OpenRun
 
-OWN_LOSS = {"fused_linear_cross_entropy": False}
-"""Of Liger's kernels, the one that does not go with the losses here."""
-
 
 class Attempt:
     """Builds the trainer and the parts around it, trains, and ends with a summary or an interruption."""
@@ -64,7 +61,8 @@ class Attempt:
     ) -> None:
         self.resolved, self.parts, self.setup, self.trap = resolved, parts, setup, trap
         if parts.args.use_liger_kernel:  # before anything is compared: sampler and trainer, packed and padded rows
-            apply_liger_kernel(model, {**parts.args.liger_kernel_config, **OWN_LOSS})
+            for module in (model, *([reference.module] if isinstance(reference, FrozenReference) else [])):
+                apply_liger_kernel(module, parts.args.liger_kernels)
         self.folder, self.log = opened.folder, opened.log
         self.metrics = MetricStore()
         self.stop = StopOnSignal(trap, parts.collectives)
@@ -120,6 +118,7 @@ class Attempt:
             async_save=args.async_save,
             on_progress=self.watchdog.touch,
             sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout),
+            offloads_activations=args.activation_offloading,
             stops_at_alert=args.health_action == "stop",
         )
         if parts.collectives.is_main and trainer.planner.wants_count:

@@ -62,7 +62,8 @@ class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
-    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. num_updates: before the current one.
+    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
+    forward pass with its backward pass. num_updates: before the current one.
     """
 
     logprobs: LogProbs
@@ -72,6 +73,7 @@ class GlobalBatchStep:
     timer: Callable[[str], contextlib.AbstractContextManager[None]]
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
+    around_pass: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     num_updates: int = 0
     _has_stepped: bool = False
 
@@ -319,7 +321,7 @@ class GlobalBatchStep:
         loss = torch.zeros((), device=self.logprobs.device)
 
         def run(held: Sequence[int], *, final: bool) -> Tensor:
-            with contextlib.nullcontext() if final else self._without_reduction(model):
+            with contextlib.nullcontext() if final else self._without_reduction(model), self.around_pass():
                 share = share_of(held)
                 self._backward(share, last=final)
             self.logprobs.on_progress()

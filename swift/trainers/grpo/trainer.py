@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ from swift.trainers.grpo.logprobs import LogProbs
 from swift.trainers.grpo.metrics import StepMetrics, summarise
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.step import GlobalBatchStep
+from swift.trainers.memory.activations import offloading
 from swift.trainers.micro_batches import Limits
 from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 from swift.trainers.token_budget import MicroBatchPlanner
@@ -89,6 +91,7 @@ class GRPOTrainer(AtomicTrainer):
         report: console output and log files (rank 0 only); flushed to disk before a checkpoint becomes valid.
         on_progress: called after each micro-batch.
         sequence_group: the ranks that share micro-batches with this one.
+        offloads_activations: whether these wait on the host for the backward pass.
         stops_at_alert: whether an alert of the report's health rules ends the run, with a checkpoint.
         trainer_arguments: of `AtomicTrainer` and Trainer; gradient_accumulation_steps is 1 and max_steps > 0.
     """
@@ -105,6 +108,7 @@ class GRPOTrainer(AtomicTrainer):
         report: RunReport | None = None,
         on_progress: Callable[[], None] = lambda: None,
         sequence_group: SequenceGroup | None = None,
+        offloads_activations: bool = False,
         stops_at_alert: bool = False,
         **trainer_arguments: Any,
     ) -> None:
@@ -159,6 +163,7 @@ class GRPOTrainer(AtomicTrainer):
             accelerator=self.accelerator,
             sequences=pipeline.scheduler.groups_per_batch * pipeline.config.num_generations,
             timer=metrics.timer,
+            around_pass=offloading(self.model) if offloads_activations else nullcontext,
         )
 
     def _unwrapped(self) -> nn.Module:

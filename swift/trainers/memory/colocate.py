@@ -170,9 +170,10 @@ class ColocateCycle:
                 self._sleep(None)
 
     def doze(self) -> None:
-        """Let an engine that is awake sleep until `rouse`, if it keeps its weights then; collective."""
-        if self.sleep_level == 1:
-            self.sleep()
+        """Let an engine that is awake sleep until `rouse`, with its weights on the host; collective."""
+        if self.sleep_level and not self._asleep and 1 in self.engine.capabilities.sleep_levels:
+            with self._memory_step():
+                self._sleep(None, 1)
 
     def rouse(self) -> None:
         """Wake an engine that dozes, outside of a turn; collective."""
@@ -273,17 +274,18 @@ class ColocateCycle:
             "--vllm_gpu_memory_utilization"
         )
 
-    def _sleep(self, turn: _Turn | None) -> int:
+    def _sleep(self, turn: _Turn | None, level: SleepLevel | None = None) -> int:
         """Step 7; returns the bytes freed. Requests of a failed round are aborted first."""
-        if not self.sleep_level:
+        level = level or self.sleep_level
+        if not level:
             return 0
         name = self.engine.capabilities.name
         held = self._needs = self.engine.memory()
-        with _bounded(f"engine: {name}: sleep({self.sleep_level})", self.limit_s):
+        with _bounded(f"engine: {name}: sleep({level})", self.limit_s):
             self.engine.empty()
-            report = self.engine.sleep(self.sleep_level)
+            report = self.engine.sleep(level)
         self._asleep = True
-        self._lost = self._lost or self.sleep_level == 2
+        self._lost = self._lost or level == 2
         note = f"engine: {name}: {report.note}"
         if report.note and note not in self._logged:
             self._logged.add(note)

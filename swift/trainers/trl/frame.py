@@ -24,7 +24,7 @@ from swift.trainers.trl.method import Method, named
 from swift.trainers.trl.own_metrics import OwnMetrics
 
 SAME_IN_TRAINERS = (
-    "neftune_noise_alpha", "use_liger_kernel", "liger_kernel_config", "torch_compile", "torch_compile_backend",
+    "neftune_noise_alpha", "use_liger_kernel", "torch_compile", "torch_compile_backend",
     "torch_compile_mode", "eval_on_start",
 )  # fmt: skip
 """Settings of `TrainerArguments` that TrainingArguments has under the same name and meaning."""
@@ -88,8 +88,6 @@ def build_trainer(
 def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
     """The settings as keyword arguments of TrainingArguments."""
     on_gpu = torch.cuda.is_available()
-    # no trainer here uses the loss of the model, and Liger cannot replace it in models without a language head
-    liger = {**getattr(args, "liger_kernel_config", {}), "fused_linear_cross_entropy": False}
     offloads = getattr(args, "activation_offloading", False)
     precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
     return {
@@ -100,7 +98,7 @@ def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
         # Rows are tokenised already: padding them here is faster than sending them from one worker, the default.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,
         **{name: getattr(args, name) for name in SAME_IN_TRAINERS if hasattr(args, name)},
-        **({"liger_kernel_config": liger} if hasattr(args, "liger_kernel_config") else {}),
+        "liger_kernel_config": args.liger_kernels,
         "train_sampling_strategy": _sampling(args),
         **({} if args.deepspeed or args.fsdp else precision),
         # TRL asks for the accelerator, which a CPU has not: its activations are on the host

@@ -93,11 +93,12 @@ class BatchRun:
         uniforms = np.array([row.uniforms[min(len(row.token_ids), row.budget - 1)] for row in self.rows])
         uniform_R = to_device(uniforms, self.device)
         self._last_R, logprob_R, log_mass_R, tops = self._sampler.draw(logits_RV, uniform_R, allowed_RV)
-        masses = [0.0] * len(self.rows) if log_mass_R is None else log_mass_R.tolist()
+        drawn = [self._last_R, logprob_R, *([log_mass_R] if log_mass_R is not None else [])]
+        tokens, logprobs, *rest = torch.stack([one.double() for one in drawn]).tolist()  # the host waits once
+        masses, tops = rest[0] if rest else [0.0] * len(self.rows), tops or [[]] * len(self.rows)
         ended = []
-        tokens, logprobs, tops = self._last_R.tolist(), logprob_R.tolist(), tops or [[]] * len(self.rows)
         for row, token, logprob, mass, top in zip(self.rows, tokens, logprobs, masses, tops, strict=True):
-            if not row.ended and (reason := self._add(row, token, logprob, mass, top, version)) is not None:
+            if not row.ended and (reason := self._add(row, int(token), logprob, mass, top, version)) is not None:
                 row.ended = True
                 ended.append(row.completion(reason))
         self.counters.decode_steps += 1

@@ -1,77 +1,13 @@
-"""Whole runs on the simulated GPU: no operand is on another device, and the host waits as seldom as it is said here."""
+"""Whole runs of the other methods on the simulated GPU; DeepSpeed there, and a run that is resumed."""
 
 import json
 
 import pytest
-from gpu_runs import BUDGET, EBFT, GRPO, SPLIT, STEPS, beyond
+from gpu_runs import BUDGET, EBFT, GRPO, LONG, STEPS, TWO, beyond
 from safetensors.torch import load_file
 from torch import equal
 
-GRADIENTS, FEATURES = "transfer.py to_host", "rewards.py FeatureRewards._features"
-LONG = pytest.mark.long
-TWO = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "more"),
-    [
-        pytest.param("--tuner_type full --torch_dtype float32 --beta 0", {}, id="full"),
-        pytest.param(
-            "--tuner_type full --torch_dtype bfloat16 --beta 0.04 --num_iterations 2",
-            {SPLIT: 2 * STEPS},  # log-probs of the reference, and of the first iteration
-            id="bf16-reference-iterations",
-        ),
-        pytest.param("--tuner_type lora", {}, id="lora"),
-        pytest.param("--tuner_type lora --use_dora true --gradient_checkpointing true", {}, id="dora-recomputed"),
-        pytest.param(
-            "--tuner_type full --off_policy_sequence_mask_delta 0.2 --rollout_importance_sampling_mode token_truncate",
-            {},
-            id="corrections",
-        ),
-        pytest.param("--tuner_type full --loss_type dapo --dynamic_sample true", {}, id="dapo-dynamic"),
-        pytest.param("--tuner_type full --offload_model true --offload_optimizer true", {}, id="offload"),
-        pytest.param(
-            "--tuner_type full --torch_dtype bfloat16 --optim adamw_cpu", {GRADIENTS: STEPS}, id="optimizer-on-the-host"
-        ),
-        pytest.param(
-            "--tuner_type full --top_entropy_quantile 0.5",
-            {SPLIT: 2 * STEPS},  # log-probs of the reference, and the entropies
-            id="top-entropy",
-        ),
-        pytest.param("--tuner_type full --use_adaptive_entropy true", {}, id="adaptive-entropy"),
-    ],
-)
-def test_grpo_waits_once_a_step(on_gpu, flags, more):
-    code, err, found = on_gpu(f"{GRPO} {flags}")
-    assert code == 0, err[-3000:]
-    assert found["steps"] == STEPS
-    assert beyond(found, {**BUDGET, **more}) == {}
-
-
-def test_shards_of_fsdp_keep_the_budget(on_gpu):
-    code, err, found = on_gpu(f"{GRPO} --fsdp full_shard --tuner_type full")
-    assert code == 0, err[-3000:]
-    assert found["steps"] == STEPS
-    assert beyond(found, BUDGET) == {}
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(
-            f"{GRPO} --tuner_type lora --gradient_checkpointing true --ds3_gather_for_generation false", id="grpo"
-        ),
-        pytest.param(f"rlhf --rlhf_type ebft {EBFT} --tuner_type full", id="ebft", marks=LONG),
-        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type full", id="dpo", marks=LONG),
-        pytest.param(f"sft {TWO} --tuner_type full --packing true --max_length 64", id="sft", marks=LONG),
-    ],
-)
-def test_shards_on_the_host_meet_nothing_of_the_device(on_gpu, command):
-    """FSDP2 waits in the backward pass, for each gradient on its way to the host."""
-    code, err, found = on_gpu(f"{command} --fsdp full_shard --fsdp_offload_params true")
-    assert code == 0, err[-3000:]
-    assert found["steps"] == STEPS
-    assert found["copies"] == found["attention"] == []
+FEATURES = "rewards.py FeatureRewards._features"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +70,33 @@ def test_kto_and_gkd_run_there(on_gpu, nano_folders, method):
     code, err, found = on_gpu(command)
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS and found["attention"] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(f"{GRPO} --tuner_type full", id="grpo"),
+        pytest.param(f"rlhf --rlhf_type ebft {EBFT} --tuner_type lora --ebft_ce_coef 0.1", id="ebft"),
+        pytest.param(f"sft {TWO} --tuner_type full --lora_dropout 0", id="sft"),
+        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type lora", id="dpo"),
+        pytest.param(f"rlhf --rlhf_type kto {TWO} --tuner_type full", id="kto"),
+        pytest.param(f"rlhf --rlhf_type rm {TWO} --tuner_type full", id="rm"),
+    ],
+)
+def test_activations_that_wait_on_the_host_change_nothing(on_gpu, command):
+    """They go and come without pageable copies; the host waits twice at the end of a pass, for both streams."""
+    ends = []
+    for offloads in ("false", "true"):
+        code, err, found = on_gpu(f"{command} --activation_offloading {offloads} --gradient_checkpointing false")
+        assert code == 0, err[-3000:]
+        end = on_gpu.folder / "out"
+        weights = next((end / "checkpoint-3").glob("*model.safetensors"))
+        ends.append((load_file(weights), found["training_bytes"], sum(count for *_, count in found["copies"])))
+        end.rename(on_gpu.folder / f"out-{offloads}")
+    (plain, bytes_held, copies), (same, fewer_bytes, same_copies) = ends
+    assert all(equal(same[name], value) for name, value in plain.items())
+    assert fewer_bytes < bytes_held and same_copies == copies
 
 
 def test_a_resumed_run_ends_with_the_same_weights(on_gpu):

@@ -1,0 +1,224 @@
+"""The optimizer step of TRL's trainers on tensors without numbers: their collator, `training_step`, optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from swift.models.attention.interface import enable_packed_attention, transformers_model
+from swift.models.attention.layout import SegmentLayout
+from swift.models.attention.sequence_parallel import spread_rows
+from swift.models.attention.spans import packed_rows
+from swift.models.tiny import build_tokenizer
+from swift.planning.cost import Passes, StepCost, cost_of_step, forget_gradients, passes_of, recompute, set_experts
+from swift.planning.devices import Device
+from swift.planning.kernels import as_on_gpu, fused_head, kernel_of
+from swift.planning.sharded import World
+from swift.planning.trace import Trace, fused_on_meta
+from swift.trainers.preferences.rows import COLUMNS, Layout
+from swift.trainers.rows import IGNORED
+from swift.trainers.trl.method import Method
+
+META = torch.device("meta")
+LAYOUTS: dict[str, Layout] = {
+    "dpo": "pair", "ipo": "pair", "kto": "unpaired", "orpo": "labelled pair", "simpo": "labelled pair",
+    "cpo": "labelled pair", "rm": "scored pair",
+}  # fmt: skip
+"""Mode -> the columns of its rows; others have one sequence with labels."""
+
+OF_ONE: dict[str, Any] = {
+    "fsdp": None, "deepspeed": None, "sequence_parallel_size": 1, "optim": "adamw_torch", "report_to": [],
+    "async_save": False, "full_determinism": False,
+}  # fmt: skip
+"""Settings of the trainer that is made to be traced; what shards, shares and updates its model is around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The rows of a micro-batch, all of the same length, in tokens; a pair has two sequences of it.
+
+    packed: rows in a stream, 1 where rows are padded.
+    """
+
+    rows: int
+    prompt_tokens: int
+    tokens: int
+    packed: int = 1
+
+    def columns(self, mode: str) -> list[dict[str, Any]]:
+        """As the method's `encode` makes them; what they say does not matter."""
+        return [self._row(mode, number) for number in range(self.rows)]
+
+    def _row(self, mode: str, number: int) -> dict[str, Any]:
+        prompt, answer = [0] * self.prompt_tokens, [0] * (self.tokens - self.prompt_tokens)
+        whole, labels = prompt + answer, [IGNORED] * len(prompt) + answer
+        if mode not in LAYOUTS:
+            lengths = {"seq_lengths": [self.tokens] * self.packed} if self.packed > 1 else {}
+            labels = whole if mode == "pt" else labels
+            return {"input_ids": whole * self.packed, "labels": labels * self.packed, **lengths}
+        values: dict[str, Any] = {
+            "prompt_ids": prompt,
+            "completion_ids": answer,
+            "label": number % 2 == 0,
+            "margin": 0.0,
+        }
+        for which in ("chosen", "rejected"):
+            values[f"{which}_ids"] = whole if mode == "rm" else answer
+            values[f"{which}_input_ids"], values[f"{which}_labels"] = whole, labels
+            values[f"{which}_attention_mask"] = [1] * self.tokens
+        others = {"KL_completion_ids": answer} if mode == "kto" else {}
+        return {name: values[name] for name in COLUMNS[LAYOUTS[mode]]} | others
+
+
+def trace_trl(
+    mode: str,
+    method: Method,
+    args: Any,
+    policy: nn.Module,
+    parts: dict[str, Any],
+    shape: RowShape,
+    device: Device,
+    *,
+    optimizer: Callable[[nn.Module], Optimizer | None],
+    world: World,
+) -> StepCost:
+    """What one optimizer step of a method of TRL costs on `device`.
+
+    Args:
+        mode: of the method.
+        method: whose trainer is made.
+        args: settings of the run.
+        policy: on "meta", with its adapter.
+        parts: of the method, such as a reference.
+        shape: of a micro-batch.
+        device: that it runs on.
+        optimizer: makes that of the policy; None if it is not on the device.
+        world: of the process.
+    """
+    with TemporaryDirectory() as folder, _trainer_on_meta():
+        with META:  # adapters of references, too
+            trainer = _trainer(mode, method, args, Path(folder), policy, parts, shape)
+        batch = dict(trainer.data_collator(shape.columns(mode)))
+    lengths = batch["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in batch else []
+    chosen = _chosen(batch)
+    modules = [policy, *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else [])]
+    with (
+        _trainer_on_meta(),
+        _known_lengths(lengths),
+        world.joined(),
+        Trace(device) as trace,
+        trace.resizing(),
+        trace.reading(chosen),
+        as_on_gpu(trace),
+        fused_head(trace),
+        fused_on_meta(),
+    ):
+        _make_ready(modules, args, world, packed=bool(lengths))
+        trace.hold(*modules)
+        count = args.gradient_accumulation_steps
+        trainer.current_gradient_accumulation_steps = count
+
+        def run(number: int) -> None:
+            for _ in range(number):
+                inputs = {name: value.to(META) if isinstance(value, Tensor) else value for name, value in batch.items()}
+                trainer.training_step(policy, inputs, num_items_in_batch=torch.ones((), device=META))
+
+        if world.fsdp:  # whose first pass lets go of what was whole
+            run(1)
+            forget_gradients(policy)
+        weights = trace.live
+        made = optimizer(policy)
+
+        def passes() -> Passes:
+            return passes_of(trace, count, run)
+
+        tokens = max(value.numel() for name, value in batch.items() if name.endswith("input_ids"))
+        return cost_of_step(trace, policy, made, passes, weights=weights, micro_batches=count, tokens=tokens)
+
+
+def _trainer(
+    mode: str, method: Method, args: Any, folder: Path, policy: nn.Module, parts: dict[str, Any], shape: RowShape
+) -> Any:
+    """The method's trainer, of a process by itself whose batch is `shape`."""
+    from datasets import Dataset
+
+    from swift.trainers.trl.frame import build_trainer
+
+    alone = copy.copy(args)
+    for name, value in OF_ONE.items():
+        setattr(alone, name, value)
+    template: Any = SimpleNamespace(tokenizer=build_tokenizer())
+    rows = Dataset.from_list(shape.columns(mode))
+    ranks = World().collectives()
+    return build_trainer(
+        method, alone, folder, policy, template, rows, None, [], collectives=ranks, settings={}, parts=parts
+    )
+
+
+def _make_ready(modules: Sequence[nn.Module], args: Any, world: World, *, packed: bool) -> None:
+    """Models as the run prepares them on a GPU."""
+    group = world.group()
+    for module in modules:
+        if packed or group is not None:
+            enable_packed_attention(module, kernel_of(args))
+        elif args.attn_impl != "eager":  # all fused kernels keep the same
+            transformers_model(module).set_attn_implementation("sdpa")
+        set_experts(module)
+        if group is not None:
+            spread_rows(transformers_model(module).base_model, group)
+    if args.gradient_checkpointing:
+        recompute(modules[0])
+    for module in modules if world.fsdp else ():
+        world.shard(module)
+    gc.collect()  # what was whole
+
+
+def _chosen(batch: dict[str, Any]) -> dict[int, int]:
+    """Places of the mask of a batch -> how many tokens the loss counts."""
+    found = {}
+    for name, value in batch.items():
+        if name.endswith(("labels", "completion_mask")):
+            mask = value[..., 1:] != (IGNORED if name.endswith("labels") else 0)
+            found[mask.numel()] = int(mask.sum())
+    return found
+
+
+@contextlib.contextmanager
+def _trainer_on_meta() -> Iterator[None]:
+    """The trainer's device is "meta"."""
+    from accelerate import Accelerator
+    from transformers import TrainingArguments
+
+    with mock.patch.object(TrainingArguments, "device", META), mock.patch.object(Accelerator, "device", META):
+        yield
+
+
+@contextlib.contextmanager
+def _known_lengths(lengths: Sequence[int]) -> Iterator[None]:
+    """The lengths of rows in a packed batch, and of padded ones, which have no numbers on "meta"."""
+    from swift.models.attention import sequence_parallel
+    from swift.trainers import sft_packing
+
+    def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
+        return SegmentLayout(packed_rows(list(lengths)), device)
+
+    def lengths_of(mask: Tensor) -> list[int]:
+        return [mask.shape[1]] * mask.shape[0]
+
+    with (
+        mock.patch.object(sft_packing, "layout_of", layout_of),
+        mock.patch.object(sequence_parallel, "lengths_of", lengths_of),
+    ):
+        yield
