@@ -205,7 +205,7 @@ class PlanArguments(CommonArguments):
     num_devices: int | None = flag(at_least=1, unset="NPROC_PER_NODE times NNODES, else 1")
     """Number of training processes, each on a GPU."""
 
-    prompt_tokens: int = flag(512, at_least=1)
+    prompt_tokens: int | None = flag(at_least=1, unset="512, of a row without rollouts at most half")
     """Length of a prompt in tokens; completions are planned at their longest."""
 
     row_tokens: int | None = flag(at_least=1, unset="--max_length, else 2048")

@@ -50,7 +50,7 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
             ([("gradient_checkpointing", "true")], not args.gradient_checkpointing),
             *_smaller_micro_batches(plan, args),
             ([("fsdp", "full_shard")], plan.devices > 1 and not args.fsdp),
-            ([("sequence_parallel_size", str(2 * args.sequence_parallel_size))], _can_share(plan, args)),
+            (_shared(args), _can_share(plan, args)),
             ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full" and not args.fsdp),
         ]
         if plan.peak.name == "update":  # which tokens do not change
@@ -59,14 +59,24 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
     return [change for change, helps in choices if helps]
 
 
+def _shared(args: Any) -> list[Change]:
+    """Twice as many processes compute the same rows; of these a step has as many as before."""
+    change = [("sequence_parallel_size", str(2 * args.sequence_parallel_size))]
+    if not hasattr(args, "max_tokens_per_micro_batch"):
+        change.append(("gradient_accumulation_steps", str(2 * args.gradient_accumulation_steps)))
+    return change
+
+
 def _smaller_micro_batches(plan: Plan, args: Any) -> list[tuple[list[Change], bool]]:
     """The same rows in more passes."""
     if hasattr(args, "max_tokens_per_micro_batch"):
         longest = args.max_completion_length
         return [([("max_tokens_per_micro_batch", str(plan.cost.tokens // 2))], plan.cost.tokens > 2 * longest)]
     rows, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    fewer = [("per_device_train_batch_size", str(rows // 2)), ("gradient_accumulation_steps", str(2 * passes))]
-    return [(fewer, rows % 2 == 0)]
+    least = 2 if getattr(args, "loss_type", None) == "kto" else 1  # whose KL needs another row
+    fewer = next((number for number in range(rows // 2, least - 1, -1) if rows % number == 0), rows)
+    batches = ("gradient_accumulation_steps", str(passes * rows // fewer))
+    return [([("per_device_train_batch_size", str(fewer)), batches], fewer < rows)]
 
 
 def _can_share(plan: Plan, args: Any) -> bool:

@@ -49,7 +49,10 @@ def run(words: Sequence[str]) -> int | None:
     own, command, others = split(words)
     asked: Any = parse("plan", own, os.environ).args
     device = find_device(asked.device)
-    os.environ.update(parse(command, others, os.environ, machine=Machine(True, 1)).environment)  # of a config file
+    first = parse(command, others, os.environ, machine=Machine(True, 1))
+    os.environ.update(first.environment)  # of a config file
+    if asked.compare:
+        require_rollouts(first.args)
     processes = asked.num_devices or Machine.detect(os.environ).processes
 
     def planned(words: Sequence[str], processes: int) -> tuple[Plan, Resolved]:
@@ -70,7 +73,6 @@ def run(words: Sequence[str]) -> int | None:
         lines += ["", f"fits with: {typed}" if last.fits else f"does not fit with this either: {typed}", *last.lines()]
         found |= {"fit": {"command": typed, **last.as_json()}}
     if asked.compare:
-        require_rollouts(resolved.args)
         rows = compared(resolved.args, others, processes, spellings, planned)
         lines += ["", *table(rows)]
         found |= {"compared": rows}
@@ -116,7 +118,7 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
             plan = plan_grpo(args, policy, device, processes, asked)
         else:
             plan = plan_trl(resolved.mode, method, args, policy, device, processes, asked)
-    except RuntimeError as error:  # what reads numbers of tensors that have none
+    except (RuntimeError, ValueError) as error:  # what reads numbers of tensors that have none
         raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
     return replace(plan, advice=advice(plan, args))
 
@@ -146,6 +148,12 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
         f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (
             args.tuner_type not in ("lora", "full")
+        ),
+        "--gradient_checkpointing_kwargs: given: are not planned yet; leave them out": (
+            args.gradient_checkpointing_kwargs not in ({}, {"use_reentrant": False})
+        ),
+        f"--torch_dtype: float16: not planned yet for {mode}; plan with bfloat16, which takes as much": (
+            args.torch_dtype == "float16" and mode not in ("rlhf", "ebft")
         ),
         "--adapters: given: a run that starts from an adapter is not planned yet; plan with a new one": args.adapters,
         "--ref_model: given: another model as reference is not planned yet": (

@@ -63,7 +63,8 @@ def optimizer_of(args: Any, policy: nn.Module) -> Optimizer | None:
     if args.optim == "adamw_cpu":
         return None
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    made = AdamW(trained, lr=1e-6, fused=args.optim != "adamw_torch")
+    fused = args.optim != "adamw_torch"
+    made = AdamW(trained, lr=1e-6, fused=fused, foreach=not fused and not args.fsdp)  # torch's choice on a GPU
     if not args.fsdp:
         keep_master_weights(made)
     return made

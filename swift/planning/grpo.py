@@ -19,18 +19,21 @@ if TYPE_CHECKING:
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
 
+PROMPT_TOKENS = 512
+"""Of a prompt, if nothing says."""
+
 
 def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any) -> Plan:
     """The plan of a run of GRPO or structured EBFT, whose policy is on "meta"."""
     from swift.planning.report import Plan
     from swift.trainers.parallel.sequence import data_ranks
 
-    nodes = max(1, int(os.environ.get("NNODES", "1")))
+    nodes, prompt_tokens = max(1, int(os.environ.get("NNODES", "1"))), asked.prompt_tokens or PROMPT_TOKENS
     placed = _place(args, max(1, processes // nodes))
     batches = _batches(args, processes, asked.num_rows)
     completions = batches.global_batch // data_ranks(args, processes)
-    cost = _trainer(args, policy, device, placed, processes, shape_of(args, completions, asked.prompt_tokens))
-    rollout = _rollout(args, device, placed, nodes, policy, cost, batches, asked.prompt_tokens)
+    cost = _trainer(args, policy, device, placed, processes, shape_of(args, completions, prompt_tokens))
+    rollout = _rollout(args, device, placed, nodes, policy, cost, batches, prompt_tokens)
     phases = _phases(args, placed, cost, rollout, processes)
     where = {"colocate": "vLLM beside the trainer", "in_process": "the trainer's model"}.get(
         placed.mode, "servers, taken to be" if placed.servers else "engines"
@@ -40,7 +43,7 @@ def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any
     features = {"features": cost.features_s} if cost.features_s else {}
     return Plan(
         title=f"plan: {described(args)}; rollouts by {where}, {rollout.at_a_time} at a time on a device; prompts of "
-        f"{asked.prompt_tokens} tokens, completions of {args.max_completion_length} all of them",
+        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them",
         device=device,
         devices=processes,
         engine_devices=nodes * sum(map(len, placed.engines)) if placed.mode == "dedicated" else 0,
@@ -52,7 +55,7 @@ def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any
         rows=batches.global_batch,
         noun="completion",
         tokens_per_step=batches.global_batch * args.max_completion_length
-        + batches.global_batch_prompts * asked.prompt_tokens,
+        + batches.global_batch_prompts * prompt_tokens,
         price_per_hour=asked.price_per_hour,
         heads=policy.config.get_text_config().num_attention_heads,
         problem=rollout.problem,

@@ -6,7 +6,7 @@ What attention computes is counted from the segments of the stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -95,10 +95,20 @@ class _Attention(torch.autograd.Function):
         return (*gradients, None, None, None)
 
 
+class _Launched:
+    """A Triton kernel, which is called with a grid in brackets."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.call
+
+
 @contextlib.contextmanager
 def fused_head(trace: Trace) -> Iterator[None]:
-    """TRL's log-probs as on a GPU: of the tokens that the loss counts, in tiles that its Triton kernels read once."""
-    from trl.kernels import chunked_logprob
+    """TRL's log-probs as on a GPU: of tokens that the loss counts, in tiles or rows that Triton kernels read once."""
+    from trl.kernels import chunked_logprob, logprob_entropy
     from trl.trainer import utils
 
     def forward(tile: Tensor, *arguments: Any, **named: Any) -> None:
@@ -112,6 +122,9 @@ def fused_head(trace: Trace) -> Iterator[None]:
 
     with (
         mock.patch.object(utils, "_use_triton", lambda device: True),  # which chooses tokens, and no kernel
+        mock.patch.object(utils, "_supports_trl_loss_kernel", lambda *arguments: True),
+        mock.patch.object(logprob_entropy, "_forward_kernel", _Launched(forward)),
+        mock.patch.object(logprob_entropy, "_backward_kernel", _Launched(forward)),  # which has an output of its own
         mock.patch.object(chunked_logprob, "_forward_tile", forward),
         mock.patch.object(chunked_logprob, "_backward_tile", backward),
         mock.patch.object(chunked_logprob, "_addmm_fp32", add_product),

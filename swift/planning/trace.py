@@ -44,6 +44,7 @@ class Trace(TorchDispatchMode):
         self.kernels = 0
         self._known: dict[int, int] = {}
         self._chosen: Mapping[int, int] | None = None
+        self._holds = True
 
     @contextlib.contextmanager
     def resizing(self) -> Iterator[None]:
@@ -60,12 +61,12 @@ class Trace(TorchDispatchMode):
             yield
 
     @contextlib.contextmanager
-    def reading(self, chosen: Mapping[int, int]) -> Iterator[None]:
-        """Answer in the block what only numbers tell: each that is read is 1, and masks choose.
+    def reading(self, chosen: Mapping[int, int], *, holds: bool = True) -> Iterator[None]:
+        """Answer in the block what only numbers tell: each that is read is 1, a truth value `holds`, and masks choose.
 
         chosen: number of places of a mask -> how many are chosen; all of a mask that is not named.
         """
-        self._chosen = chosen
+        self._chosen, self._holds = chosen, holds
         try:
             yield
         finally:
@@ -97,7 +98,7 @@ class Trace(TorchDispatchMode):
         """The result of an operation whose shape or value depends on numbers; NotImplemented for others."""
         packet = operation.overloadpacket
         if packet is aten._local_scalar_dense and args[0].is_meta:
-            return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+            return self._holds if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if packet is aten.masked_scatter_backward:
             return args[0].new_empty(args[2])
         if packet is aten.masked_select:

@@ -6,6 +6,7 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
+from swift.errors import ConfigError
 from swift.planning.report import Plan, buckets_of, described, trained_in
 
 if TYPE_CHECKING:
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from swift.planning.trl_step import RowShape
     from swift.trainers.trl.method import Method
 
-DEFAULT_TOKENS = 2048
-"""Of a row, if nothing says."""
+DEFAULT_TOKENS, PROMPT_TOKENS = 2048, 512
+"""Of a row and of its prompt, if nothing says."""
 
 PAIRED = ("dpo", "ipo", "orpo", "simpo", "cpo", "rm")
 """Modes whose rows are two answers."""
@@ -29,7 +30,9 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
     from swift.trainers.parallel.sequence import data_ranks
     from swift.trainers.trl.run import parts_beside
 
-    parts, shape = parts_beside(args, method, policy), shape_of(args, asked)
+    config = policy.config.get_text_config()
+    parts = parts_beside(args, method, policy)
+    shape = shape_of(mode, args, asked, getattr(config, "max_position_embeddings", None))
     cost = trace_trl(
         mode,
         method,
@@ -56,29 +59,50 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
         cost=cost,
         phases=trained_in(cost, buckets_of(args, cost, processes)),
         step_s={"passes": cost.training_s, "update": cost.update_s},
-        steps=_steps(args, asked.num_rows, rows * shape.packed),
+        steps=_steps(args, asked, shape, rows),
         rows=rows,
         noun=noun,
         tokens_per_step=rows * shape.packed * shape.tokens * (2 if noun == "pair" else 1),
         price_per_hour=asked.price_per_hour,
-        heads=getattr(policy.config.get_text_config(), "num_attention_heads", 1),
+        heads=getattr(config, "num_attention_heads", 1),
     )
 
 
-def shape_of(args: Any, asked: Any) -> RowShape:
-    """The rows of a micro-batch."""
+def shape_of(mode: str, args: Any, asked: Any, context: int | None) -> RowShape:
+    """The rows of a micro-batch; `context`: the longest sequence of the model.
+
+    Raises ConfigError: the run would leave such rows out.
+    """
     from swift.planning.trl_step import RowShape
 
-    tokens, packed = asked.row_tokens or args.max_length or DEFAULT_TOKENS, 1
-    if getattr(args, "packing", False):
-        length = args.packing_length or args.max_length or DEFAULT_TOKENS
-        tokens = min(tokens, length)
-        packed = length // tokens
-    return RowShape(args.per_device_train_batch_size, min(asked.prompt_tokens, tokens // 2), tokens, packed)
+    packing, longest = getattr(args, "packing", False), args.max_length or context
+    default = min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
+    length = (args.packing_length or args.max_length or default) if packing else longest
+    tokens, cut = asked.row_tokens or args.max_length or default, packing and args.packing_strategy != "bfd"
+    if length is not None and tokens > length:
+        if not cut:
+            raise ConfigError(f"--row_tokens: {tokens}: rows of more than {length} tokens are left out by the run")
+        tokens = length
+    prompt = min(PROMPT_TOKENS, tokens // 2) if asked.prompt_tokens is None else asked.prompt_tokens
+    if prompt >= tokens:
+        raise ConfigError(
+            f"--prompt_tokens: {prompt}: leaves nothing of the {tokens} tokens of a row; see --row_tokens"
+        )
+    counts_prompts = mode == "pt" or getattr(args, "loss_tokens", None) == "all"
+    packed = length // tokens if packing and length else 1
+    return RowShape(args.per_device_train_batch_size, prompt, tokens, packed, counts_prompts)
 
 
-def _steps(args: Any, num_rows: int | None, rows_per_step: int) -> int | None:
-    """Optimizer steps of the run; None if they are not known."""
+def _steps(args: Any, asked: Any, shape: RowShape, batch: int) -> int | None:
+    """Optimizer steps of the run, of so many rows each; None if they are not known."""
     if args.max_steps > 0:
         return int(args.max_steps)
-    return math.ceil(math.ceil(num_rows / rows_per_step) * args.num_train_epochs) if num_rows else None
+    if not asked.num_rows:
+        return None
+    trained = asked.num_rows - int(asked.num_rows * args.split_dataset_ratio)
+    rows = math.ceil(trained * (asked.row_tokens or shape.tokens) / (shape.packed * shape.tokens))
+    passes = rows * args.gradient_accumulation_steps / batch  # of all processes
+    per_epoch = math.ceil(
+        (int(passes) if args.dataloader_drop_last else math.ceil(passes)) / args.gradient_accumulation_steps
+    )
+    return math.ceil(per_epoch * args.num_train_epochs)

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Layout] = {
 
 OF_ONE: dict[str, Any] = {
     "fsdp": None, "deepspeed": None, "sequence_parallel_size": 1, "optim": "adamw_torch", "report_to": [],
-    "async_save": False, "full_determinism": False,
+    "async_save": False, "full_determinism": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {},
 }  # fmt: skip
 """Settings of the trainer that is made to be traced; what shards, shares and updates its model is around it."""
 
@@ -49,13 +49,14 @@ OF_ONE: dict[str, Any] = {
 class RowShape:
     """The rows of a micro-batch, all of the same length, in tokens; a pair has two sequences of it.
 
-    packed: rows in a stream, 1 where rows are padded.
+    packed: rows in a stream, 1 where rows are padded. counts_prompts: the loss counts the tokens of prompts, too.
     """
 
     rows: int
     prompt_tokens: int
     tokens: int
     packed: int = 1
+    counts_prompts: bool = False
 
     def columns(self, mode: str) -> list[dict[str, Any]]:
         """As the method's `encode` makes them; what they say does not matter."""
@@ -66,7 +67,7 @@ class RowShape:
         whole, labels = prompt + answer, [IGNORED] * len(prompt) + answer
         if mode not in LAYOUTS:
             lengths = {"seq_lengths": [self.tokens] * self.packed} if self.packed > 1 else {}
-            labels = whole if mode == "pt" else labels
+            labels = whole if self.counts_prompts else labels
             return {"input_ids": whole * self.packed, "labels": labels * self.packed, **lengths}
         values: dict[str, Any] = {
             "prompt_ids": prompt,
@@ -120,7 +121,7 @@ def trace_trl(
         world.joined(),
         Trace(device) as trace,
         trace.resizing(),
-        trace.reading(chosen),
+        trace.reading(chosen, holds=shape.rows == 1 or bool(lengths)),  # padded rows of a run differ, and have a mask
         as_on_gpu(trace),
         fused_head(trace),
         fused_on_meta(),
@@ -144,7 +145,8 @@ def trace_trl(
         def passes() -> Passes:
             return passes_of(trace, count, run)
 
-        tokens = max(value.numel() for name, value in batch.items() if name.endswith("input_ids"))
+        counted = ("input_ids", "chosen_input_ids", "rejected_input_ids")
+        tokens = sum(value.numel() for name, value in batch.items() if name in counted)
         return cost_of_step(trace, policy, made, passes, weights=weights, micro_batches=count, tokens=tokens)
 
 
@@ -169,17 +171,19 @@ def _trainer(
 
 def _make_ready(modules: Sequence[nn.Module], args: Any, world: World, *, packed: bool) -> None:
     """Models as the run prepares them on a GPU."""
+    from accelerate.utils import convert_outputs_to_fp32
+
     group = world.group()
     for module in modules:
         if packed or group is not None:
             enable_packed_attention(module, kernel_of(args))
-        elif args.attn_impl != "eager":  # all fused kernels keep the same
-            transformers_model(module).set_attn_implementation("sdpa")
         set_experts(module)
         if group is not None:
             spread_rows(transformers_model(module).base_model, group)
     if args.gradient_checkpointing:
         recompute(modules[0])
+    if args.torch_dtype != "float32":  # what a model gives leaves accelerate's autocast so
+        modules[0].forward = convert_outputs_to_fp32(modules[0].forward)  # type: ignore[assignment]
     for module in modules if world.fsdp else ():
         world.shard(module)
     gc.collect()  # what was whole
@@ -201,7 +205,11 @@ def _trainer_on_meta() -> Iterator[None]:
     from accelerate import Accelerator
     from transformers import TrainingArguments
 
-    with mock.patch.object(TrainingArguments, "device", META), mock.patch.object(Accelerator, "device", META):
+    with (
+        mock.patch.object(TrainingArguments, "device", META),
+        mock.patch.object(Accelerator, "device", META),
+        mock.patch.object(torch.cuda, "is_available", lambda: False),  # a GPU that is here is another one
+    ):
         yield
 
 

@@ -247,6 +247,13 @@ class ActivationArguments:
     activation_offloading: bool = flag(False, everyday=False)
     """Whether activations wait on the host for the backward pass, where those of a CPU are anyway."""
 
+    def notes(self) -> Iterator[str]:
+        if self.activation_offloading and getattr(self, "max_tokens_per_micro_batch", 1) is None:
+            yield (
+                "--activation_offloading: true: micro-batches are as large as without it; "
+                "--max_tokens_per_micro_batch makes them larger"
+            )
+
 
 @dataclass(kw_only=True)
 class RunArguments:

@@ -338,7 +338,8 @@ class AtomicTrainer(Trainer):
 
     def _require_finite(self, step: int) -> None:
         """Raises NumericError: a weight that this rank trains is not finite, after an update that nothing followed."""
-        own = [getattr(one, "_local_tensor", one).detach() for one in self.model.parameters() if one.requires_grad]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        own = [getattr(one, "ds_tensor", getattr(one, "_local_tensor", one)).detach() for one in trained]
         found = [tensor.isfinite().all() for tensor in own if tensor.numel()]
         if found and not torch.stack(found).all():
             raise NumericError(

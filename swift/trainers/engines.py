@@ -115,7 +115,8 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
     """
     accelerators, kind = count_accelerators()
     ranks = local_ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if accelerators == 1 and is_worker(os.environ):  # a scheduler shows each process a device of its own
+    by_scheduler = is_worker(os.environ) and "TORCHELASTIC_RUN_ID" not in os.environ
+    if accelerators == 1 and by_scheduler:  # which shows each process a device of its own
         ranks = 1
     if accelerators and getattr(args, "ray_address", None):  # engines have devices of other nodes, after those here
         accelerators += args.num_infer_workers or 1

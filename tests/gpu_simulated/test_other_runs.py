@@ -92,11 +92,13 @@ def test_activations_that_wait_on_the_host_change_nothing(on_gpu, command):
         assert code == 0, err[-3000:]
         end = on_gpu.folder / "out"
         weights = next((end / "checkpoint-3").glob("*model.safetensors"))
-        ends.append((load_file(weights), found["training_bytes"], sum(count for *_, count in found["copies"])))
+        waits = sum(count for what, _, count in found["waits"] if what == "synchronize")
+        ends.append((load_file(weights), found["training_bytes"], sum(count for *_, count in found["copies"]), waits))
         end.rename(on_gpu.folder / f"out-{offloads}")
-    (plain, bytes_held, copies), (same, fewer_bytes, same_copies) = ends
+    (plain, bytes_held, copies, _), (same, fewer_bytes, same_copies, waits) = ends
     assert all(equal(same[name], value) for name, value in plain.items())
     assert fewer_bytes < bytes_held and same_copies == copies
+    assert waits and waits % (2 * STEPS) == 0
 
 
 def test_a_resumed_run_ends_with_the_same_weights(on_gpu):

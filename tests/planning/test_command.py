@@ -185,7 +185,7 @@ def test_methods_of_trl_are_planned(plan, method, tuner):
     found = json.loads(out)
     assert found["fits"] and list(found["phases"]) == ["forward, backward", "update"]
     answers = 2 if method not in ("kto", "prm") else 1
-    assert found["micro_batch_tokens"] in (2 * 2048, answers * 2 * 2048) and found["micro_batches"] == 4
+    assert found["micro_batch_tokens"] == answers * 2 * 2048 and found["micro_batches"] == 4
     assert found["flops"] > 0 and found["seconds"] > 0
 
 
@@ -214,10 +214,10 @@ def test_prompts_that_no_loss_counts_take_no_logits(plan):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["", "--packing true", "--padding_free true"])
 def test_rows_and_model_are_shared_by_eight(plan, way):
-    words = f"sft {ROWS} --tuner_type full {way} --num_devices 8 --fsdp full_shard --json true"
+    words = f"sft {ROWS} --tuner_type full {way} --max_length 16384 --num_devices 8 --fsdp full_shard --json true"
     alone, shared = (json.loads(plan(SMALL, f"{words} --sequence_parallel_size {size}")[1]) for size in (1, 8))
-    for phase in ("forward, backward", "update"):
-        assert shared["phases"][phase]["trainer"] <= alone["phases"][phase]["trainer"]
+    passes = [found["phases"]["forward, backward"]["trainer"] for found in (shared, alone)]
+    assert passes[0] < 0.8 * passes[1]
     assert shared["flops"] < 0.5 * alone["flops"], "layers are shared; each computes the loss of the whole row"
     assert shared["phases"]["update"]["trainer"] < 1.7 * 12 * shared["parameters"] / 8
 
@@ -225,7 +225,7 @@ def test_rows_and_model_are_shared_by_eight(plan, way):
 @pytest.mark.slow
 def test_the_same_rows_in_more_passes_fit(plan):
     words = f"sft {ROWS.replace('h100-80gb', 'rtx4090').replace('size 2', 'size 32')} --tuner_type lora"
-    code, out, err = plan(SMALL, f"{words} --row_tokens 60000 --fit true")
+    code, out, err = plan(SMALL, f"{words} --row_tokens 40000 --fit true")
     assert code == 0, err
     typed = out.split("fits with: ")[1].splitlines()[0].split()
     rows, passes = (
@@ -258,6 +258,14 @@ def test_ebft_has_features_and_references_beside_completions(plan, tuner):
         (
             "--rlhf_type dpo --dataset rows.jsonl --device h200 --precompute_ref_log_probs true",
             "--precompute_ref_log_probs: true: is not planned yet; plan without it, which needs more",
+        ),
+        (
+            "sft --dataset rows.jsonl --device h200 --row_tokens 50000",
+            "--row_tokens: 50000: rows of more than 40960 tokens are left out by the run",
+        ),
+        (
+            "sft --dataset rows.jsonl --device h200 --row_tokens 500 --prompt_tokens 500",
+            "--prompt_tokens: 500: leaves nothing of the 500 tokens of a row; see --row_tokens",
         ),
         (
             "sft --dataset rows.jsonl --device h200 --compare true",

@@ -25,8 +25,8 @@ WITHOUT = GRPO.replace(" --num_generations 4", "").replace(" --max_completion_le
 RUNS = {
     "grpo": f"{WITHOUT.replace(' --max_tokens_per_micro_batch 60', '')} {QUIET}",
     "ebft": f"rlhf --rlhf_type ebft {EBFT.replace(' --max_completion_length 16', '')} {QUIET}",
-    "sft": "sft --gradient_accumulation_steps 3",
-    **{method: f"rlhf --rlhf_type {method} --gradient_accumulation_steps 2" for method in (
+    "sft": "sft --gradient_accumulation_steps 3 --dataset_shuffle false",
+    **{method: f"rlhf --rlhf_type {method} --gradient_accumulation_steps 2 --dataset_shuffle false" for method in (
         "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm",
     )},
 }  # fmt: skip
@@ -112,9 +112,13 @@ def rows_of(path, tokens):
     said = [*asked, {"role": "assistant", "content": ""}]
     answer = "a" * (tokens - len(tokenizer.apply_chat_template(said)["input_ids"]))
     row = {"messages": [*asked, {"role": "assistant", "content": answer}], "rejected_response": f"b{answer[1:]}"}
-    with path.open("w") as file:
+    shorter = row | {
+        "messages": [*asked, {"role": "assistant", "content": answer[1:]}],
+        "rejected_response": answer[2:],
+    }
+    with path.open("w") as file:  # so that padded rows have a mask
         for number in range(24):
-            file.write(json.dumps(row | {"label": number % 2 == 0}) + "\n")
+            file.write(json.dumps((shorter if number % 2 else row) | {"label": number % 2 == 0}) + "\n")
     return prompt
 
 

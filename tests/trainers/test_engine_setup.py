@@ -38,6 +38,7 @@ def test_a_process_to_which_a_scheduler_shows_one_gpu_is_a_machine_of_its_own(mo
     setup = engines.EngineSetup(None, None, placement)
     ranks = SimpleNamespace(rank=11, world_size=16, is_main=False)
     engines._make(setup, args, ranks, EngineSpec(backend="vllm", model="m"))
+    assert bool(built) == bool(mode)
     if mode:
         assert [spec.devices for spec in built] == [("cuda:0",)]
         assert (setup.share.index, setup.share.count) == (11, 16)
