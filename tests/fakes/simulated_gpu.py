@@ -470,7 +470,8 @@ def patches():
     yield torch, "as_tensor", made_there(torch.as_tensor)
     yield torch.Tensor, "pin_memory", lambda tensor, *_: LEDGER.pin(tensor.clone())
     yield torch.Tensor, "record_stream", nothing
-    yield torch.optim.optimizer, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, CudaTensor]
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    yield optimizers, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, CudaTensor]
 
 
 def data_setter():

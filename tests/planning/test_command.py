@@ -176,9 +176,20 @@ SMALL = QWEN3 | {"num_hidden_layers": 2, "vocab_size": 32000}
 ROWS = "--dataset rows.jsonl --device h100-80gb --per_device_train_batch_size 2 --gradient_accumulation_steps 4"
 
 
+MORE = [(method, tuner) for method in ("ipo", "orpo", "simpo", "cpo", "rm") for tuner in ("full", "lora")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("tuner", ["full", "lora"])
-@pytest.mark.parametrize("method", ["dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm"])
+@pytest.mark.parametrize(
+    ("method", "tuner"),
+    [
+        ("dpo", "lora"),
+        ("kto", "full"),
+        ("orpo", "full"),
+        ("prm", "lora"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in MORE if one != ("orpo", "full")),
+    ],
+)
 def test_methods_of_trl_are_planned(plan, method, tuner):
     code, out, err = plan(SMALL, f"rlhf --rlhf_type {method} {ROWS} --tuner_type {tuner} --json true")
     assert code == 0, err
