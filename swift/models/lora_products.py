@@ -27,7 +27,12 @@ def multiply_in_input_type(policy: nn.Module) -> None:
         if not isinstance(layer, LoraLayer) or layer.lora_variant:
             continue
         matrices = [*layer.lora_A.values(), *layer.lora_B.values()]
-        if matrices and all(type(matrix) is nn.Linear for matrix in matrices):
+        if matrices and all(type(matrix) in (nn.Linear, InputTypeLinear) for matrix in matrices):
             layer.cast_input_dtype_enabled = False
             for matrix in matrices:
                 matrix.__class__ = InputTypeLinear
+
+
+def multiplies_in_input_type(policy: nn.Module) -> bool:
+    """Whether LoRA layers of a model compute so."""
+    return any(isinstance(module, InputTypeLinear) for module in policy.modules())

@@ -97,13 +97,15 @@ class Trace(TorchDispatchMode):
     def _answer(self, operation: Any, args: Any) -> Any:
         """The result of an operation whose shape or value depends on numbers; NotImplemented for others."""
         packet = operation.overloadpacket
-        if packet is aten._local_scalar_dense and args[0].is_meta:
+        if not all(tensor.is_meta for tensor in _tensors(args)):
+            return NotImplemented
+        if packet is aten._local_scalar_dense:
             return self._holds if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if packet is aten.masked_scatter_backward:
             return args[0].new_empty(args[2])
         if packet is aten.masked_select:
             return args[0].new_empty(self._count(args[1]))
-        if packet is aten.nonzero and args[0].is_meta:
+        if packet is aten.nonzero:
             return args[0].new_empty((self._count(args[0]), args[0].ndim), dtype=torch.long)
         if packet in INDEXED and len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype == torch.bool:
             table, mask = args[0], args[1][0]

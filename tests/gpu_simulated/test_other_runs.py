@@ -98,7 +98,7 @@ def test_activations_that_wait_on_the_host_change_nothing(on_gpu, command):
     (plain, bytes_held, copies, _), (same, fewer_bytes, same_copies, waits) = ends
     assert all(equal(same[name], value) for name, value in plain.items())
     assert fewer_bytes < bytes_held and same_copies == copies
-    assert waits and waits % (2 * STEPS) == 0
+    assert waits >= 2 * STEPS and waits % 2 == 0
 
 
 def test_a_resumed_run_ends_with_the_same_weights(on_gpu):

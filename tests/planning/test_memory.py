@@ -42,12 +42,13 @@ ROLLOUTS = {
     "max_completion_length": [16, 32, 48],
     "max_tokens_per_micro_batch": [150, 400, 2000],
 }
-ROWS = {"per_device_train_batch_size": [1, 2, 4], "max_length": [40, 100, 400]}
+ROWS = {"per_device_train_batch_size": [1, 2, 4], "max_length": [80, 120, 400]}
 CHOICES = {
     "grpo": TUNING | ROLLOUTS | {"num_generations": [2, 4, 8], "top_entropy_quantile": [1.0, 1.0, 0.5]},
     "ebft": TUNING | ROLLOUTS | {"ebft_ce_coef": [0, 0.1], "ebft_embed_method": ["last_token", "mean_pooling"]},
     "sft": TUNING | ROWS | {"packing": ["false", "false", "true"]},
-    **dict.fromkeys(("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm"), TUNING | ROWS),
+    **dict.fromkeys(("dpo", "ipo", "orpo", "simpo", "cpo", "rm"), TUNING | ROWS),
+    "kto": TUNING | ROWS | {"per_device_train_batch_size": [2, 4]},
 }
 
 

@@ -82,6 +82,8 @@ def test_what_only_numbers_tell_is_answered(trace):
         assert made(4, 6).masked_select(mask).shape == (5,) and mask.nonzero().shape == (5, 2)
         assert made(2, 2, dtype=torch.bool).nonzero().shape == (4, 2), "all of one that was not named"
         table.detach()[mask] = 0.0
+        here = torch.tensor([1.0, 2.0, 3.0])
+        assert here[here > 1.5].tolist() == [2.0, 3.0], "numbers of the host are known"
     with pytest.raises(RuntimeError):
         made(3).sum().item()
 

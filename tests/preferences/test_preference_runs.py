@@ -59,6 +59,12 @@ def test_resume_is_exact_for_the_other_methods_tuners_and_references(settings, m
     assert_resumes_exactly(lambda *more: settings(method, flags, more))
 
 
+@pytest.mark.parametrize(("method", "loss"), [("dpo", 0.6931), ("ipo", 25.0), ("kto", 0.5)])
+def test_an_adapter_of_a_16_bit_model_starts_as_its_reference(settings, method, loss):
+    run_dir = trained(settings(method, f"{LORA} --torch_dtype bfloat16 --max_steps 1 --logging_steps 1"))
+    assert logged(run_dir, "loss")[1, 1] == pytest.approx(loss, abs=1e-4)
+
+
 @pytest.mark.parametrize(("method", "accuracy"), [("dpo", "rewards/accuracies"), ("rm", "accuracy")])
 def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, accuracy):
     val = written(tmp_path / "val.jsonl", sums(8, seed=1))

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset, load_from_disk
 
 from swift.models.checkpoint_tensors import is_peft
+from swift.models.lora_products import multiplies_in_input_type, multiply_in_input_type
 from swift.models.reference import FrozenReference, load_reference
 from swift.models.sharded import is_sharding, shard
 from swift.observability.files import writing
@@ -107,7 +108,8 @@ class ReferenceInCheckpoint(AtomicTrainer):
 def complete_reference(model: Any, start: Mapping[str, torch.Tensor]) -> None:
     """Gives TRL's copy of the adapter the values of `start`, also those that PEFT keeps in a ParameterDict.
 
-    TRL passes over these (IA3, VeRA, BOFT, embeddings of LoRA), and over dropout, which a reference has not.
+    TRL passes over these (IA3, VeRA, BOFT, embeddings of LoRA), over dropout, which a reference has not, and over the
+    type of LoRA's products.
     """
     named = dict(model.named_parameters())
     for name, data in start.items():
@@ -116,3 +118,5 @@ def complete_reference(model: Any, start: Mapping[str, torch.Tensor]) -> None:
     for name, module in model.named_modules():
         if name.endswith("dropout.ref"):
             module.p = 0.0
+    if multiplies_in_input_type(model):
+        multiply_in_input_type(model)
