@@ -126,7 +126,7 @@ LONG = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_32k_tokens_of_8b_fit_on_eight_devices_that_share_model_and_rows(plan):
     config, _ = FAMILIES["Qwen3-8B"]
     code, out, _ = plan(config, f"{RUN} {LONG} --fsdp full_shard --sequence_parallel_size 8")
