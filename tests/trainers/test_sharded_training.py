@@ -110,7 +110,8 @@ ASYNC = {"fsdp-lora", "fsdp"}
 TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
 LONG = {
     "ddp-objective", "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping",
-    "zero2-skipping", "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
+    "zero2-skipping",
+    "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
     "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts", "zero2-lora", "zero3-skipping", "fsdp-other",
     "fsdp-shard_grad_op-adapter", "fsdp-on-shards", "resumed zero3", "zero2-sharing", "zero3-lora-sharing",
     "zero3-skipping-sharing", "fsdp-lora-sharing", "fsdp-experts-sharing", "fsdp-objective-sharing",
