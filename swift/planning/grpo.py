@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, counted
-from swift.planning.report import described
+from swift.planning.report import PROMPT_TOKENS, described
 
 if TYPE_CHECKING:
     from swift.planning.cost import StepCost
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from swift.planning.step import Shape
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
-
-PROMPT_TOKENS = 512
-"""Of a prompt, if nothing says."""
 
 
 def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any) -> Plan:

@@ -24,6 +24,8 @@ ENGINE_BYTES = int(1.0 * GIB)
 """Of vLLM's share, for activations."""
 MOST_SEQUENCES = 256
 """That are decoded at a time, unless `--vllm_max_num_seqs` says otherwise."""
+PROMPT_TOKENS = 512
+"""Of a prompt, if nothing says."""
 BUCKET_BYTES = 512 << 20
 """Of a weight sync, at a time."""
 

@@ -7,15 +7,15 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.planning.report import Plan, buckets_of, described, trained_in
+from swift.planning.report import PROMPT_TOKENS, Plan, buckets_of, described, trained_in
 
 if TYPE_CHECKING:
     from swift.planning.devices import Device
     from swift.planning.trl_step import RowShape
     from swift.trainers.trl.method import Method
 
-DEFAULT_TOKENS, PROMPT_TOKENS = 2048, 512
-"""Of a row and of its prompt, if nothing says."""
+DEFAULT_TOKENS = 2048
+"""Of a row, if nothing says."""
 
 PAIRED = ("dpo", "ipo", "orpo", "simpo", "cpo", "rm")
 """Modes whose rows are two answers."""
