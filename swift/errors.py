@@ -59,6 +59,10 @@ class RefusedChat(ConfigError):
     """The chat template raised an error on these messages: a fault of the row, not of the template."""
 
 
+class RefusedImage(RefusedChat):
+    """An image of a row cannot be decoded: a fault of the row, too."""
+
+
 class ResourceError(SwiftError):
     """Memory, disk, port, lock or a package is missing (exit 3)."""
 
@@ -140,23 +144,40 @@ def end_process(error: SwiftError) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A run whose folder exists. log: of this process. advice: a line with its folder and its resume command."""
+    """A run whose folder exists.
+
+    log: of this process. advice: a line with its folder and its resume command. going_on: the flags with which it goes
+    on from its last checkpoint, none if it begins anew; None if it cannot go on.
+    """
 
     log: Path
     advice: Callable[[], str]
+    going_on: Callable[[], list[str] | None]
 
 
 _unfinished: list[Unfinished] = []
+_smaller: list[str] = []
 
 
 def note_unfinished(run: Unfinished | None) -> None:
     """Set the run that is unfinished if this process ends from now on; None if there is none any more."""
     _unfinished[:] = [run] if run is not None else []
+    _smaller.clear()
 
 
 def unfinished() -> Unfinished | None:
     """The run that `note_unfinished` was given last."""
     return _unfinished[0] if _unfinished else None
+
+
+def note_smaller(*words: str) -> None:
+    """Set the flags with which the unfinished run may fit into memory when it is started again."""
+    _smaller[:] = words
+
+
+def smaller() -> list[str]:
+    """The flags that `note_smaller` was given last."""
+    return list(_smaller)
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -16,6 +16,33 @@ Alternatives = list[tuple[int, float]]
 """Tokens that could have been drawn at one place, and their log-probs."""
 
 
+@dataclass(slots=True, frozen=True)
+class Image:
+    """An image of a row, still encoded; `swift.data.images` reads and decodes it.
+
+    `digest` is that of the encoded bytes: the first 32 hex digits of their SHA-256. Images with the same one are equal.
+    `path` is where it was read, None for bytes that came in the row. `content` are the encoded bytes; None if `path` is
+    read again for them.
+    """
+
+    digest: str
+    path: str | None = field(default=None, compare=False)
+    content: bytes | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image as a model's prompts show it.
+
+    `token_ids` are those that the model's processor writes for it, with -1 for the placeholders of embeddings, in place
+    of `mark`, the token that the chat template writes. () where that is not known.
+    """
+
+    image: Image
+    mark: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Prompt:
     """One row of the data set, ready to be sampled.
@@ -89,7 +116,7 @@ class Request:
 
     `prompt` is the row it belongs to, for rollout functions; engines see the ids alone, and it goes to no other
     process. `limit_s` bounds it from its first token on: one that takes longer is aborted, and sampled
-    once more if it is `exact`.
+    once more if it is `exact`. `images` are those that the ids name, in a process that has not read the row.
     """
 
     request_id: str
@@ -97,6 +124,7 @@ class Request:
     sampling: SamplingParams
     prompt: Prompt | None = field(default=None, compare=False, repr=False)
     limit_s: float = math.inf
+    images: Sequence[ShownImage] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)
@@ -127,6 +155,20 @@ class Episode:
 
 
 @dataclass(slots=True)
+class Routes:
+    """The experts that each layer of the sampler chose, for each token that it computed.
+
+    These are the prompt's and the completion's but its last one. `experts` is [tokens, num_layers, top_k] in rows,
+    little-endian unsigned integers of `width` bytes. Layers are those with experts, or all of the model.
+    """
+
+    num_layers: int
+    top_k: int
+    width: int
+    experts: bytes = field(repr=False)
+
+
+@dataclass(slots=True)
 class Completion:
     """One sampled continuation of a prompt.
 
@@ -138,7 +180,7 @@ class Completion:
     says of it; reward functions get them like the columns of its prompt. `mask[t]` is 1 where the policy sampled the
     token and 0 where the environment wrote it (log-prob 0); empty where all were sampled. `top_logprobs[t]` are the
     likeliest tokens there and their log-probs, likeliest first, if they were asked for; a token that could not be drawn
-    is none of them. `episode` is what happened in
+    is none of them. `routes` are the experts of the tokens, if they were asked for. `episode` is what happened in
     a rollout of several turns; `text` is its last answer then.
     """
 
@@ -153,6 +195,7 @@ class Completion:
     mask: list[int] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)
     episode: Episode | None = None
+    routes: Routes | None = None
 
     @property
     def full_logprobs(self) -> list[float]:

@@ -59,6 +59,21 @@ def nano_folder(request, nano_folders):
 
 
 @pytest.fixture(scope="session")
+def vlm_folders(tmp_path_factory):
+    """Folders of tiny models that see, by family, made when they are asked for."""
+    from vlms import build_vlm
+
+    made = {}
+
+    def of(family):
+        if family not in made:
+            made[family] = build_vlm(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def small_model():
     """Makes a random two-layer decoder; see `small_models`."""
     from small_models import small_model

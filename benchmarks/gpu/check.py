@@ -8,6 +8,7 @@ step        whole steps against TRL, where it is installed, and the cosine of bo
 lora        LoRA steps in bf16; beside `swift plan`
 memory      sleep levels and offloading change no bit of the weights, and what they free
 profile     the 15 operations that take most of a step
+hybrid      steps of Qwen3.5's linear attention, where flash-linear-attention is installed; beside `swift plan`
 vllm        steps with vLLM in the trainer's process at sleep levels 1 and 2, where it is installed
 """
 
@@ -176,7 +177,7 @@ def planned(checks: Checks, work: Work, *flags: str) -> dict[str, Any]:
     wanted = command("swift", work, checks.output(), 1, 0)
     wanted.words.insert(wanted.words.index("rlhf"), "plan")
     device = "h100-80gb" if checks.on_cpu else "here"
-    wanted.words += ["--prompt_tokens", str(work.row.prompt_tokens), "--device", device, "--json", "true"]
+    wanted.words.extend(["--prompt_tokens", str(work.row.prompt_tokens), "--device", device, "--json", "true"])
     done = subprocess.run(
         wanted.words, check=True, timeout=checks.left(), stdout=subprocess.PIPE, text=True, env=wanted.environment
     )
@@ -213,6 +214,15 @@ def profile(checks: Checks) -> dict[str, Any]:
     return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
+def hybrid(checks: Checks) -> dict[str, Any]:
+    """Completions that continue from the states of prompts; in small also without the package."""
+    if find_spec("fla") is None and not checks.small:
+        return {"left_out": "flash-linear-attention is not installed"}
+    work = checks.work("gpu", **SHORT, arch="qwen3_5_text")
+    run, output = checks.run(work)
+    return {**speed(run), **largest(output, "memory/"), **planned(checks, work)}
+
+
 def vllm(checks: Checks) -> dict[str, Any]:
     """Steps, weight sync and parity at sleep levels 1 and 2."""
     if find_spec("vllm") is None or checks.small:
@@ -225,7 +235,7 @@ def vllm(checks: Checks) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
-    check.__name__: check for check in (kernels, gradients, parity, packed, step, lora, memory, profile, vllm)
+    check.__name__: check for check in (kernels, gradients, parity, packed, step, lora, memory, profile, hybrid, vllm)
 }
 
 

@@ -53,7 +53,7 @@ def write_recorded(work: Work) -> Work:
     }
     work.recorded.write_text(json.dumps(completions), encoding="utf-8")
     dataset = work.recorded.with_name("recorded-prompts.jsonl")
-    write_prompts(dataset, texts)
+    write_prompts(dataset, texts, row.image_side)
     return replace(work, dataset=dataset)
 
 

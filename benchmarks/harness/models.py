@@ -1,4 +1,4 @@
-"""Makes a random model: `python models.py FOLDER SIZE VOCAB MEAN_TOKENS LONGEST`; 0 is the tokenizer's, and no end.
+"""Makes a random model: `python models.py FOLDER ARCH SIZE VOCAB MEAN_TOKENS LONGEST`; 0: the tokenizer's, no end.
 
 Without an end the model is made never to sample the tokenizer's end token, so every completion has the longest length
 and no logits processor costs a side time. With one, the token's embedding is pushed along the mean hidden state
@@ -12,29 +12,33 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from swift.models.tiny import build_tiny
+from swift.models.tiny import VISION, build_tiny
+from swift.models.vision import placeholder_ids
 
 TEMPLATE = "{%- for m in messages -%}{{- m.content + (eos_token if m.role == 'assistant' else '\\n') -}}{%- endfor -%}"
 CONTEXTS, CONTEXT_TOKENS = 64, 96
+ADDING = ("o_proj", "out_proj", "down_proj", "w2")
+"""Linear layers whose output is added to the hidden state, of all architectures."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
     """See the module."""
-    folder, size = Path(sys.argv[1]), sys.argv[2]
-    vocab_size, mean_tokens, longest = map(int, sys.argv[3:])
-    build_tiny(folder, size=size)
+    folder, arch, size = Path(sys.argv[1]), *sys.argv[2:4]
+    vocab_size, mean_tokens, longest = map(int, sys.argv[4:])
+    build_tiny(folder, arch, size)
     if vocab_size:
         widen(folder, vocab_size)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
+    if arch not in VISION:
+        tokenizer.chat_template = TEMPLATE
     end = tokenizer.eos_token_id
     if mean_tokens:
         give_end(folder, end, end_rate(mean_tokens, longest))
     else:
-        take_end(folder, end)
+        take_tokens(folder, end)
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json"):
         path = folder / name
@@ -87,21 +91,24 @@ def give_end(folder: Path, end: int, rate: float) -> None:
     model.save_pretrained(folder)
 
 
-def take_end(folder: Path, end: int) -> None:
-    """Make the model (whose head is its embedding) never sample `end`.
+def take_tokens(folder: Path, end: int) -> None:
+    """Make the model (whose head is its embedding) never sample `end`, nor a token that stands for an image.
 
-    The first number of every hidden state is the same: all embeddings have it, and no layer adds to it. The head's row
-    of `end` looks at it alone.
+    The first number of every hidden state of a text is the same: all embeddings have it, and no layer adds to it. The
+    head's rows of these tokens look at it alone.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32)
     embedding = model.get_output_embeddings().weight
+    taken = [end, *placeholder_ids(config)]
     with torch.no_grad():
         embedding[:, 0] = embedding.std()
-        embedding[end] = 0.0
-        embedding[end, 0] = -1e4
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0.0
-            layer.mlp.down_proj.weight[0] = 0.0
+        embedding[taken] = 0.0
+        embedding[taken, 0] = -1e4
+        for name, module in model.get_decoder().layers.named_modules():
+            if name.endswith(ADDING):
+                module.weight[0] = 0.0
     model.save_pretrained(folder)
 
 

@@ -47,12 +47,17 @@ def recorded_command(side: str, work: Work, output: Path, rate: float = 1.0) -> 
     variables = {**environment(work.row.device), "RECORDED": str(work.recorded)}
     if side == "trl":
         return Command([*_trl(work, shared), "--recorded", str(work.recorded)], variables, output)
-    words = _swift(work, shared) | {
-        "rollout_func": f"{SIDES / 'recorded_rollout.py'}:recorded", "optim": "sgd", "max_grad_norm": 1e9,
+    plain = _swift(work, shared)
+    recorded = {"rollout_func": f"{SIDES / 'recorded_rollout.py'}:recorded"}
+    if work.row.image_side:
+        recorded = {"external_plugins": f"{plain['external_plugins']} {SIDES / 'recorded_engine.py'}"}
+        variables["PYTHONPATH"] = os.pathsep.join([str(SIDES), variables.get("PYTHONPATH", "")])
+    words = plain | recorded | {
+        "optim": "sgd", "max_grad_norm": 1e9,
         "weight_decay": 0, "lr_scheduler_type": "constant", "warmup_ratio": 0, "save_strategy": "steps",
         "save_steps": 1, "save_only_model": "true", "parity_check": "off",
     }  # fmt: skip
-    return Command([*SWIFT, "rlhf", *_words(words, [])], variables, output)
+    return Command([*SWIFT, "rlhf", *_words(words, list(work.row.flags))], variables, output)
 
 
 def _shared(work: Work, output: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -100,7 +105,10 @@ def _ms_swift(work: Work, shared: dict[str, Any], python: str) -> list[str]:
 
 def _words(settings: dict[str, Any], flags: list[str]) -> list[str]:
     """Flags replace settings of the same name, and earlier flags."""
-    given = {name: str(value).split() if name == "reward_funcs" else [str(value)] for name, value in settings.items()}
+    given = {
+        name: str(value).split() if name in ("reward_funcs", "external_plugins") else [str(value)]
+        for name, value in settings.items()
+    }
     for name, value in zip(flags[::2], flags[1::2], strict=True):
         given[name.removeprefix("--")] = [value]
     return [word for name, values in given.items() for word in (f"--{name}", *values)]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKER = Path(__file__).with_name("models.py")
@@ -36,17 +37,20 @@ orms["even_share"] = EvenShare
 class Row:
     """One row of the table; the defaults are the reference work.
 
-    size: of the model, see `swift.models.tiny`; "demo" is the model of `make demo`. vocab_size: None is the
+    arch, size: of the model, see `swift.models.tiny`; "demo" is the model of `make demo`. vocab_size: None is the
     tokenizer's. mean_tokens: completions end by themselves, after so many tokens in the mean; None gives each
-    `completion_tokens`, since the end token is none that the model can sample. steps: counted ones of a run, behind
+    `completion_tokens`, since the end token is none that the model can sample. image_side: pixels of the image before
+    each prompt's text, which has `prompt_tokens` for itself; 0: no image. steps: counted ones of a run, behind
     `warmup`. compared: seconds of a step, of a command until its first step, or peak memory. peers: who is measured
     beside swift. flags: further ones of swift. variants: swift itself with further flags, by name, as peers.
     """
 
     title: str
+    arch: str = "qwen2"
     size: str = "tiny"
     vocab_size: int | None = None
     prompt_tokens: int = 16
+    image_side: int = 0
     completion_tokens: int = 64
     mean_tokens: int | None = None
     num_completions: int = 64
@@ -86,6 +90,12 @@ ROWS: dict[str, Row] = {
     "tiny-kl": Row(title="0.6M, 64 tokens, KL (beta 0.04)", steps=12, warmup=2, beta=0.04, peers=("trl",)),
     "small": Row(title="24M, 64 tokens", **_SMALL),
     "small-prompt": Row(title="24M, prompts of 280 tokens, 64 tokens", **_PROMPT),
+    "linear-prompt": Row(title="the same, Qwen3.5: linear attention", **_PROMPT, arch="qwen3_5_text", peers=("trl",)),
+    "conv-prompt": Row(title="the same, LFM2: convolutions", **_PROMPT, arch="lfm2", peers=("trl",)),
+    "vision-prompt": Row(
+        title="the same, Qwen3-VL, an image of 256 patches in each", **{**_PROMPT, "prompt_tokens": 200},
+        image_side=128, arch="qwen3_vl", peers=("trl",), flags=("--freeze_vit", "false", "--freeze_aligner", "false"),
+    ),
     "small-tail": Row(
         title="24M, lengths long-tailed to 256", **_SMALL, completion_tokens=256, mean_tokens=128, peers=("trl",)
     ),
@@ -143,12 +153,12 @@ def prepare(row: Row, folder: Path, *, python: str = sys.executable) -> Work:
         model, dataset = demo(folder)
         return Work(row, model, dataset, plugin, folder / "no-recorded")
     ending = f"ends{row.mean_tokens}" if row.mean_tokens else "endless"
-    model = folder / f"model-{row.size}-{row.vocab_size or 'bytes'}-{ending}"
+    model = folder / f"model-{row.arch}-{row.size}-{row.vocab_size or 'bytes'}-{ending}"
     if not (model / "config.json").exists():
-        words = [row.size, str(row.vocab_size or 0), str(row.mean_tokens or 0), str(row.completion_tokens)]
+        words = [row.arch, row.size, str(row.vocab_size or 0), str(row.mean_tokens or 0), str(row.completion_tokens)]
         subprocess.run([python, str(MAKER), str(model), *words], check=True, timeout=SETUP_LIMIT_S)
-    dataset = folder / f"prompts-{row.prompt_tokens}.jsonl"
-    write_prompts(dataset, prompts(row.prompt_tokens))
+    dataset = folder / f"prompts-{row.prompt_tokens}-{row.image_side}.jsonl"
+    write_prompts(dataset, prompts(row.prompt_tokens), row.image_side)
     return Work(row, model, dataset, plugin, folder / "recorded.json")
 
 
@@ -158,10 +168,24 @@ def prompts(tokens: int) -> list[str]:
     return [(text * (tokens // len(text) + 1))[: max(tokens, len(text))] for text in texts]
 
 
-def write_prompts(path: Path, texts: list[str]) -> None:
-    """A dataset of one question per row."""
-    rows = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+def write_prompts(path: Path, texts: list[str], image_side: int = 0) -> None:
+    """A dataset of one question per row, and its images: another one in each row."""
+    rows: list[dict[str, Any]] = []
+    for number, text in enumerate(texts):
+        turn = {"role": "user", "content": "<image>" * bool(image_side) + text}
+        images = {"images": [draw(path.parent, number, image_side)]} if image_side else {}
+        rows.append({"messages": [turn], **images})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def draw(folder: Path, seed: int, side: int) -> str:
+    """The name of a square image of noise, which is made unless it is there."""
+    from PIL import Image
+
+    name = f"{seed}-{side}.png"
+    if not (folder / name).exists():
+        Image.frombytes("RGB", (side, side), random.Random(seed).randbytes(3 * side * side)).save(folder / name)
+    return name
 
 
 def demo(folder: Path) -> tuple[Path, Path]:

@@ -11,8 +11,9 @@ import json
 import re
 from pathlib import Path
 
-from datasets import load_dataset
-from transformers import TrainerCallback
+from datasets import Image, List, load_dataset
+from recorded_rollout import text_of
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -54,11 +55,13 @@ def recorded(path):
         seen: dict[str, int] = {}
         ids, completions = [], []
         for chat in prompts:
-            text = chat[-1]["content"]
+            text = text_of(chat)
             completions.append(known[text][seen.get(text, 0)])
             seen[text] = seen.get(text, 0) + 1
-            encoded = trainer.processing_class.apply_chat_template(chat, add_generation_prompt=True)
-            ids.append(list(encoded["input_ids"]))
+            encoded = trainer.processing_class.apply_chat_template(
+                [chat], add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+            ids += encoded["input_ids"]
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * len(c) for c in completions]}
 
     return rollout
@@ -85,13 +88,36 @@ def parse():
     return parser.parse_args()
 
 
-def main():
-    """Train."""
-    options = parse()
-    data = load_dataset("json", data_files=options.dataset, split="train")
+def read(dataset):
+    """Its rows, with a column `prompt` of chats, and images if there are any."""
+    data = load_dataset("json", data_files=dataset, split="train")
     column = "messages" if "messages" in data.column_names else "query"
     as_chat = (lambda text: [{"role": "user", "content": text}]) if column == "query" else (lambda chat: chat)
     data = data.map(lambda row: {"prompt": as_chat(row[column])}, remove_columns=[column])
+    if "images" not in data.column_names:
+        return data
+    folder = Path(dataset).parent
+
+    def found(row):
+        (turn,) = row["prompt"]
+        turn["content"] = turn["content"].replace("<image>", "")
+        return {"prompt": [turn], "images": [str(folder / name) for name in row["images"]]}
+
+    return data.map(found).cast_column("images", List(Image()))
+
+
+def processor(model):
+    """Of texts and images, made ready by Pillow as on swift's side; AutoProcessor would need torchvision for videos."""
+    from swift.models.vision import load_processor
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", truncation_side="left")
+    return load_processor(Path(model), AutoConfig.from_pretrained(model), tokenizer)
+
+
+def main():
+    """Train."""
+    options = parse()
+    data = read(options.dataset)
     one_step = {"optim": "sgd", "max_grad_norm": 1e9, "weight_decay": 0.0, "lr_scheduler_type": "constant"}
     config = GRPOConfig(
         output_dir=options.output_dir,
@@ -119,12 +145,13 @@ def main():
         reward_funcs=even_share if options.reward == "even_share" else [right, formed],
         args=config,
         train_dataset=data,
+        processing_class=processor(options.model) if "images" in data.column_names else None,
         callbacks=[Log(Path(options.output_dir) / "logging.jsonl")],
         rollout_func=recorded(options.recorded) if options.recorded else None,
     )
     trainer.train()
     if options.recorded:
-        trainer.save_model(options.output_dir)
+        trainer.model.save_pretrained(options.output_dir)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ RULES: tuple[Rule, ...] = (
         "that of each tensor in the base's files for merging",
         lambda args, _: hasattr(args, "merge_lora"),
     ),
+    Rule("torch_dtype", "float32", "float32 with autocast", lambda args, _: bool(getattr(args, "autocast", None))),
     Rule(
         "torch_dtype",
         "bfloat16",

@@ -30,6 +30,7 @@ REPLACED = {
     "delta": "leave it out: with one update of each rollout the ratio is 1",
     "importance_sampling_level": "leave it out: with one update of each rollout the ratio is 1",
     "old_logprobs": "--old_logprobs trainer",
+    "moe_router_replay": "--moe_router_replay off: it has been tried with GRPO only",
     "rollout_func": "leave it out: features need the tokens of the engine",
     "rollout_source": "--rollout_source engine: others bring rewards of their own",
     "preset": "leave it out",
@@ -141,6 +142,7 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
     """`swift rlhf --rlhf_type ebft`: energy-based fine-tuning."""
 
     NEEDS_REWARD: ClassVar[bool] = False
+    SEES: ClassVar[bool] = False
     REPLACED: ClassVar[dict[str, str]] = REPLACED
 
     beta: float = flag(0.0, at_least=0, aliases=("kl_coef",), group="Objective")

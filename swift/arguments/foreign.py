@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from swift.arguments import known
@@ -26,8 +27,11 @@ class Translation:
     problems: list[str]
 
 
-def translation(given: Given, mode: str, where: str) -> Translation | None:
-    """The meaning of another project's name in a mode; None if no table has it. `where`: the name with its value."""
+def translation(given: Given, mode: str, where: str, beside: Mapping[str, Raw]) -> Translation | None:
+    """The meaning of another project's name in a mode; None if no table has it.
+
+    where: the name with its value. beside: what stands beside it, by the names that are given.
+    """
     from swift.arguments.imports import axolotl, ms_swift, trl
     from swift.arguments.imports.draft import NOT_IMPORTED, Draft, text_of
 
@@ -35,7 +39,7 @@ def translation(given: Given, mode: str, where: str) -> Translation | None:
     project = next((name for name, rules in tables.items() if given.spelling in rules), None)
     if project is None or mode not in TRAINING or (project != "ms-swift" and known.is_replaced(given.spelling)):
         return None
-    draft = Draft(mode)
+    draft = Draft(mode, beside)
     try:
         draft.translate([(given.spelling, one_value(given))], tables[project])
     except ConfigError as error:

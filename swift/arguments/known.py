@@ -16,7 +16,7 @@ _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.
 _SAME = {
     flag: value
     for value, flags in {
-        "true": "freeze_vit freeze_aligner save_safetensors use_chat_template "
+        "true": "save_safetensors use_chat_template "
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
         "1": "vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
@@ -46,13 +46,13 @@ _KNOWN = _names(
     cached_dataset cached_val_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
-    eval_use_evalscope exist_ok fourier_n_frequency freeze_llm
+    eval_use_evalscope exist_ok fourier_n_frequency
     fsdp_config gamma gkd_logits_topk
     hqq_axis ignore_data_skip include_num_input_tokens_seen
     label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
-    lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len max_pixels
+    lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len
     merge_device_map metric missing_eos_penalty model_kwargs
     new_special_tokens no_cuda
     norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer

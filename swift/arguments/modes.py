@@ -15,7 +15,7 @@ from swift.arguments.sft import PTArguments, SFTArguments
 from swift.arguments.values import show
 from swift.data.arguments import DataArguments
 from swift.flags import REQUIRED, flag
-from swift.models.arguments import CheckpointArguments, QuantArguments
+from swift.models.arguments import CheckpointArguments, ImageArguments, QuantArguments
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import LEAST_TEMPERATURE, EngineArguments, GenerationArguments
 
@@ -24,8 +24,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantArguments):
+class InferArguments(CommonArguments, GenerationArguments, DataArguments, ImageArguments, QuantArguments):
     """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
+
+    @property
+    def SEES(self) -> bool:  # type: ignore[override]  # noqa: N802
+        """Whether images may be given; to transformers only."""
+        return self.infer_backend == "transformers"
 
     temperature: float = flag(0.9, at_least=0, group="Sampling")
     """Sampling temperature; 0 is greedy."""
@@ -59,6 +64,8 @@ class InferArguments(CommonArguments, GenerationArguments, DataArguments, QuantA
 @dataclass(kw_only=True)
 class ExportArguments(CommonArguments, CheckpointArguments):
     """`swift export`: merge an adapter into its model."""
+
+    SEES: ClassVar[bool] = True
 
     merge_lora: bool = flag(False, group="Model")
     """Whether adapters are merged into the weights, as an ordinary model folder."""

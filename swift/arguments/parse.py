@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from swift.arguments import known
 from swift.arguments.derived import Machine, complete, load_plugins
-from swift.arguments.foreign import translation
+from swift.arguments.foreign import one_value, translation
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
 from swift.arguments.modes import MODES, command_of, mode_of
 from swift.arguments.plugins import CHOICES, plugin_paths, settings_class
 from swift.arguments.presets import plan_lines, values_under
 from swift.arguments.rlhf import OF_PRESETS
-from swift.arguments.values import convert, show
+from swift.arguments.values import Raw, convert, show
 from swift.data.system import names_file, resolve_system
 from swift.errors import ConfigError, join_problems, nearest
 from swift.flags import Flag, flags_of, registered, spellings_of
@@ -180,11 +180,13 @@ class Reader:
     def take(self, layer: Iterable[Given]) -> None:
         """Reads one layer, in the order in which it was written; other projects' names are translated."""
         spellings = spellings_of(self.cls)
+        layer = list(layer)
+        beside = {item.spelling: one_value(item) for item in layer}
         by_name: dict[str, dict[str, Given]] = {}
         repeated: set[str] = set()
         for item in layer:
             own = spellings.get(item.spelling)
-            for name, given in ({own: item} if own else self._translate(item)).items():
+            for name, given in ({own: item} if own else self._translate(item, beside)).items():
                 if is_masked(name, given.raw):
                     self.masked[name] = given
                     continue
@@ -261,14 +263,14 @@ class Reader:
             reason = f"known in ms-swift, not supported here; valid: {', '.join(map(str, flag.choices))}"
         self.problems.append(f"{given.subject}: {self.shown(given)}: {reason}")
 
-    def _translate(self, given: Given) -> Mapping[str, Given]:
+    def _translate(self, given: Given, beside: Mapping[str, Raw]) -> Mapping[str, Given]:
         """The settings that a name of another project stands for.
 
         Otherwise {}, and a note or a problem: a name of another mode, one of ms-swift alone, or an unknown one.
         """
         name, shown = given.spelling, self.shown(given)
         where = f"{given.subject}: {shown}"
-        if found := translation(given, self.mode, where):
+        if found := translation(given, self.mode, where, beside):
             self.notes += found.notes
             self.problems += found.problems
             return found.settings

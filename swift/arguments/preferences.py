@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from swift.arguments.common import TrainerModeArguments
 from swift.arguments.rlhf import MethodArguments
 from swift.flags import REQUIRED, flag
-from swift.trainers.arguments import ActivationArguments
+from swift.trainers.arguments import ActivationArguments, RouterArguments
 from swift.trainers.preferences.arguments import (
     BetaArguments,
     CPOParameters,
@@ -29,18 +30,24 @@ class PreferenceArguments(TrainerModeArguments, MethodArguments):
 
 
 @dataclass(kw_only=True)
-class DPOArguments(DPOParameters, ActivationArguments, PreferenceArguments):
+class DPOArguments(DPOParameters, RouterArguments, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type dpo`: direct preference optimization of pairs."""
 
+    SEES: ClassVar[bool] = True
+
 
 @dataclass(kw_only=True)
-class IPOArguments(DivergenceArguments, ActivationArguments, PreferenceArguments):
+class IPOArguments(DivergenceArguments, RouterArguments, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type ipo`: identity preference optimization of pairs (arXiv:2310.12036)."""
 
+    SEES: ClassVar[bool] = True
+
 
 @dataclass(kw_only=True)
-class KTOArguments(KTOParameters, ActivationArguments, PreferenceArguments):
+class KTOArguments(KTOParameters, RouterArguments, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type kto`: single answers, each good or bad."""
+
+    SEES: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)

@@ -26,7 +26,7 @@ from swift.rollout.arguments import (
 from swift.rollout.placement import has_own_engine
 from swift.rollout.sources.atropos.arguments import AtroposArguments
 from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
-from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RunArguments
+from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RouterArguments, RunArguments
 
 OF_PRESETS = ("gdpo", "rloo")
 """Methods that are grpo with a preset."""
@@ -50,6 +50,7 @@ class RLHFArguments(
     RunArguments,
     EngineArguments,
     RewardArguments,
+    RouterArguments,
     ObjectiveArguments,
     NemoGymArguments,
     SamplingArguments,
@@ -62,6 +63,8 @@ class RLHFArguments(
     MethodArguments,
 ):
     """`swift rlhf`: online reinforcement learning."""
+
+    SEES: ClassVar[bool] = True
 
     log_completions: bool = flag(False)
     """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
@@ -152,12 +155,13 @@ class RLHFArguments(
                 "--sync_ref_model: true: an adapter cannot be mixed into another model; leave --ref_model out, "
                 "or use --tuner_type full"
             )
-        # a token has 1/N of the loss: 6 % of a gradient is lost at N = 65,000 tokens of a step, 59 % at a million
-        if self.torch_dtype == "float16":
-            yield (
-                "--torch_dtype: float16: gradients of a step of many tokens are below its smallest numbers, and "
-                "reinforcement learning does not scale losses; use --torch_dtype bfloat16, or float32"
-            )
+        if self.moe_router_replay != "off":
+            yield from self._replay_problems()
+        if self.router_aux_loss_coef != 0:
+            yield from self._router_problems()
+        if self.torch_dtype == "float16" and (self.deepspeed or self.fsdp):
+            way = f"--deepspeed {self.deepspeed}" if self.deepspeed else f"--fsdp {self.fsdp}"
+            yield f"--torch_dtype: float16: its loss scaling does not go with {way} here; use --torch_dtype bfloat16"
         if self.dynamic_sample and self.reward_model and self.async_generate:
             yield (
                 "--dynamic_sample: true: with --async_generate groups are scored while the trainer computes, and "
@@ -169,6 +173,47 @@ class RLHFArguments(
                 "--dynamic_sample: true: ranks that sample with sharded weights decode in step, and could not "
                 "replace a group on their own; --ds3_gather_for_generation true"
             )
+
+    def _router_problems(self) -> Iterator[str]:
+        """Settings that do not go with the load-balancing loss."""
+        given = "none" if self.router_aux_loss_coef is None else f"{self.router_aux_loss_coef:g}"
+        obstacles = {
+            "use_reentrant of --gradient_checkpointing_kwargs hides router logits from the loss; drop it": (
+                self.gradient_checkpointing and self.gradient_checkpointing_kwargs.get("use_reentrant")
+            ),
+            f"ranks of --sequence_parallel_size {self.sequence_parallel_size} have parts of a forward pass, and the "
+            "loss is of a whole one; use 1": self.sequence_parallel_size > 1,
+        }
+        for obstacle in (text for text, is_given in obstacles.items() if is_given):
+            yield f"--router_aux_loss_coef: {given}: {obstacle}, or --router_aux_loss_coef 0"
+
+    def _replay_problems(self) -> Iterator[str]:
+        """Settings that do not go with routing replay."""
+        makers, mode = in_use(self, COMPLETION_SETTINGS), self.moe_router_replay
+        of_rollout = {
+            "LMDeploy returns no experts; use trainer": self.use_lmdeploy,
+            "servers of `swift rollout` return no experts; --vllm_mode colocate or dedicated, or trainer": (
+                has_own_engine(self) and self.vllm_mode == "server"
+            ),
+            f"{', '.join(makers)} puts completions together from several requests; use trainer": bool(makers),
+            "the experts of tokens before a weight sync are lost; --in_flight_updates false": self.in_flight_updates,
+            "vLLM needs its prefix cache for it; --vllm_enable_prefix_caching true": (
+                self.use_vllm and not self.vllm_enable_prefix_caching
+            ),
+        }
+        of_trainer = {
+            "--old_logprobs sampler leaves out the pass whose experts it replays; --old_logprobs trainer, or rollout": (
+                self.old_logprobs == "sampler"
+            ),
+        }
+        obstacles = {
+            f"ranks of --sequence_parallel_size {self.sequence_parallel_size} have parts of a forward pass; use 1": (
+                self.sequence_parallel_size > 1
+            ),
+            **(of_rollout if mode == "rollout" else of_trainer),
+        }
+        for obstacle in (text for text, is_given in obstacles.items() if is_given):
+            yield f"--moe_router_replay: {mode}: {obstacle}"
 
     def _rollout_problems(self) -> Iterator[str]:
         """Settings that contradict the user's code that makes completions."""
@@ -240,6 +285,12 @@ class RLHFArguments(
                 self.entropy_coef > 0 or self.use_adaptive_entropy
             ),
             "--lora_dropout needs a pass over the global batch before the first update; use 0": self.tuner_dropout > 0,
+            "gradients are small until all have arrived, and --torch_dtype float16 loses small ones; use bfloat16": (
+                self.torch_dtype == "float16"
+            ),
+            "the load-balancing loss is a mean over the global batch; use --router_aux_loss_coef 0": (
+                self.router_aux_loss_coef != 0
+            ),
             "several optimizer steps per generation batch wait for its end anyway; use --steps_per_generation "
             f"{self.gradient_accumulation_steps}": several,
             "--reward_model needs the trainer's process, which trains; use a reward function": bool(self.reward_model),

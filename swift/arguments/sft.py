@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
-from swift.trainers.arguments import ActivationArguments
+from swift.trainers.arguments import ActivationArguments, RouterArguments
 
 LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
 
 
 @dataclass(kw_only=True)
-class LanguageModelingArguments(ActivationArguments, TrainerModeArguments):
+class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerModeArguments):
     """What `swift sft` and `swift pt` have in common."""
 
     GROUP: ClassVar[str] = "Data"
@@ -41,9 +41,6 @@ class LanguageModelingArguments(ActivationArguments, TrainerModeArguments):
 
     loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
     """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
-
-    router_aux_loss_coef: float | None = flag(0.0, at_least=0, group="Objective", everyday=False)
-    """Coefficient of the load-balancing loss of mixtures of experts; none is the model's own."""
 
     def notes(self) -> Iterator[str]:
         if self.packing and not (self.packing_length or self.max_length):
@@ -74,6 +71,7 @@ class SFTArguments(LanguageModelingArguments):
     """`swift sft`: supervised tuning; the loss counts the assistant's turns."""
 
     GROUP: ClassVar[str] = "Objective"
+    SEES: ClassVar[bool] = True
 
     loss_scale: LossScale = flag("default", values={"default+ignore_empty_think": "ignore_empty_think"})
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every

@@ -26,7 +26,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from swift.errors import (
     note_unfinished,
     printable,
     set_error_reporter,
+    smaller,
     unfinished,
 )
 from swift.observability.files import free_bytes
@@ -81,11 +82,15 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a command: its exit code, the text for stderr ("" for none), and the line about an unfinished run."""
+    """The end of a command: its exit code, the text for stderr ("" for none), and the line about an unfinished run.
+
+    again: flags with which the launcher may start the run again; without any it does not.
+    """
 
     exit_code: int
     text: str = ""
     advice: str = ""
+    again: Sequence[str] = ()
 
 
 def run_command(
@@ -153,7 +158,15 @@ def ending_of(error: BaseException, *, debug: bool = False) -> Ending:
     shown = _traceback(error) if debug else ""
     prefix = "swift: " if isinstance(known, Interrupted) else "swift: error: "
     lines = [*known.problems, *getattr(error, "__notes__", ())]
-    return Ending(known.exit_code, shown + "".join(f"{prefix}{printable(mask_text(line))}\n" for line in lines), advice)
+    text = "".join(f"{prefix}{printable(mask_text(line))}\n" for line in lines)
+    return Ending(known.exit_code, shown + text, advice, _again() if is_out_of_memory(error) else ())
+
+
+def _again() -> list[str]:
+    """The flags that continue the unfinished run in less memory; none if there are no such flags."""
+    run, words = unfinished(), smaller()
+    going_on = run.going_on() if run is not None and words else None
+    return [] if going_on is None else [*words, *going_on]
 
 
 def _append_to_log(ending: Ending) -> None:

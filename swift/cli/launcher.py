@@ -6,6 +6,7 @@ program runs under it, under `torchrun` and under a scheduler. It promises:
     stop signals are forwarded to every worker, so that each can save; the third SIGTERM or SIGINT kills
     when a worker fails, the others get SIGTERM, and SIGKILL after `GRACE_S`
     the code and the error lines are those of the worker that failed first
+    a run that ends because memory ran out in passes that cannot be made again starts again, with less in each
     no worker outlives the launcher, however that ends, and no child of a worker outlives the run
 """
 
@@ -15,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -149,8 +151,23 @@ def launch(
     """Runs `command` once per local rank and returns 0, or the code of the first worker that failed.
 
     Must be called on the main thread: it takes the signals of `swift.signals` for the time of the run. The lines of the
-    failed worker are printed on stderr.
+    failed worker are printed on stderr. On one node, a run whose workers say how it may go on (`Ending.again`) is
+    started again; the launchers of several nodes do not know of each other's workers.
     """
+    again: Sequence[str] = ()
+    while True:
+        code, again = _launch_once([*command, *again], plan, environ, grace_s=grace_s, save_grace_s=save_grace_s)
+        if not again:
+            return code
+        anew = "" if "--resume_from_checkpoint" in again else ", from its beginning, as there is no checkpoint yet"
+        sys.stderr.write(f"swift: note: the run starts again{anew}: {shlex.join(again)}\n")
+        sys.stderr.flush()
+
+
+def _launch_once(
+    command: Sequence[str], plan: LaunchPlan, environ: Mapping[str, str], *, grace_s: float, save_grace_s: float
+) -> tuple[int, Sequence[str]]:
+    """One start of all workers: the code, and the flags to start the run again with."""
     port = _master_port(plan)
     with tempfile.TemporaryDirectory(prefix="swift-exit-") as records:
         start = [_worker_environment(plan, rank, port, environ, records) for rank in range(plan.local_ranks)]
@@ -162,7 +179,8 @@ def launch(
             finally:
                 for worker in workers:
                     worker.kill_group()
-        return 0 if failed is None else _report(failed, signals, Path(records))
+        may_restart = plan.num_nodes == 1 and not signals.received
+        return (0, ()) if failed is None else _report(failed, signals, Path(records), may_restart=may_restart)
 
 
 def _master_port(plan: LaunchPlan) -> int:
@@ -311,21 +329,25 @@ def _exit_rank(worker: _Worker) -> int:
     return 0 if code > 1 else 1 if code == 1 else 2
 
 
-def _report(failed: _Worker, signals: _Signals, records: Path) -> int:
-    """Prints the lines of the failed worker; returns the code of the run."""
+def _report(failed: _Worker, signals: _Signals, records: Path, *, may_restart: bool) -> tuple[int, Sequence[str]]:
+    """Prints the lines of the failed worker; returns the code of the run, and the flags to start it again with."""
     code = failed.process.returncode
-    endings = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(records.glob("rank-*.json"))}
-    ending = endings.get(f"rank-{failed.rank}")
+    written = sorted(records.glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    endings = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
+    ending = next((one for one in endings.values() if one.get("again")), None)
+    if ending is None and f"rank-{failed.rank}" in endings:  # those that lost another rank may be seen to end before it
+        ending = next(iter(endings.values()))
     if ending is not None:
-        sys.stderr.write(ending["text"] + ending.get("advice", ""))
-        return ending["exit_code"]
+        again = ending.get("again", ()) if may_restart else ()
+        sys.stderr.write(ending["text"] + ("" if again else ending.get("advice", "")))
+        return ending["exit_code"], again
     if code >= 0:
-        return code
+        return code, ()
     if -code in signals.received:
         sys.stderr.write("swift: interrupted before there was anything to save\n")
-        return 128 - code
+        return 128 - code, ()
     name = signal.Signals(-code).name
     cause = "; the kernel does this when memory runs out" if -code == signal.SIGKILL else ""
     sys.stderr.write(f"swift: error: worker: rank {failed.rank}: killed by {name}{cause}\n")
     sys.stderr.write(next((other["advice"] for other in endings.values() if other.get("advice")), ""))
-    return EngineError.exit_code
+    return EngineError.exit_code, ()

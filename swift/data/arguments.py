@@ -39,6 +39,9 @@ class DataArguments(HubArguments):
     split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
     """Share of training rows split off for evaluation."""
 
+    allow_media_urls: bool = flag(False, everyday=False)
+    """Whether images of rows are fetched from public addresses of the network."""
+
     columns: dict[str, Any] = flag({}, secret=False)
     """Columns to rename, such as `{"answer":"solution"}`."""
 

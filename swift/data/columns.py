@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from swift.data.images import ImageSource
 from swift.data.messages import (
     Message,
     chat_in,
@@ -26,7 +27,7 @@ from swift.data.messages import (
     text_of,
     with_system,
 )
-from swift.data.records import RowError
+from swift.data.records import IMAGE_COLUMNS, RowError
 from swift.data.responses import COLUMN as REQUEST
 from swift.data.responses import prompt_from, tools_from
 from swift.errors import ConfigError, likeness, nearest
@@ -62,6 +63,7 @@ class ColumnPlan:
         flag: name of the setting in error messages.
         name: name of the dataset in error messages.
         chats: columns whose values look like chats.
+        images: where images of rows may come from; None: rows have none.
 
     Raises:
         ConfigError: no prompt column or several, names that clash.
@@ -72,8 +74,16 @@ class ColumnPlan:
     """Columns that are read if they are there."""
 
     def __init__(
-        self, columns: Sequence[str], renames: Mapping[str, str], *, flag: str, name: str, chats: Sequence[str] = ()
+        self,
+        columns: Sequence[str],
+        renames: Mapping[str, str],
+        *,
+        flag: str,
+        name: str,
+        chats: Sequence[str] = (),
+        images: ImageSource | None = None,
     ) -> None:
+        self.images = images
         self.renames = dict(renames)
         self.here = {old: new for old, new in renames.items() if old in columns}
         self.names = [self.here.get(column, column) for column in columns]
@@ -96,6 +106,9 @@ class ColumnPlan:
             self.used.append("input")
         if self.prompt not in (*CHATS, REQUEST) and "history" in self.names:
             self.used.append("history")
+        if images is not None and (seen := [column for column in IMAGE_COLUMNS if column in self.names]):
+            self.used += seen
+            self.more_mappings.append(f"images <- {' or '.join(seen)}")
         self.choose()
         self.others = tuple(column for column in self.names if column not in (*self.used, "system"))
         """Columns that do not become messages."""
@@ -181,7 +194,7 @@ class ColumnPlan:
         if self.prompt == REQUEST:
             return prompt_from(value)
         if self.prompt in CHATS or isinstance(value, list):
-            return read_messages(value, self.prompt)
+            return read_messages(value, self.prompt, images=self.images is not None)
         text = text_of(value, self.prompt)
         if "input" in self.used and row.get("input"):
             text = f"{text}\n{text_of(row['input'], 'input')}"

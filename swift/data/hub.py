@@ -85,7 +85,20 @@ def _open(spec: DatasetSpec, split: str, *, streaming: bool) -> Iterator[tuple[s
     for subset in spec.subsets or (None,):
         loaded = load(spec, subset, streaming)
         taken = choose_split(loaded, split, spec)
-        yield f"{spec.target}{f':{subset}' if subset else ''}[{taken}]", loaded[taken]
+        yield f"{spec.target}{f':{subset}' if subset else ''}[{taken}]", encoded(loaded[taken])
+
+
+def encoded(data: Any) -> Any:
+    """A `datasets` object whose images are as they are stored, bytes or a path, and not decoded."""
+    import datasets
+
+    stored = datasets.Image(decode=False)
+    for name, feature in (data.features or {}).items():
+        if isinstance(feature, datasets.Image):
+            data = data.cast_column(name, stored)
+        elif isinstance(getattr(feature, "feature", None), datasets.Image):
+            data = data.cast_column(name, type(feature)(stored))
+    return data
 
 
 def _load_hugging_face(spec: DatasetSpec, subset: str | None, streaming: bool) -> dict[str, Any]:

@@ -7,8 +7,10 @@ and `data_seed` only, so every process loads the same rows in the same order.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +20,10 @@ from swift.data.columns import ColumnPlan
 from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
+from swift.data.image_store import images_in, remember
+from swift.data.images import ImageSource
 from swift.data.interleave import interleave
+from swift.data.media import read_media
 from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.placeholders import PLACEHOLDERS, fill_placeholders, notes_on_unused_names
@@ -35,6 +40,8 @@ from swift.errors import ConfigError, counted, join_problems, suggest
 
 if TYPE_CHECKING:
     from swift.data.arguments import DataArguments
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "val"]
 
@@ -108,7 +115,7 @@ class Table:
     empty_columns: list[str]
 
 
-def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -> Rows:
+def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat", images: bool = False) -> Rows:
     """The rows of one split.
 
     Args:
@@ -120,6 +127,7 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
             assistant turn dropped and `answer` and the like left among the columns (reinforcement learning,
             reward-test, infer); "pair" and "label" return prompts, and their answers in columns (preferences);
             "steps" prompts, and the steps of their answers.
+        images: whether prompts may have images; otherwise rows with images are bad.
 
     Returns:
         at least one row, except for an empty "val".
@@ -132,8 +140,13 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat") -
     if split == "val" and not splits_off and not args.val_dataset:
         return Rows([], DataReport("val"))
     if not splits_off:
-        return _load(args, split, purpose)
-    rows = _load(args, "train", purpose)
+        return _load(args, split, purpose, images)
+    rows = _load(args, "train", purpose, images)
+    if purpose == "prompt" and any(images_in(example.messages) for example in rows.examples):
+        raise ConfigError(
+            f"--split_dataset_ratio: {args.split_dataset_ratio:g}: rows with images cannot be split off into a file "
+            "yet; give --val_dataset"
+        )
     train, val = split_examples(rows.examples, args.split_dataset_ratio, args.data_seed)
     if split == "val":  # the notes are in the report of the training split
         return Rows(val, DataReport("val", mappings=rows.report.mappings))
@@ -184,10 +197,22 @@ def read_record(record: Record, plan: ColumnPlan, system: str | None, args: Data
         values = fill_placeholders(values, record.origin, args)
     try:
         messages, columns = plan.read(values, system)
-        check_media(plan.renamed(values), messages)
+        if plan.images is None:
+            check_media(plan.renamed(values), messages)
+        else:
+            media = read_media(plan.renamed(values), messages, plan.images)
+            messages = media.messages
+            remember(media.images)
+            for note in media.notes:
+                _say_once(note)
     except RowError as error:
         return BadRow(record.origin, str(error))
     return Example(messages, columns, record.origin, plan.holds_chat(values))
+
+
+@functools.lru_cache
+def _say_once(note: str) -> None:
+    logger.warning("%s", note)
 
 
 def check_undamaged(records: Iterable[Record]) -> None:
@@ -217,8 +242,12 @@ def plan_datasets(
     renames: Mapping[str, str],
     purpose: Purpose,
     report: DataReport,
+    images: Callable[[DatasetSpec], ImageSource] | None = None,
 ) -> list[ColumnPlan]:
-    """How the rows of each dataset are read; adds the mappings to `report`. renames: `--columns`."""
+    """How the rows of each dataset are read; adds the mappings to `report`.
+
+    renames: `--columns`. images: where those of a dataset may come from; None: rows have none.
+    """
     problems: list[str] = []
     for spec, table in zip(specs, tables, strict=True):
         if not table.columns:
@@ -232,9 +261,10 @@ def plan_datasets(
         chats = [name for name, value in first.items() if is_chat(chat_in(value))]
         media = [name for name, value in first.items() if value and renames.get(name, name) in MEDIA]
         try:
-            if media:
+            if media and images is None:
                 raise spec.wrong(f"column {media[0]}: {TEXTS_ONLY}, or rename it with --columns")
-            plans.append(PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats))
+            sees = {} if images is None else {"images": images(spec)}
+            plans.append(PLANS[purpose](table.columns, renames, flag=spec.flag, name=spec.name, chats=chats, **sees))
         except ConfigError as error:
             problems += error.problems
     join_problems(problems)
@@ -270,7 +300,15 @@ def dataset_specs(args: DataArguments, split: Split) -> list[DatasetSpec]:
     return [replace(spec, split=args.split) for spec in specs]
 
 
-def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
+def image_source(spec: DatasetSpec, args: DataArguments) -> ImageSource:
+    """Where the images of a dataset may come from: its rows, files beside its own, or, if allowed, public addresses."""
+    folder = None
+    if spec.kind == "local":
+        folder = Path(spec.target) if Path(spec.target).is_dir() else Path(spec.target).parent
+    return ImageSource(folder=folder, allow_urls=args.allow_media_urls)
+
+
+def _load(args: DataArguments, split: Split, purpose: Purpose, images: bool) -> Rows:
     system, notes = resolve_system(args.system) if args.system else (None, [])
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
@@ -280,7 +318,9 @@ def _load(args: DataArguments, split: Split, purpose: Purpose) -> Rows:
         _check_names(tables, renames, report)
         changed = [list(transformed(table.records, name, renames)) for table in tables]
         tables, renames = [Table(rows, *filled_columns(rows)) for rows in changed], {}
-    plans = plan_datasets(specs, tables, renames, purpose, report)
+    plans = plan_datasets(
+        specs, tables, renames, purpose, report, (lambda spec: image_source(spec, args)) if images else None
+    )
     report.notes += [
         f"val data: {spec.name} uses the data seed, as training does: give it another, as in {spec.name}?seed=1000000"
         for spec in specs

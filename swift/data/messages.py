@@ -1,5 +1,6 @@
-"""Chats: a list of `{"role", "content"}`, a system turn only at the start, texts only: images, video and audio are
-refused, as parts and as columns beside the chat.
+"""Chats: a list of `{"role", "content"}`, a system turn only at the start, with texts only, unless the model sees
+images (`swift.data.media`): then a content may be a list of parts. Video and audio are refused, as parts and as columns
+beside the chat.
 
 Turns of the role `developer` are instructions, too; a chat template without that role gets them as system turns.
 
@@ -42,10 +43,11 @@ TEXTS_ONLY = "images, video and audio are not supported; use texts only"
 _KEYS = {"role", "from"}
 
 
-def read_messages(value: Any, column: str = "messages") -> list[Message]:
+def read_messages(value: Any, column: str = "messages", *, images: bool = False) -> list[Message]:
     """A checked copy of a row's chat; a cell of a csv file may hold it as JSON text.
 
-    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped.
+    Further keys of a turn (`name`, `tool_calls`) are kept for the template, null ones dropped. images: a content that
+    is a list of parts stays as it is.
 
     Raises:
         RowError: here and below: the value is not a valid chat.
@@ -57,7 +59,7 @@ def read_messages(value: Any, column: str = "messages") -> list[Message]:
         raise RowError(f"{column} is empty")
     turns: list[Message] = []
     for number, given in enumerate(value, start=1):
-        turn = _turn(given, number, column)
+        turn = _turn(given, number, column, images=images)
         if turn["role"] == "system" and any(earlier["role"] != "developer" for earlier in turns):
             raise RowError(f"{column}, turn {number}: a system turn must be the first")
         if turn["role"] != "tool_call":
@@ -185,7 +187,7 @@ def encodable(text: str) -> bool:
     return True
 
 
-def _turn(turn: Any, number: int, column: str) -> Message:
+def _turn(turn: Any, number: int, column: str, *, images: bool) -> Message:
     where = f"{column}, turn {number}"
     if isinstance(turn, dict) and "from" in turn and "value" in turn:
         turn = {"role": turn["from"], "content": turn["value"], **turn}
@@ -199,14 +201,9 @@ def _turn(turn: Any, number: int, column: str) -> Message:
     extra = {key: item for key, item in turn.items() if key not in ("role", "content") and item is not None}
     if content is None and role == "assistant" and extra.get("tool_calls"):
         content = ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
     if role == "tool_call" and isinstance(content, dict):
         content = json.dumps(content)
-    if not isinstance(content, str):
-        raise RowError(f"{where}: {_content_problem(content)}")
-    if not encodable(content):
-        raise RowError(f"{where}: content is not valid Unicode text")
+    content = _content(content, where, images=images)
     if "tool_calls" in extra:
         extra["tool_calls"] = read_tool_calls(extra["tool_calls"], where)
     losses = {_loss(extra.pop(key), key, role, where) for key in ("loss", "weight") if key in extra}
@@ -215,6 +212,19 @@ def _turn(turn: Any, number: int, column: str) -> Message:
     if losses:
         extra["loss"] = losses.pop()
     return {"role": role, "content": content, **extra}
+
+
+def _content(content: Any, where: str, *, images: bool) -> Any:
+    """A content as text; with `images`, parts of other types stay a list."""
+    parts = content if isinstance(content, list) and all(isinstance(part, dict) for part in content) else None
+    if parts is not None and all(part.get("type") == "text" for part in parts):
+        content = "".join(str(part.get("text", "")) for part in parts)
+    elif not isinstance(content, str) and (parts is None or not images):
+        raise RowError(f"{where}: {_content_problem(content)}")
+    texts = [content] if isinstance(content, str) else [part.get("text") for part in content]
+    if not all(encodable(text) for text in texts if isinstance(text, str)):
+        raise RowError(f"{where}: content is not valid Unicode text")
+    return content
 
 
 def read_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -67,8 +67,9 @@ class PairPlan(ColumnPlan):
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[Turns, Turns, list[Turns]]:
         """The prompt, the chosen answer and the rejected ones."""
-        chosen_answer = _answer(row.get(self.chosen), self.chosen) if self.chosen else None
-        rejected_answers = [_answer(answer, self.rejected) for answer in _answers_in(row.get(self.rejected))]
+        sees = self.images is not None
+        chosen_answer = _answer(row.get(self.chosen), self.chosen, sees) if self.chosen else None
+        rejected_answers = [_answer(answer, self.rejected, sees) for answer in _answers_in(row.get(self.rejected))]
         if not rejected_answers:
             raise RowError(f"no {self.rejected}")
         if self.prompt == self.chosen and isinstance(chosen_answer, str):
@@ -124,12 +125,12 @@ def _answers_in(value: Any) -> list[Any]:
     return value if isinstance(value, list) and not is_chat(value) else [value]
 
 
-def _answer(value: Any, column: str) -> str | Turns:
-    """A text, or turns: those of the answer, or a whole chat."""
+def _answer(value: Any, column: str, sees: bool) -> str | Turns:
+    """A text, or turns: those of the answer, or a whole chat. sees: whether its prompt may have images."""
     value = chat_in(value)
     if value is None:
         raise RowError(f"no {column}")
-    return read_messages(value, column) if isinstance(value, list) else text_of(value, column)
+    return read_messages(value, column, images=sees) if isinstance(value, list) else text_of(value, column)
 
 
 def _checked(prompt: Turns) -> Turns:
@@ -144,6 +145,8 @@ def _checked(prompt: Turns) -> Turns:
 def _check_answer(turns: Turns, column: str) -> None:
     if not turns or turns[-1]["role"] != "assistant":
         raise RowError(f"{column} has no final assistant turn of its own")
+    if any(isinstance(turn["content"], list) for turn in turns):
+        raise RowError(f"{column}: an answer is text; images belong to the prompt, the same in all answers")
 
 
 def _in_common(sequences: Sequence[Sequence[Any]]) -> list[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.data.loading import Example, Rows, Split, load_rows
-from swift.errors import ConfigError, counted
+from swift.errors import ConfigError, RefusedChat, counted
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Tokenizer:
     """Token ids of a prompt under a length limit.
 
     tokenize: see `Tokenize`. limit: in tokens; None means none. strategy: "left" drops the first tokens of a longer
-    prompt, "right" the last, "delete" the row.
+    prompt, "right" the last, "delete" the row. sees: whether prompts may have images, which are never cut.
     """
 
     deleted_for: ClassVar[str] = "the length of the prompt"
@@ -40,6 +40,7 @@ class Tokenizer:
     tokenize: Tokenize
     limit: int | None = None
     strategy: str = "left"
+    sees: bool = False
 
     def ids(self, example: Example) -> list[int]:
         """All token ids of the row's prompt, not cut. Raises RefusedChat, ConfigError: at `file:line`."""
@@ -65,9 +66,14 @@ class Tokenizer:
         )
 
     def cut(self, ids: list[int]) -> list[int]:
-        """`ids`, cut to the limit."""
+        """`ids`, cut to the limit. Raises RefusedChat: they stand for images, too."""
         if self.limit is None or len(ids) <= self.limit:
             return ids
+        if any(token < 0 for token in ids):
+            raise RefusedChat(
+                f"--max_length: {self.limit}: a prompt with images of {len(ids)} tokens cannot be cut; raise it, or "
+                "use --truncation_strategy delete"
+            )
         return ids[: self.limit] if self.strategy == "right" else ids[-self.limit :]
 
 
@@ -124,7 +130,8 @@ class PromptDataset(Sequence[Prompt]):
 
 def load_prompts(args: DataArguments, tokenizer: Tokenizer, split: Split = "train") -> PromptDataset:
     """The prompts of `--dataset` ("train") or of `--val_dataset` or the split-off part ("val", may be empty)."""
-    return PromptDataset(load_rows(args, split, purpose="prompt"), tokenizer, num_proc=args.dataset_num_proc)
+    rows = load_rows(args, split, purpose="prompt", images=tokenizer.sees)
+    return PromptDataset(rows, tokenizer, num_proc=args.dataset_num_proc)
 
 
 _inherited: tuple[Tokenizer, Sequence[Example]]

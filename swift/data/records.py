@@ -5,12 +5,19 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import decimal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
+
+IMAGE_COLUMNS = ("images", "image")
+"""Columns of a row's images."""
+
+STRUCT = {"bytes", "path"}
+"""Keys of an image in parquet files and in `datasets`."""
 
 
 class RowError(ValueError):
@@ -50,6 +57,11 @@ def filled_columns(records: Iterable[Record]) -> tuple[list[str], list[str]]:
     return [name for name, has in filled.items() if has], [name for name, has in filled.items() if not has]
 
 
+def data_url(content: bytes) -> str:
+    """Bytes of an image as a text; what they are is found in them."""
+    return "data:;base64," + base64.b64encode(content).decode()
+
+
 def plain_row(values: dict[str, Any], origin: str) -> Record:
     """A record whose values are converted to those of JSON; a `BadRow` if JSON cannot represent one."""
     try:
@@ -61,7 +73,11 @@ def plain_row(values: dict[str, Any], origin: str) -> Record:
 def _plain(value: Any, column: str) -> Any:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
+    if isinstance(value, bytes) and column in IMAGE_COLUMNS:
+        return data_url(value)
     if isinstance(value, dict):
+        if value.keys() == STRUCT:
+            return {**value, "bytes": data_url(value["bytes"])} if isinstance(value["bytes"], bytes) else dict(value)
         return {str(key): _plain(item, column) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, column) for item in value]

@@ -54,7 +54,13 @@ class ExampleStream(Generic[Item]):
         ConfigError, ResourceError: as `load_rows`, for problems of the first rows; later rows raise from `next`.
     """
 
-    def __init__(self, args: StreamArguments, prepare: Callable[[Example], Item | None], *, purpose: Purpose) -> None:
+    def __init__(
+        self,
+        args: StreamArguments,
+        prepare: Callable[[Example], Item | None],
+        *,
+        purpose: Purpose,
+    ) -> None:
         if args.split_dataset_ratio and not args.val_dataset:
             raise ConfigError(
                 f"--split_dataset_ratio: {args.split_dataset_ratio}: a stream cannot be split; "

@@ -17,6 +17,9 @@ class CheckpointArguments(HubArguments):
 
     GROUP: ClassVar[str] = "Model"
 
+    SEES: ClassVar[bool] = False
+    """Whether a model with a vision tower is loaded whole, and prompts may have images."""
+
     model: str | None = flag(unset="the base model that --adapters name")
     """Local folder or hub id of the model."""
 
@@ -35,7 +38,8 @@ class CheckpointArguments(HubArguments):
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     )
-    """Precision of weights and arithmetic. float16 is not for grpo."""
+    """Precision of weights and arithmetic. In float16 sampler and trainer agree better than in bfloat16; the loss of
+    grpo and ebft is scaled by 65536."""
 
     attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
         "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
@@ -50,6 +54,14 @@ class CheckpointArguments(HubArguments):
 
     trust_remote_code: bool = flag(False, everyday=False)
     """Whether Python code of a model's repository may run."""
+
+
+@dataclass(kw_only=True)
+class ImageArguments(CheckpointArguments):
+    """How a model sees images."""
+
+    max_pixels: int | None = flag(at_least=1, everyday=False, unset="as the model's processor has it")
+    """Pixels of an image; a larger one is made smaller, in the same proportions."""
 
 
 @dataclass(kw_only=True)
@@ -96,7 +108,7 @@ _ADAPTERS = "tuner_type=lora|vera|ia3|boft"
 
 
 @dataclass(kw_only=True)
-class TunerArguments(QuantArguments):
+class TunerArguments(ImageArguments, QuantArguments):
     """Trained parameters of the model."""
 
     USUAL_DROPOUT: ClassVar[float] = 0.0
@@ -105,6 +117,10 @@ class TunerArguments(QuantArguments):
     tuner_type: Literal["lora", "full", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
     """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
     (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""
+
+    autocast: Literal["bfloat16"] | None = flag(everyday=False, unset="off", values={"bf16": "bfloat16"})
+    """Precision of the matrix products of float32 weights in the trainer, and of engines. It is what `--torch_dtype
+    float32 --bf16 true` means in TRL and ms-swift."""
 
     lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
     """Rank of the LoRA matrices."""
@@ -116,7 +132,8 @@ class TunerArguments(QuantArguments):
     """Dropout before the LoRA matrices."""
 
     target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS)
-    """Modules with an adapter. all-linear excludes the output head; for ia3 it is PEFT's choice for the model."""
+    """Modules with an adapter. all-linear excludes the output head, and in Nemotron-H and Falcon-H1 out_proj; for ia3
+    it is PEFT's choice for the model."""
 
     target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules")
     """Regular expression for the whole names of the modules with an adapter."""
@@ -181,6 +198,15 @@ class TunerArguments(QuantArguments):
     trainable_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none")
     """The same as a regular expression."""
 
+    freeze_vit: bool = flag(True, everyday=False)
+    """Whether a model's vision tower stays as it is; for adapters, whether they leave it out."""
+
+    freeze_aligner: bool = flag(True, everyday=False)
+    """The same for the layers between the tower and the language model."""
+
+    freeze_llm: bool = flag(False, everyday=False)
+    """The same for the language model of a model that sees."""
+
     gradient_checkpointing: bool = flag(True)
     """Whether the backward pass recomputes activations: less memory, a third more time."""
 
@@ -214,6 +240,8 @@ class TunerArguments(QuantArguments):
                 f"--init_weights: {self.init_weights}: not a choice; valid: true, false, gaussian, orthogonal, pissa, "
                 "pissa_niter_N, olora"
             )
+        if self.autocast:
+            yield from self._autocast_problems()
         if self.init_weights == "orthogonal" and self.lora_rank % 2:
             yield f"--lora_rank: {self.lora_rank}: --init_weights orthogonal halves it; use an even rank"
         yield from self._module_problems()
@@ -261,6 +289,19 @@ class TunerArguments(QuantArguments):
         """Whether the ranks have parts of the weights: with FSDP, ZeRO-3, or a file of DeepSpeed's."""
         return bool(getattr(self, "fsdp", None)) or getattr(self, "deepspeed", None) not in WHOLE_WEIGHTS
 
+    def _autocast_problems(self) -> Iterator[str]:
+        """Why products cannot be cast on their own."""
+        if self.torch_dtype != "float32":
+            yield (
+                f"--autocast: {self.autocast}: casts float32 weights, and --torch_dtype is {self.torch_dtype}; use "
+                "--torch_dtype float32, or leave --autocast out"
+            )
+        if self.sharded_by:
+            yield (
+                f"--autocast: {self.autocast}: --{self.sharded_by} has float32 weights of its own, and computes in "
+                "--torch_dtype; use --torch_dtype bfloat16 without --autocast"
+            )
+
     def quantised_problems(self, subject: str) -> Iterator[str]:
         """Problems of settings with quantised weights, one line each; `subject`: the setting that they come from."""
         if self.tuner_type != "lora":
@@ -268,6 +309,8 @@ class TunerArguments(QuantArguments):
                 f"{subject}: quantised weights do not learn, and {self.tuner_type} is not made for them; "
                 "use --tuner_type lora"
             )
+        if self.autocast:
+            yield f"{subject}: --autocast {self.autocast} casts float32 weights; leave one of the two out"
         if self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
         if self.shards_weights:

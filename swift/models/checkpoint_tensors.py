@@ -16,14 +16,17 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from swift.errors import ConfigError
+from swift.models.autocast import autocast_dtype
 from swift.models.quantisation import dequantised, is_quantised_layer
 from swift.models.sharded import gathered, whole_shape
+from swift.models.source import weight_files
 from swift.models.tuners import relative_to_base
 
 Whole = Callable[[Tensor], Tensor]
@@ -141,7 +144,7 @@ def read_adapter(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
-    """The type of the forward pass where it is not that of the parameters: FSDP2 shards float32 masters.
+    """The type of products where it is not that of the parameters: FSDP2 shards float32 masters; with `--autocast`.
 
     None: the parameters are what is computed with.
     """
@@ -149,7 +152,7 @@ def computing_dtype(model: nn.Module) -> torch.dtype | None:
         if hasattr(module, "_get_fsdp_state"):
             dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
             return dtype
-    return None
+    return autocast_dtype(model)
 
 
 def as_saved_unsharded(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,6 +190,29 @@ def as_saved(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, tensors))
+
+
+def is_rearranged(model: Any, folder: Path) -> bool:
+    """Whether a checkpoint has names that `model` lacks, because loading rearranges them, such as those of experts."""
+    from safetensors import safe_open
+
+    known = set(model.state_dict())
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            if not known.issuperset(tensors.keys()):
+                return True
+    return False
+
+
+def load_rearranged(model: Any, folder: Path) -> None:
+    """Load a checkpoint into `model` as `from_pretrained` does; needs the memory of the weights once more."""
+    from swift.models.policy import quiet_loading
+
+    with quiet_loading():
+        loaded = type(model).from_pretrained(
+            folder, dtype=model.dtype, attn_implementation="eager", use_safetensors=True, local_files_only=True
+        )
+    model.load_state_dict(loaded.state_dict())
 
 
 # --- ties --------------------------------------------------------------------------------------------------------

@@ -37,15 +37,17 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
     """
     from safetensors import SafetensorError
 
-    from swift.models.multimodal import refuse_part
+    from swift.models.multimodal import loads_whole, refuse_part
     from swift.models.policy import load_config, pick_dtype
     from swift.models.shard_merge import MergedModel
     from swift.models.tokenizer import load_tokenizer
+    from swift.models.vision import copy_files
 
     source = locate(args)
     if not source.adapters:
         raise ConfigError("--adapters: none: there is nothing to merge; give the checkpoint folder of a LoRA run")
-    refuse_part(load_config(source.base, args), source.base)
+    config = load_config(source.base, args)
+    refuse_part(config, source.base, args)
     output = new_folder(output)
     tokenizer = load_tokenizer(args)
     model = MergedModel(source, args, pick_dtype(args.torch_dtype) if args.torch_dtype else None)
@@ -58,6 +60,8 @@ def merge_adapter(args: CheckpointArguments, output: str | Path) -> Path:
         model.config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         _copy_side_files(source, partial)
+        if loads_whole(config, args):
+            copy_files(source.base, partial)
         share(partial)
         if output.exists():
             output.rmdir()  # empty, as checked

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 
 from swift.models.attention.interface import transformers_model
 from swift.models.attention.spans import Span
+from swift.models.autocast import autocasting
 from swift.models.forward import TokenSequence, arrange
 from swift.models.reference import ReferenceModel, load_reference
 from swift.models.transfer import to_device
@@ -107,7 +108,7 @@ class FeatureNetwork:
         """
         # one more token, because the last one of a completion is no input
         longer = [TokenSequence(sequence.prompt_ids, [*sequence.completion_ids, 0]) for sequence in sequences]
-        with self.model.active() as module:
+        with self.model.active() as module, autocasting(module):
             tokens = arrange(module, longer, device=device)
             hidden = module(**tokens.inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False).hidden_states
         features = self.of_tokens([states.flatten(0, 1) for states in hidden])

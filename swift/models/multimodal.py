@@ -1,18 +1,108 @@
-"""Multimodal checkpoints: some have a class that loads their text part without the towers; others are refused.
+"""Multimodal checkpoints: a mode that takes images loads them whole; others load the text part, or refuse them.
 
-A tower encodes images, video or audio. The text part works without it, but saving that part loses the tower.
+A tower encodes images, video or audio. Some checkpoints have a class that loads their text part without it; saving that
+part loses the tower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError
 
+if TYPE_CHECKING:
+    from swift.models.arguments import CheckpointArguments, TunerArguments
+
+Part = Literal["vit", "aligner", "llm"]
+
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 """Keys of config.json for the towers of a multimodal checkpoint."""
+
+
+ALIGNERS = re.compile(r"(^|\.)(\w*merger\w*|\w*projector|connector|embed_vision|modality_projection|aligner)(\.|$)")
+"""Names of the modules between a tower and the language model."""
+
+
+def loads_whole(config: Any, args: CheckpointArguments) -> bool:
+    """Whether a checkpoint with this config is loaded with its vision tower."""
+    from transformers import AutoModelForImageTextToText
+
+    seen = type(config) in AutoModelForImageTextToText._model_mapping
+    return args.SEES and seen and getattr(config, "vision_config", None) is not None
+
+
+def parts_of(model: Any) -> dict[str, Part]:
+    """The part of each module of a whole model by its name; of modules that hold the language model, none."""
+    decoder = model.get_decoder()
+    inside = next(name for name, module in model.named_modules() if module is decoder)
+    parts: dict[str, Part] = {}
+    for name, _ in model.named_modules():
+        if name == inside or name.startswith((f"{inside}.", "lm_head")):
+            parts[name] = "llm"
+        elif name and not inside.startswith(f"{name}."):
+            parts[name] = "aligner" if ALIGNERS.search(name) else "vit"
+    return parts
+
+
+def frozen_modules(model: Any, args: TunerArguments) -> list[str]:
+    """Names of the largest modules that settings keep as they are; [] for a language model."""
+    frozen = frozen_parts(model, args)
+    parts = parts_of(model) if frozen else {}
+    mixed = set()  # modules that hold one that is trained
+    for name, part in parts.items():
+        while part not in frozen and (name := name.rpartition(".")[0]):
+            mixed.add(name)
+    known = {name for name, part in parts.items() if part in frozen} - mixed
+    return [name for name in parts if name in known and name.rpartition(".")[0] not in known]
+
+
+def frozen_parameters(model: Any, args: TunerArguments) -> set[str]:
+    """Names of the parameters that settings keep as they are; one beside all parts counts to the aligner."""
+    frozen = frozen_parts(model, args)
+    parts = parts_of(model) if frozen else {}
+    return {
+        name
+        for name, _ in model.named_parameters()
+        if frozen and parts.get(name.rpartition(".")[0], "aligner") in frozen
+    }
+
+
+def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
+    """The parts of a model that settings keep as they are; none of a language model.
+
+    Raises:
+        ConfigError: a language model, and a setting for towers.
+    """
+    settings: dict[Part, bool] = {"vit": args.freeze_vit, "aligner": args.freeze_aligner, "llm": args.freeze_llm}
+    if loads_whole(model.config, args):
+        return {part for part, frozen in settings.items() if frozen}
+    usual: dict[str, Any] = {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": False}
+    for name, default in usual.items():
+        if (value := getattr(args, name)) != default:
+            raise no_tower(name, value)
+    return set()
+
+
+def no_tower(name: str, value: Any) -> ConfigError:
+    """The error of a setting for towers where there is none."""
+    return ConfigError(f"--{name}: {str(value).lower()}: the model has no vision tower here; leave it out")
+
+
+def check_reached(model: Any, adapted: Collection[str], args: TunerArguments) -> None:
+    """Refuses an adapter, on the modules of these names, that reaches no layer of a part that settings unfreeze."""
+    if not loads_whole(model.config, args):
+        return
+    parts = parts_of(model)
+    reached = {parts.get(name) for name in adapted}
+    for part, frozen in (("vit", args.freeze_vit), ("aligner", args.freeze_aligner)):
+        if not frozen and part not in reached:
+            raise ConfigError(
+                f"--freeze_{part}: false: the adapter reaches no layer there; leave it out, change --target_modules, "
+                "or use --tuner_type full"
+            )
 
 
 def is_part(config_class: type, loader: str = "AutoModelForCausalLM") -> bool:
@@ -23,21 +113,25 @@ def is_part(config_class: type, loader: str = "AutoModelForCausalLM") -> bool:
     return kind is not None and config_class is not kind.config_class
 
 
-def refuse_part(config: Any, folder: Path, loader: str = "AutoModelForCausalLM") -> None:
+def refuse_part(config: Any, folder: Path, args: CheckpointArguments, loader: str = "AutoModelForCausalLM") -> None:
     """Refuses a multimodal checkpoint of which training would save a part, or whose adapters have other names.
 
     Raises:
         ConfigError: see there.
     """
-    if is_part(type(config), loader):
+    if is_part(type(config), loader) and not loads_whole(config, args):
         raise ConfigError(
             f"--model: {folder}: a multimodal checkpoint, whose vision or audio tower would be lost; save "
             "its text part with AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers; use it"
         )
 
 
-def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model") -> None:
+def refuse_towers(
+    written: Mapping[str, Any], name: str, flag: str = "--model", args: CheckpointArguments | None = None
+) -> None:
     """Refuses, by its config.json, a multimodal checkpoint whose text part no class of transformers loads alone.
+
+    args: those of a mode that may load it whole.
 
     Raises:
         ConfigError: see there.
@@ -45,8 +139,17 @@ def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model") 
     from transformers import CONFIG_MAPPING
 
     found, model_type = [tower for tower in TOWERS if written.get(tower) is not None], written.get("model_type")
+    if args is not None and args.SEES and found == ["vision_config"] and _is_known_whole(model_type):
+        return
     if found and not (model_type in CONFIG_MAPPING and is_part(CONFIG_MAPPING[model_type])):
         raise ConfigError(
             f"{flag}: {name}: a multimodal checkpoint ({model_type} with {found[0]}): images, video and audio are not "
             "supported, and its text part is no model of its own; use a text model"
         )
+
+
+def _is_known_whole(model_type: Any) -> bool:
+    """Whether transformers has a model of images and text for the type in a config.json."""
+    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in AutoModelForImageTextToText._model_mapping

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
-from swift.models.multimodal import is_part, refuse_part, refuse_towers
-from swift.models.quantisation import is_quantised, prepare_quantised, quantisation_config
+from swift.models.multimodal import is_part, loads_whole, refuse_part, refuse_towers
+from swift.models.quantisation import is_quantised, prepare_quantised, quantisation_config, quantise_without_numbers
 from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
@@ -67,7 +67,7 @@ def load_policy(
         ResourceError: an attention implementation whose package is not installed.
     """
     source = locate(args)
-    refuse_part(load_config(source.base, args), source.base, HEADS[reward_head][0])
+    refuse_part(load_config(source.base, args), source.base, args, HEADS[reward_head][0])
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
     if hasattr(model.config, "quantization_config") and is_quantised(model):  # by --quant_method, or in its files
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
@@ -89,8 +89,8 @@ def load_for_inference(args: CheckpointArguments, *, device: torch.device | str 
     source = locate(args)
     config = load_config(source.base, args)
     if source.adapters:
-        refuse_part(config, source.base)
-    elif is_part(type(config)):
+        refuse_part(config, source.base, args)
+    elif is_part(type(config)) and not loads_whole(config, args):
         logger.warning(
             "--model: %s: only its text part is loaded; images, video and audio are not supported", source.base
         )
@@ -119,6 +119,8 @@ def load_base(
     from torch import nn
     from transformers.modeling_utils import get_hf_quantizer, load_state_dict
 
+    from swift.models.autocast import set_autocast
+
     config = load_config(folder, args)
     if reward_head:
         config.num_labels = HEADS[reward_head][2]
@@ -130,7 +132,7 @@ def load_base(
         raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
     quantised = quantisation is not None or hasattr(config, "quantization_config")
     placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}} if quantised else {}
-    kind = getattr(transformers, HEADS[reward_head][0])
+    kind = getattr(transformers, class_of(config, args, reward_head))
     if is_of_transformers(config):
         _without_weights(folder, config, kind)
     try:
@@ -165,12 +167,19 @@ def load_base(
         raise ResourceError(f"{subject}: {first_line(error)}{fix}") from error
     if quantised:
         prepare_quantised(model, dtype)
+    set_autocast(model, getattr(args, "autocast", None))
     _check_weights(folder, model, info, reward_head)
     if not model_dropout:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
     return model.to(device) if device is not None and not placed else model
+
+
+def class_of(config: Any, args: CheckpointArguments, reward_head: Head | None) -> str:
+    """The class of transformers that makes the model."""
+    whole = reward_head is None and loads_whole(config, args)
+    return "AutoModelForImageTextToText" if whole else HEADS[reward_head][0]
 
 
 def _attention_for(config: Any, wanted: str) -> str:
@@ -195,7 +204,7 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     written = read_json(folder / "config.json")
-    refuse_towers(written, str(folder))
+    refuse_towers(written, str(folder), args=args)
     model_type = _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
     if model_type not in CONFIG_MAPPING and "auto_map" in written and not args.trust_remote_code:
         raise ConfigError(
@@ -265,8 +274,10 @@ def quiet_loading() -> Iterator[None]:
 
 
 def clear_config_dropout(config: Any) -> None:
-    """Sets every dropout rate of a config to 0, under whatever name the architecture has for it."""
+    """Sets every dropout rate of a config, and of those in it, to 0, under whatever name the architecture has."""
     for name, value in list(vars(config).items()):
+        if name in getattr(config, "sub_configs", {}) and value is not None:
+            clear_config_dropout(value)
         is_rate = name.endswith(("dropout", "_pdrop", "dropout_prob", "dropout_rate"))
         if is_rate and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, name, 0.0)
@@ -288,7 +299,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     """
     source = locate(args, require_weights=weights)
     config = load_config(source.base, args)
-    refuse_part(config, source.base, HEADS[reward_head][0])
+    refuse_part(config, source.base, args, HEADS[reward_head][0])
     if not is_of_transformers(config):
         return None
     if weights:
@@ -308,29 +319,37 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     else:
         adapter_config(model, args, task)
         kind = "lora" if args.tuner_type == "vera" else args.tuner_type  # whose start is computed from weights
+        dora = args.use_dora and not weights  # plans count its magnitudes
         policy = add_adapter(
-            model, source, dataclasses.replace(args, tuner_type=kind, init_weights="true", use_dora=False), task
+            model, source, dataclasses.replace(args, tuner_type=kind, init_weights="true", use_dora=dora), task
         )
     if args.changes_base:
         check_ranks(policy, args)
     return policy
 
 
-def _from_config(config: Any, args: CheckpointArguments, reward_head: Head | None) -> Any:
+def _from_config(config: Any, args: TunerArguments, reward_head: Head | None) -> Any:
     """The model on the device "meta", from its config alone."""
     import torch
     import transformers
 
+    from swift.models.autocast import set_autocast
+
     clear_config_dropout(config)
-    kind, _, num_labels = HEADS[reward_head]
+    num_labels = HEADS[reward_head][2]
     if reward_head is not None:
         config.num_labels = num_labels
     with quiet_loading(), torch.device("meta"):
-        return getattr(transformers, kind).from_config(
+        model = getattr(transformers, class_of(config, args, reward_head)).from_config(
             config,
             dtype=pick_dtype(args.torch_dtype, "meta"),
             attn_implementation="eager" if _attention_for(config, args.attn_impl) == "eager" else "sdpa",
         )
+    if getattr(args, "quant_method", None):
+        dtype = pick_dtype(args.torch_dtype, "meta")
+        quantise_without_numbers(model, quantisation_config(args, dtype), dtype)
+    set_autocast(model, args.autocast)
+    return model
 
 
 def _without_weights(folder: Path, config: Any, kind: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ResourceError
@@ -68,6 +69,49 @@ def prepare_quantised(model: Any, dtype: torch.dtype) -> None:
             for conversion in model._weight_conversions
             if packed not in [type(step).__name__ for step in getattr(conversion, "operations", [])]
         ]
+
+
+def quantise_without_numbers(model: Any, settings: Any, dtype: torch.dtype) -> None:
+    """Give a model on the device "meta" the layers and packed weights that loading it with these settings would make.
+
+    bitsandbytes keeps a table on the device of its first use: the process that calls this loads no weights afterwards.
+    """
+    import torch
+    from transformers.quantizers import AutoHfQuantizer
+
+    with torch.device("meta"):
+        AutoHfQuantizer.from_config(settings, pre_quantized=False).preprocess_model(
+            model, dtype=dtype, device_map={"": "meta"}
+        )
+    for layer in filter(_has_own_kind, model.modules()):
+        found: Any = layer
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        found.weight._quantize(torch.device("meta"))
+    prepare_quantised(model, dtype)
+
+
+def scales_of(model: nn.Module) -> list[torch.Tensor]:
+    """What the weights are dequantised with, which are no parameters."""
+    import torch
+
+    found = []
+    for layer in filter(_has_own_kind, model.modules()):
+        states = [vars(layer.weight), *(vars(state) for state in _states(layer.weight))]
+        found += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return found
+
+
+def _states(weight: Any) -> list[Any]:
+    """The state of a 4-bit weight, and that of its scales where these are quantised, too."""
+    state = getattr(weight, "quant_state", None)
+    return [one for one in (state, getattr(state, "state2", None)) if one is not None]
+
+
+def count_of(parameter: Any) -> int:
+    """How many numbers a parameter stands for, of which two may be packed into a byte."""
+    state = getattr(parameter, "quant_state", None)
+    return math.prod(state.shape) if state is not None else parameter.numel()
 
 
 def _take_8bit_state(layer: Any) -> None:

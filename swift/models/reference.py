@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, attributed_to
-from swift.models.policy import load_base
+from swift.models.multimodal import loads_whole
+from swift.models.policy import load_base, load_config
 from swift.models.source import find_other, locate
 from swift.models.tuners import merge_in
 
@@ -135,14 +136,14 @@ class FrozenReference(ReferenceModel):
 
     def prepare(self, accelerator: Accelerator) -> str | None:
         """See `ReferenceModel.prepare`."""
-        from swift.models.attention.choice import choose_attention
+        from swift.models.attention.choice import choose_attention, choose_streams
         from swift.models.scoring import prepare_scoring
         from swift.models.sharded import is_sharding, shard_frozen
 
         cut = is_sharding(accelerator) and not self.moves
         if not cut:
             self.module.to(accelerator.device)
-        choose_attention(self.module)
+        (choose_attention if cut else choose_streams)(self.module)  # passes of a cut model are collectives
         obstacle = prepare_scoring(self.module)
         if cut:
             shard_frozen(self.module, accelerator)
@@ -225,7 +226,7 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     device = None if args.sharded_by and policy_device.type != "meta" else policy_device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
-        module: Any = load_other(args.ref_model, args, device)
+        module: Any = load_other(args.ref_model, args, device, beside=policy)
         if moves and hasattr(module.config, "quantization_config"):
             raise ConfigError(f"--sync_ref_model: true: --ref_model {args.ref_model} is quantised; drop one of the two")
         reference = FrozenReference(module, moves=moves)
@@ -242,10 +243,22 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     return reference
 
 
-def load_other(name: str, args: TunerArguments, device: Any, flag: str = "--ref_model") -> nn.Module:
-    """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name."""
+def load_other(
+    name: str, args: TunerArguments, device: Any, flag: str = "--ref_model", *, beside: nn.Module | None = None
+) -> nn.Module:
+    """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name.
+
+    beside: the policy, if the two get the same prompts.
+    """
+    from swift.models.attention.interface import transformers_model
+
     with attributed_to(flag):
         source = find_other(name, flag=flag, use_hf=args.use_hf)
+        sees = loads_whole(load_config(source.base, args), args)
+        if beside is not None and sees != loads_whole(transformers_model(beside).config, args):
+            raise ConfigError(
+                f"{flag}: {name}: of this model and the policy, one sees images and one does not; give one of its kind"
+            )
         model = load_base(source.base, args, device=device)
         return merge_in(model, source.adapters[0]) if source.adapters else model
 

@@ -27,8 +27,13 @@ from torch import Tensor, nn
 
 from swift.errors import first_line
 from swift.models.attention.choice import trial
-from swift.models.attention.interface import is_packed, transformers_model
-from swift.models.forward import TokenBatch, arrange, completion_logits
+from swift.models.attention.forked import takes_streams
+from swift.models.attention.interface import transformers_model
+from swift.models.autocast import autocast_dtype, autocasting
+from swift.models.forward import TokenBatch, arrange, completion_logits, completion_output
+from swift.models.router_loss import balancing_loss
+from swift.models.transfer import to_device
+from swift.models.vision import lowest, placeholder_ids, possible
 from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
 from swift.rl.logprobs import selected_logprobs
 
@@ -69,13 +74,36 @@ def score_tokens(
         total = tokens.target_ids.numel()
         return group.collected(logprobs_N, total), None if entropy_N is None else group.collected(entropy_N, total)
     if not scores_itself(model):
-        logits_NV = completion_logits(model, tokens)
+        with autocasting(model):
+            logits_NV = completion_logits(model, tokens)
         logprobs_N, entropy_N = selected_logprobs(logits_NV, tokens.target_ids, temperature=temperature)
         return logprobs_N, entropy_N if entropy != "none" else None
-    assert is_packed(model) == tokens.packed, "the model's attention would read it as something else"
-    request = ScoreRequest(tokens.predict_index, tokens.target_ids, LogitMap(temperature=temperature), entropy)
-    scores = model(**tokens.inputs, use_cache=False, score=request)
+    assert takes_streams(model) or not tokens.packed, "the model's attention would read it as one row"
+    with autocasting(model):
+        scores = model(**tokens.inputs, use_cache=False, score=_request(tokens, temperature, entropy))
     return scores if isinstance(scores, tuple) else (scores, None)
+
+
+def scores_and_balance(
+    model: nn.Module, tokens: TokenBatch, *, temperature: float = 1.0, entropy: Entropy = "none"
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`score_tokens`, and the load-balancing loss of the routers over the tokens of the same forward pass."""
+    assert tokens.group is None, "the loss of a part of a stream is not a part of its loss"
+    if not scores_itself(model):
+        with autocasting(model):
+            logits_NV, output = completion_output(model, tokens, output_router_logits=True)
+        logprobs_N, entropy_N = selected_logprobs(logits_NV, tokens.target_ids, temperature=temperature)
+        loss = balancing_loss(transformers_model(model), output.router_logits, tokens.inputs.get("attention_mask"))
+        return logprobs_N, entropy_N if entropy != "none" else None, loss
+    assert takes_streams(model) or not tokens.packed, "the model's attention would read it as one row"
+    request = _request(tokens, temperature, entropy)
+    with autocasting(model):
+        scores, loss = model(**tokens.inputs, use_cache=False, score=request, output_router_logits=True)
+    return (*scores, loss) if isinstance(scores, tuple) else (scores, None, loss)
+
+
+def _request(tokens: TokenBatch, temperature: float, entropy: Entropy) -> ScoreRequest:
+    return ScoreRequest(tokens.predict_index, tokens.target_ids, LogitMap(temperature=temperature), entropy)
 
 
 def score_requests(model: nn.Module, inputs: dict[str, Any], requests: tuple[ScoreRequest, ...]) -> tuple[Tensor, ...]:
@@ -87,9 +115,11 @@ def score_requests(model: nn.Module, inputs: dict[str, Any], requests: tuple[Sco
         requests: each with its own targets and temperature.
     """
     if scores_itself(model):
-        return tuple(model(**inputs, use_cache=False, score=requests))
+        with autocasting(model):
+            return tuple(model(**inputs, use_cache=False, score=requests))
     keep = torch.cat([request.predict_index for request in requests])
-    logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+    with autocasting(model):
+        logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
     parts = logits.split([request.target_ids.numel() for request in requests])
     return tuple(
         selected_logprobs(part, request.target_ids, temperature=request.logit_map.temperature)[0]
@@ -128,6 +158,7 @@ def prepare_scoring(model: nn.Module) -> str | None:
     softcap = getattr(config, "final_logit_softcapping", None) or None
     for head in heads:
         head.forward = MethodType(_head_forward, head)  # type: ignore[method-assign]
+        head.forbidden = placeholder_ids(base.config)  # type: ignore[assignment]
     base.forward = MethodType(_scoring_forward(base), base)
     if base.device.type == "meta":  # there are no numbers to compare
         base._scoring = LogitMap(factors[0] if factors else 1.0, softcap)
@@ -139,7 +170,7 @@ def prepare_scoring(model: nn.Module) -> str | None:
             return None
     del base._scoring, base.forward
     for head in heads:
-        del head.forward
+        del head.forward, head.forbidden
     return obstacle
 
 
@@ -147,7 +178,10 @@ def prepare_scoring(model: nn.Module) -> str | None:
 
 
 def _scoring_forward(base: Any) -> Any:
-    """A causal language model's forward; with `score`, the result of each request: log-probs [N], and entropies."""
+    """A causal language model's forward; with `score`, the result of each request: log-probs [N], and entropies.
+
+    With `output_router_logits` too, a pair of that and the load-balancing loss.
+    """
 
     def forward(
         self: Any, *args: Any, score: ScoreRequest | tuple[ScoreRequest, ...] | None = None, **kwargs: Any
@@ -155,13 +189,16 @@ def _scoring_forward(base: Any) -> Any:
         if score is None:
             return type(self).forward(self, *args, **kwargs)
         of_decoder = {name: value for name, value in kwargs.items() if name not in HEAD_ARGUMENTS}
-        hidden = self.base_model(*args, **of_decoder).last_hidden_state
-        scores = []
+        output = self.base_model(*args, **of_decoder)
+        hidden, scores = output.last_hidden_state, []
         for request in score if isinstance(score, tuple) else (score,):
             request = replace(request, logit_map=replace(self._scoring, temperature=request.logit_map.temperature))
             hidden_NH = hidden.flatten(0, 1).index_select(0, request.predict_index)
             scores.append(self.get_output_embeddings()(hidden_NH, score=request))
-        return tuple(scores) if isinstance(score, tuple) else scores[0]
+        result = tuple(scores) if isinstance(score, tuple) else scores[0]
+        if not kwargs.get("output_router_logits"):
+            return result
+        return result, balancing_loss(self, output.router_logits, kwargs.get("attention_mask"))
 
     forward.__signature__ = inspect.signature(type(base).forward)  # type: ignore[attr-defined]  # transformers looks
     return forward
@@ -174,12 +211,16 @@ def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) 
     weight, bias, device = self.weight, self.bias, hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     hidden_NH, weight_VH = hidden.to(dtype), weight.to(dtype)
+    bias_V = None if bias is None else bias.to(dtype)
+    if self.forbidden:
+        bias_V = hidden_NH.new_zeros(weight_VH.shape[0]) if bias_V is None else bias_V
+        bias_V = bias_V.index_fill(0, to_device(self.forbidden, bias_V.device), lowest(dtype))
     with torch.autocast(device, enabled=False):
         logprobs_N, entropy_N = linear_logprobs(
             hidden_NH,
             weight_VH,
             score.target_ids,
-            bias_V=None if bias is None else bias.to(dtype),
+            bias_V=bias_V,
             logit_map=score.logit_map,
             entropy=score.entropy,
         )
@@ -212,7 +253,7 @@ def _linear_heads(base: Any) -> list[nn.Module] | str:
 def _gap(model: nn.Module) -> str | None:
     """Compare the log-probs and entropies of a few tokens with those of the logits."""
     try:
-        with trial(model) as (sequences, device):
+        with trial(model) as (sequences, device), autocasting(model):
             tokens = arrange(model, sequences, device=device)
             logits = completion_logits(model, tokens)
             theirs = selected_logprobs(logits, tokens.target_ids, temperature=0.8)
@@ -222,7 +263,8 @@ def _gap(model: nn.Module) -> str | None:
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return f"its decoder cannot be called alone: {first_line(error)}"
     # two roundings of the largest logit, where the model caps and scales in its own type
-    tolerance = max(2 * torch.finfo(next(model.parameters()).dtype).eps * float(logits.abs().max()), 1e-4)
+    dtype = autocast_dtype(model) or next(model.parameters()).dtype
+    tolerance = max(2 * torch.finfo(dtype).eps * float(possible(model, logits).abs().max()), 1e-4)
     gaps = [(a - b).abs().mean() for a, b in zip(mine, theirs, strict=True) if a is not None]
     gap = float(torch.stack(gaps).max())  # NaN where any is
     return None if gap <= tolerance else "its log-probs differ from its logits'"

@@ -23,7 +23,7 @@ from swift.errors import ConfigError, unusable
 from swift.models.adapter_config import check_finite
 from swift.models.adapter_merge import check_start, load_adapter
 from swift.models.checkpoint_tensors import CheckpointTensor, as_saved, checkpoint_tensors, own_parameters
-from swift.models.policy import HEADS, Head, load_config, quiet_loading
+from swift.models.policy import HEADS, Head, class_of, load_config, quiet_loading
 from swift.models.source import ModelSource, head_of, weight_files
 from swift.models.tuners import adapter_errors
 
@@ -64,7 +64,7 @@ class MergedModel:
             self.config.num_labels = tree.config.num_labels
         if dtype is not None:
             self.config.dtype = dtype
-        self._tied = tree._tied_weights_keys or {} if self.config.get_text_config().tie_word_embeddings else {}
+        self._tied = tree._tied_weights_keys or {} if self.config.tie_word_embeddings else {}
         self._files, self._fused = _stored(tree, source.base)
         self._adapters: list[_Adapter] = []
         for folder in source.adapters:
@@ -112,9 +112,9 @@ class MergedModel:
                 "that it was made from"
             )
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
-        kind, _, labels = HEADS[head]
+        kind = class_of(config, self._args, head)
         if head != head_of(self._base):
-            config.num_labels = labels
+            config.num_labels = HEADS[head][2]
         with torch.device("meta"), quiet_loading(), unusable(f"--model: {self._base}: cannot be merged"):
             return getattr(transformers, kind).from_config(
                 config, dtype=torch.float32, trust_remote_code=self._args.trust_remote_code

@@ -74,8 +74,13 @@ def shard(module: nn.Module, accelerator: Any) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from torch.distributed.fsdp import CPUOffloadPolicy
 
+    from swift.models.attention.interface import decoder_of
+
     plugin = accelerator.state.fsdp_plugin
-    plugin.transformer_cls_names_to_wrap = None  # each model has its own
+    # not the layers of a tower, which a process whose rows have no images does not gather; a text model may name them
+    parts = {type(part).__name__ for part in decoder_of(module).modules()}
+    named: Iterable[str] = getattr(module, "_no_split_modules", None) or ()
+    plugin.transformer_cls_names_to_wrap = [name for name in named if name in parts]
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -93,6 +98,24 @@ def shard(module: nn.Module, accelerator: Any) -> None:
         own = parameter._local_tensor  # type: ignore[attr-defined]
         if own.numel() == 0:  # accelerate distinguishes them by their address, which is 0
             own.data_ptr = lambda address=-number: address
+    _gather_head_before_passes(module)
+
+
+def _gather_head_before_passes(module: nn.Module) -> None:
+    """Let losses read the weight of an output layer that they never call, as TRL's do.
+
+    Accelerate shards it together with the last norm, whose call gathers both, unless it does not find that norm, as
+    beside a tower. TRL would gather the weight by itself, and not sum its gradient over the ranks.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from swift.models.attention.interface import decoder_of, transformers_model
+
+    decoder, head = decoder_of(module), transformers_model(module).get_output_embeddings()
+    parts = [part for part in decoder.children() if part is not decoder.get_input_embeddings()]
+    alone = isinstance(head, FSDPModule) and not any(isinstance(part, FSDPModule) for part in parts)
+    if alone and any(parameter.requires_grad for parameter in head.parameters()):
+        module.register_forward_pre_hook(lambda *_: head.unshard())
 
 
 def shard_frozen(module: nn.Module, accelerator: Any) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from swift.models.forward import TokenSequence, arrange, completion_logits
+from swift.models.attention.interface import is_packed
+from swift.models.forward import TokenSequence, completion_logits, pack, pad
 from swift.models.sharded import device_of, is_dtensor, is_sharded, is_zero3, zero3_gathered
 
 _ZERO3, _FSDP = "deepspeed.", "torch.distributed.fsdp."
@@ -84,7 +85,8 @@ def forwards_in_step(model: nn.Module, any_rank: Callable[[bool], bool]) -> Iter
 
 @torch.no_grad()
 def _pass_over_one_token(model: nn.Module) -> None:
-    completion_logits(model, arrange(model, [TokenSequence([0], [0])], device=device_of(model)))
+    arrange = pack if is_packed(model) else pad  # one pass, as a step of sampling is
+    completion_logits(model, arrange([TokenSequence([0], [0])], device=device_of(model)))
 
 
 @contextlib.contextmanager

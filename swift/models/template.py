@@ -15,15 +15,19 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.data.image_store import images_in
 from swift.errors import ConfigError, RefusedChat, first_line, join_problems, nearest
 from swift.models.source import read_json
 from swift.models.templates import TEMPLATES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from swift.models.vision import Vision
 
 logger = logging.getLogger("swift.models")
 
@@ -78,6 +82,8 @@ class Template:
         self.kwargs = dict(kwargs or {})
         if self.kwargs:
             _check_kwargs(self.kwargs, tokenizer)
+        self.vision: Vision | None = None
+        """Of a model that sees; its prompts may have images."""
         self.training_template: str | None = None
         """Stands in where the template rewrites earlier turns: the same chat with all turns kept, and marked."""
         self.marked = bool(_GENERATION.search(tokenizer.get_chat_template()))
@@ -119,13 +125,27 @@ class Template:
         return self._render(messages, add_generation_prompt, marks=False, tools=tools, kwargs=more)[0]
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids of `messages`, ready for the assistant to continue.
+        """Token ids of `messages`, ready for the assistant to continue; those of images are named (`vision`).
 
         Raises:
-            RefusedChat: the template refuses the messages, or does not show their tools.
+            RefusedChat: the template refuses the messages, or does not show their tools or images.
         """
         self.check_tools(messages, tools)
-        return self.encode_text(self.render(messages, add_generation_prompt=True, tools=tools))
+        return self.encode_pieces([self.render(messages, add_generation_prompt=True, tools=tools)], messages)[0]
+
+    def encode_pieces(self, texts: Sequence[str], messages: Sequence[Message]) -> list[list[int]]:
+        """Token ids of the pieces of a rendering of `messages`, each tokenised apart; those of images are named.
+
+        Raises:
+            RefusedChat: the template does not show the images, or a text stands for one.
+        """
+        images = images_in(messages)
+        if images and self.vision is not None:
+            return self.vision.encode(texts, images)
+        pieces = [self.encode_text(text) for text in texts]
+        if self.vision is not None:
+            self.vision.check_text(chain.from_iterable(pieces))
+        return pieces
 
     def encode_finished(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """Token ids of a finished chat as reward models read it: as rendered, with an end token where there is none.
@@ -160,13 +180,13 @@ class Template:
                 is masked 0.
 
         Raises:
-            RefusedChat: the template refuses the messages, or does not show their tools.
+            RefusedChat: the template refuses the messages, or does not show their tools or images.
             ConfigError: the template rewrites earlier turns, so that assistant turns cannot be located.
         """
         self.check_tools(messages, tools)
         turns = _assistant_turns(messages)
         if everything and all(messages[index].get("loss", True) for index in turns):
-            ids = self.encode_text(self.render(messages, tools=tools))
+            (ids,) = self.encode_pieces([self.render(messages, tools=tools)], messages)
             return ids, [1] * len(ids)
         if self.marked:
             text, spans = self._render(messages, False, marks=True, tools=tools)
@@ -184,7 +204,10 @@ class Template:
             if not all(learnt):
                 raise RefusedChat(f"messages: loss: the chat template marks {len(spans)} parts in {len(turns)} turns")
             learnt = [True] * len(spans)
-        return self._encode_pieces(text, spans, learnt, empty_thoughts, int(everything))
+        cuts = [0, *chain.from_iterable(spans), len(text)]
+        texts = [text[start:end] for start, end in pairwise(cuts)]
+        pieces = self.encode_pieces(texts, messages)
+        return self._joined(pieces, texts[1::2], learnt, empty_thoughts, int(everything))
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
         """Refuse tools, or calls of them, that the template would silently omit (RefusedChat)."""
@@ -247,30 +270,34 @@ class Template:
             )
         return len(before), len(through)
 
-    def _encode_pieces(
+    def _joined(
         self,
-        text: str,
-        spans: Sequence[tuple[int, int]],
+        pieces: Sequence[list[int]],
+        answers: Sequence[str],
         learnt: Sequence[bool],
         empty_thoughts: bool,
         between: int,
     ) -> tuple[list[int], list[int]]:
-        """Ids and mask of `text`; what stands between the spans is masked with `between`."""
+        """Ids and mask of a chat.
+
+        Args:
+            pieces: ids of what stands before the first answer, of that answer, and so on to what stands after the last.
+            answers: their texts.
+            learnt: whether an answer is trained on.
+            empty_thoughts: see `encode_chat`.
+            between: the mask of what is no answer.
+        """
         ids: list[int] = []
         mask: list[int] = []
-        cursor = 0
-        for (start, end), learns in zip(spans, learnt, strict=True):
-            prompt, answer = self.encode_text(text[cursor:start]), self.encode_text(text[start:end])
+        for prompt, answer, text, learns in zip(pieces[::2], pieces[1::2], answers, learnt, strict=False):
             num_trained = _through_last_stop(answer, self.stop_token_ids) if learns else 0
             skipped = 0
-            if not empty_thoughts and (thought := _EMPTY_THOUGHT.match(text, start, end)):
+            if not empty_thoughts and (thought := _EMPTY_THOUGHT.match(text)):
                 skipped = min(num_trained, _common_prefix(answer, self.encode_text(thought.group())))
             ids += prompt + answer
             mask += [between] * len(prompt) + [0] * skipped + [1] * (num_trained - skipped)
             mask += [between if learns else 0] * (len(answer) - num_trained)
-            cursor = end
-        rest = self.encode_text(text[cursor:])
-        return ids + rest, mask + [between] * len(rest)
+        return ids + pieces[-1], mask + [between] * len(pieces[-1])
 
 
 class PlainText(Template):
@@ -282,7 +309,7 @@ class PlainText(Template):
                 f"--model: {tokenizer.name_or_path}: its tokenizer has no end-of-text token to put between documents"
             )
         self.tokenizer, self.kwargs = tokenizer, {}
-        self.training_template, self.marked = None, False
+        self.training_template, self.marked, self.vision = None, False, None
         self.stop_token_ids = (int(tokenizer.eos_token_id),)
 
 

@@ -12,7 +12,7 @@ encode/decode round trip (composed Unicode; transformers applies NFC to Qwen2 mo
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swift.models.policy import quiet_loading
 from swift.models.templates import TEMPLATES
@@ -35,6 +35,27 @@ SIZES: dict[str, tuple[int, ...]] = {
 0.5B with a vocabulary of 152k, which is the shape of Qwen2.5-0.5B (benchmarks on a GPU)."""
 
 ARCHS = ("qwen2", "llama", "qwen3")
+HYBRIDS = {"qwen3_5_text": "linear_attention", "lfm2": "conv"}
+"""Architectures in which three of four layers read a sequence from left to right -> what `layer_types` calls these."""
+
+MIXTURES = ("qwen3_moe",)
+"""Architectures with four experts of half the intermediate width, of which a token uses two."""
+
+VISION = ("qwen3_vl",)
+"""Architectures that see images. The tower has half of the width and depth; an embedding stands for 16 x 16 pixels."""
+PATCH, MERGED = 8, 2
+IMAGE_TOKENS = {
+    "vision_start_token_id": "<|vision_start|>",
+    "image_token_id": "<|image_pad|>",
+    "vision_end_token_id": "<|vision_end|>",
+    "video_token_id": "<|video_pad|>",
+}
+SEEING_CHATML = """{% for turn in messages %}<|im_start|>{{ turn['role'] }}
+{% if turn['content'] is string %}{{ turn['content'] }}{% else %}{% for part in turn['content'] %}\
+{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}\
+{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -80,7 +101,7 @@ def build_tiny(
 
     Args:
         folder: created if absent; files of the same names are overwritten.
-        arch: of `ARCHS`; qwen2 and qwen3 tie the output layer to the embedding, llama does not.
+        arch: of `ARCHS`, `HYBRIDS`, `MIXTURES` or `VISION`; all but llama tie the output layer to the embedding.
         size: of `SIZES`.
         seed: of the weights; equal arguments give equal bytes.
         init_std: standard deviation of the initial weights; None means hidden ** -0.5 / 2, which
@@ -93,6 +114,10 @@ def build_tiny(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    if arch in VISION:
+        if reward_model or init_std is not None:
+            raise ValueError(f"{arch}: has no reward_model and no init_std here")
+        return _build_seeing(Path(folder), arch, size, seed)
     widths = dict(zip(_WIDTHS, SIZES[size], strict=True))
     tokenizer = build_tokenizer(widths["max_position_embeddings"])
     end, pad = tokenizer.convert_tokens_to_ids([TURN_END, PAD])
@@ -107,6 +132,8 @@ def build_tiny(
         eos_token_id=end,
         pad_token_id=pad,
         **({"num_labels": 1} if reward_model else {}),
+        **(_hybrid(arch, widths) if arch in HYBRIDS else {}),
+        **(_mixture(widths) if arch in MIXTURES else {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -119,3 +146,89 @@ def build_tiny(
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def _build_seeing(folder: Path, arch: str, size: str, seed: int) -> Path:
+    """A model with a vision tower, and the processor of its images."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    widths = dict(zip(_WIDTHS, SIZES[size], strict=True))
+    hidden, heads = widths["hidden_size"], widths["num_attention_heads"]
+    tokenizer = build_tokenizer(widths["max_position_embeddings"])
+    tokenizer.add_tokens(list(IMAGE_TOKENS.values()), special_tokens=True)
+    tokenizer.chat_template = SEEING_CHATML
+    end, pad = tokenizer.convert_tokens_to_ids([TURN_END, PAD])
+    quarter = hidden // heads // 4
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
+    config = AutoConfig.for_model(
+        arch,
+        text_config={
+            **widths,
+            "vocab_size": len(tokenizer),
+            "head_dim": hidden // heads,
+            "rope_parameters": {
+                **rope,
+                "mrope_section": [2 * quarter - 2 * (quarter // 2), quarter // 2, quarter // 2],
+            },
+            "bos_token_id": None,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+        },
+        vision_config={
+            "depth": widths["num_hidden_layers"] // 2,
+            "hidden_size": hidden // 2,
+            "out_hidden_size": hidden,
+            "num_heads": heads,
+            "intermediate_size": hidden,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGED,
+            "temporal_patch_size": 1,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0],
+        },
+        tie_word_embeddings=True,
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5 / 2)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [end, pad], pad
+    with quiet_loading():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    edge = PATCH * MERGED
+    Qwen2VLImageProcessorPil(
+        patch_size=PATCH,
+        merge_size=MERGED,
+        temporal_patch_size=1,
+        size={"shortest_edge": edge**2, "longest_edge": 256 * edge**2},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(folder)
+    return folder
+
+
+def _mixture(widths: dict[str, int]) -> dict[str, Any]:
+    """Settings of its experts."""
+    return {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": widths["intermediate_size"] // 2}
+
+
+def _hybrid(arch: str, widths: dict[str, int]) -> dict[str, Any]:
+    """Settings of its layers; the last one of four, or of fewer, has attention."""
+    layers, heads = widths["num_hidden_layers"], widths["num_attention_heads"]
+    period, size = min(4, layers), widths["hidden_size"] // heads
+    kinds = [HYBRIDS[arch] if (number + 1) % period else "full_attention" for number in range(layers)]
+    if arch != "qwen3_5_text":
+        return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": heads // 2,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, RefusedChat, unusable
+from swift.models.multimodal import loads_whole, no_tower
 from swift.models.policy import load_config
 from swift.models.source import has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
@@ -48,7 +49,21 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
     tokenizer = read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
     name = f"--template {args.template}" if args.template else None
     kwargs = args.chat_template_kwargs
+    config = load_config(source.base, args)
+    processor, pixels = None, getattr(args, "max_pixels", None)
+    if plain or not loads_whole(config, args):
+        if pixels is not None:
+            raise no_tower("max_pixels", pixels)
+    else:
+        from swift.models.vision import Vision, load_processor
+
+        processor = load_processor(source.base, config, tokenizer)
+        if not args.template and getattr(processor, "chat_template", None):  # also of files that no tokenizer reads
+            tokenizer.chat_template = processor.chat_template
     template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, kwargs, name)
+    if processor is not None:
+        template.vision = Vision(source.base, processor, config, template.render, max_pixels=pixels)
+        template.vision.example()  # a processor that does not work is found now
     if not plain:  # a template may omit messages, a tokenizer may map all texts to the same ids
         with contextlib.suppress(RefusedChat):  # a template may need more than a question
             first, second = (template.encode_prompt([{"role": "user", "content": text}]) for text in ("a 1", "b 2"))
@@ -56,7 +71,7 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
                 logger.warning(
                     "%s: two different prompts become the same tokens; training teaches nothing", template.name
                 )
-    _check_ids(source.base, template, load_config(source.base, args).get_text_config())
+    _check_ids(source.base, template, config.get_text_config())
     return template
 
 

@@ -1,4 +1,4 @@
-"""System prompt and chat template that a checkpoint was trained with, from the args.json beside its weights.
+"""System prompt, chat template and size of images of the training, from the args.json beside a checkpoint's weights.
 
 The file is untrusted data: no path in it is opened, and nothing in it is run.
 """
@@ -21,10 +21,12 @@ SHOWN = 60
 
 
 def take_trained(args: Any, given: Collection[str]) -> list[str]:
-    """Give `system`, `template` and `chat_template_kwargs` their values of the training, unless the user gave some.
+    """Give `system`, `template`, `chat_template_kwargs` and `max_pixels` their values of the training.
+
+    Those that the user gave stay.
 
     Args:
-        args: settings with these three; changed in place.
+        args: settings with these; changed in place.
         given: names of the settings that the user wrote.
 
     Returns:
@@ -57,6 +59,10 @@ def take_trained(args: Any, given: Collection[str]) -> list[str]:
     if variables and "chat_template_kwargs" not in given:
         args.chat_template_kwargs = variables
         taken.append(f"chat_template_kwargs {_shown(variables)}")
+    pixels = _typed(file, recorded, "max_pixels", int)
+    if pixels and args.SEES and "max_pixels" not in given:
+        args.max_pixels = pixels
+        taken.append(f"max_pixels {pixels}")
     lines = [f"as in training: {', '.join(taken)}, from {file}; --system, --template and so on override it"] * bool(
         taken
     )
@@ -66,7 +72,8 @@ def take_trained(args: Any, given: Collection[str]) -> list[str]:
 def _typed(file: Path, recorded: dict[str, Any], name: str, kind: type) -> Any:
     value = recorded.get(name)
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{file}: {name}: {_shown(value)}: is no {'text' if kind is str else 'object'}; correct it")
+        wanted = {str: "text", int: "whole number"}.get(kind, "object")
+        raise ConfigError(f"{file}: {name}: {_shown(value)}: is no {wanted}; correct it")
     return value
 
 

@@ -23,6 +23,7 @@ from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
 from swift.models.adapter_config import check_finite
 from swift.models.expert_targets import HEADS, fused_projections, resolve
+from swift.models.multimodal import check_reached, frozen_modules, frozen_parameters, frozen_parts
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -108,6 +109,10 @@ def _fresh(model: Any, source: ModelSource, args: TunerArguments, task: str) -> 
         config.target_modules = sorted(config.target_modules)  # equal runs write equal adapter_config.json files
     if isinstance(getattr(config, "target_parameters", None), set):
         config.target_parameters = sorted(config.target_parameters)
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = policy.get_base_model().named_modules()
+    check_reached(model, [name for name, layer in layers if isinstance(layer, BaseTunerLayer)], args)
     if args.changes_base:
         check_ranks(policy, args)
         tensors = get_peft_model_state_dict(policy, save_embedding_layers=False)
@@ -130,6 +135,10 @@ def expert_lines(policy: Any, args: TunerArguments) -> list[str]:
     return [f"adapter: {count:,} parameters on experts{dropout}"] if count else []
 
 
+MAMBA, NO_LORA = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}, ["conv1d", "out_proj"]
+"""Families in which PEFT refuses LoRA on these modules."""
+
+
 def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     """PEFT's config of the adapter that the settings describe.
 
@@ -142,10 +151,13 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     options = {field: getattr(args, name) for name, field in tuner.fields.items()}
     options = {field: value for field, value in options.items() if value is not None}
     targets: Any = args.target_regex or list(args.target_modules)
+    excluded: list[str] = sorted(HEADS) if task == "TOKEN_CLS" else []
     if targets in ([], ["all-linear"]):
         targets = "all-linear"
+        if args.tuner_type == "lora" and getattr(model.config, "model_type", None) in MAMBA:
+            excluded += NO_LORA
     if args.tuner_type == "lora":
-        if found := resolve(model, targets):
+        if found := None if "llm" in frozen_parts(model, args) else resolve(model, targets):
             targets, options["target_parameters"] = found.modules, sorted(found.parameters)
             ranks, alphas = {}, {}
             for name, width in found.widths.items():  # each projection in it keeps its rank and scale
@@ -158,8 +170,11 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
-    if task == "TOKEN_CLS":
-        options["exclude_modules"] = sorted(HEADS)
+    if frozen := frozen_modules(model, args):
+        patterns = [rf"{re.escape(name)}(\..*)?" for name in frozen]
+        options["exclude_modules"] = "|".join([*patterns, *(rf"(.*\.)?{name}" for name in excluded)])
+    elif excluded:
+        options["exclude_modules"] = excluded
     with unusable(f"--tuner_type: {args.tuner_type}: its settings cannot be used"):
         return getattr(peft, tuner.config)(
             task_type=task,
@@ -212,6 +227,18 @@ def _check_names(model: nn.Module, args: TunerArguments) -> None:
         "rank_pattern": [(name, rf"(.*\.)?({name})") for name in args.rank_pattern],
         "alpha_pattern": [(name, rf"(.*\.)?({name})") for name in args.alpha_pattern],
     }
+    frozen = tuple(frozen_modules(model, args))
+    inside = [name for name in modules if name in frozen or name.startswith(tuple(f"{root}." for root in frozen))]
+    if args.target_regex and (hidden := [name for name in inside if re.fullmatch(args.target_regex, name)]):
+        raise ConfigError(
+            f"--target_regex: {args.target_regex}: fits {hidden[0]}, which --freeze_vit, --freeze_aligner or "
+            "--freeze_llm leaves out; set that to false, or change the expression"
+        )
+    modules = {name: module for name, module in modules.items() if name not in inside}
+    if "llm" in frozen_parts(model, args) and args.target_parameters:
+        raise ConfigError(
+            f"--target_parameters: {args.target_parameters[0]}: --freeze_llm leaves it out; drop one of the two"
+        )
     matrices = sorted(name for name, weight in model.named_parameters() if weight.ndim >= 2)
     for suffix in args.target_parameters:
         if not any(f".{name}".endswith(f".{suffix}") for name in matrices):
@@ -337,7 +364,27 @@ def with_adapter(model: Any, folder: Path, **options: Any) -> Any:
 
     with adapter_errors(folder):
         check_finite(folder)
-        return PeftModel.from_pretrained(model, str(folder), **options)
+        policy: Any = PeftModel.from_pretrained(model, str(folder), **options)
+    _check_taken(policy, folder)
+    return policy
+
+
+def _check_taken(policy: Any, folder: Path) -> None:
+    """Refuses a LoRA adapter with tensors that the model has no place for, of which PEFT only warns."""
+    from peft import get_peft_model_state_dict
+    from safetensors import safe_open
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return
+    with safe_open(file, framework="numpy") as tensors:
+        given = {name for name in tensors.keys() if ".lora_" in name}  # noqa: SIM118
+    lost = given - set(get_peft_model_state_dict(policy, save_embedding_layers=False))
+    if lost:
+        raise ConfigError(
+            f"--adapters: {folder}: {len(lost)} of {len(given)} tensors have no place in the model (such as "
+            f"{min(lost)}); give the base model it was trained on"
+        )
 
 
 def adapter_errors(folder: Path) -> AbstractContextManager[None]:
@@ -435,7 +482,7 @@ def freeze(model: nn.Module, args: TunerArguments) -> None:
         ConfigError: a name or expression fits no parameter, or nothing is left to train.
     """
     named = dict(model.named_parameters())
-    frozen: set[str] = set()
+    frozen = frozen_parameters(model, args)
     if args.freeze_parameters_ratio:
         ends = list(accumulate(parameter.numel() for parameter in named.values()))
         frozen |= set(list(named)[: bisect_right(ends, int(ends[-1] * args.freeze_parameters_ratio))])

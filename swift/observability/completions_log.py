@@ -52,7 +52,7 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
                     "prompt_id": group.prompt.prompt_id,
                     "group_id": group.group_id,
                     "index": index,
-                    "prompt": "\n".join(f"[{turn['role']}]\n{turn.get('content') or ''}" for turn in messages),
+                    "prompt": "\n".join(f"[{turn['role']}]\n{shown(turn.get('content'))}" for turn in messages),
                     "completion": completion.text,
                     "turns": None if episode is None else turns_of(episode),
                     "prompt_tokens": len(own if own else group.prompt.token_ids),
@@ -67,6 +67,13 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
                 }
             )
     return rows
+
+
+def shown(content: str | Sequence[Mapping[str, str]] | None) -> str:
+    """A turn's content as text, images by their digest."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] if part["type"] == "text" else f"<image {part['image']}>" for part in content)
 
 
 def turns_of(episode: Episode) -> list[dict[str, Any]]:

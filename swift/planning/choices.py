@@ -30,7 +30,7 @@ def shown(change: Sequence[Change]) -> str:
 
 
 def changes(plan: Plan, args: Any) -> list[list[Change]]:
-    """What makes room in the fullest phase, what costs least time first."""
+    """What makes room in the fullest phase, what costs least time first, and last what changes the numbers."""
     colocated, awake = "start" in [phase.name for phase in plan.phases], not getattr(args, "sleep_level", 0)
     if plan.problem:
         share = plan.phases[0].held.get("engine", 0) / plan.device.memory + 0.1
@@ -51,12 +51,19 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
             *_smaller_micro_batches(plan, args),
             ([("fsdp", "full_shard")], plan.devices > 1 and not args.fsdp),
             (_shared(args), _can_share(plan, args)),
-            ([("optim", "adamw_cpu")], args.optim != "adamw_cpu" and args.tuner_type == "full" and not args.fsdp),
+            ([("optim", "adamw_cpu")], _may_leave(args)),
+            ([("master_weights", "bf16_stochastic")], _may_leave(args) and args.torch_dtype == "bfloat16"),
         ]
         if plan.peak.name == "update":  # which tokens do not change
-            choices = [choices[0], choices[3], choices[-1]]
+            choices = [choices[0], choices[3], *choices[-2:]]
     choices.append(([("tuner_type", "lora")], args.tuner_type == "full"))
     return [change for change, helps in choices if helps]
+
+
+def _may_leave(args: Any) -> bool:
+    """Whether the state of the optimizer, with masters, is on the device and could be on the host."""
+    fp32 = args.master_weights == "fp32" and args.optim != "adamw_cpu"
+    return bool(fp32 and args.tuner_type == "full" and not args.fsdp)
 
 
 def _shared(args: Any) -> list[Change]:

@@ -29,7 +29,6 @@ NOT_PLANNED = {"gkd": "a teacher beside the model", "ebft_strided": "a trainer t
 
 WITHOUT = {
     "fsdp_offload_params": "is not planned yet",
-    "use_dora": "is not planned yet",
     "use_lmdeploy": "only vLLM and transformers are planned so far",
     "use_liger_kernel": "its kernels are not known here; plan without them, which needs more",
     "torch_compile": "compiled code is not planned yet; plan without it, which needs more",
@@ -130,8 +129,8 @@ def _policy(args: Any, head: Head | None) -> Any:
     policy = check_policy(args, head, weights=False)
     if policy is None:
         raise ConfigError(f"--model: {args.model}: code of its repository makes it, which needs real tensors")
-    if hasattr(policy.config, "quantization_config"):
-        raise ConfigError(f"--model: {args.model}: its weights are quantised, which is not planned yet")
+    if hasattr(policy.config, "quantization_config") and not args.quant_method:
+        raise ConfigError(f"--model: {args.model}: its files are quantised, which is not planned yet")
     return policy
 
 
@@ -140,12 +139,18 @@ def _not_planned(mode: str, args: Any) -> list[str]:
     if mode in NOT_PLANNED:
         return [f"plan: {mode}: has {NOT_PLANNED[mode]}, which is not planned yet"]
     given: dict[str, Any] = {name: getattr(args, name, None) for name in WITHOUT}
+    alike = "full_shard" if "zero3" in (args.deepspeed or "") else "shard_grad_op"
     problems = {
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(OPTIMIZERS)}": (
             args.optim not in OPTIMIZERS
         ),
-        f"--deepspeed: {args.deepspeed}: only --fsdp is planned so far": args.deepspeed,
-        f"--quant_method: {args.quant_method}: quantised weights are not planned yet": args.quant_method,
+        f"--deepspeed: {args.deepspeed}: not planned; plan with --fsdp {alike}, with shards as large": args.deepspeed,
+        f"--quant_method: {args.quant_method}: is not planned yet with --fsdp; drop one": args.quant_method
+        and args.fsdp,
+        "--use_dora: true: is not planned yet on quantised weights": args.quant_method and args.use_dora,
+        "--quant_bits: 8: only 4 is planned so far; plan with 4, which needs less, or without": (
+            args.quant_method and args.quant_bits == 8
+        ),
         f"--tuner_type: {args.tuner_type}: only lora and full are planned so far": (
             args.tuner_type not in ("lora", "full")
         ),

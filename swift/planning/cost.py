@@ -10,9 +10,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from swift.models.attention.interface import transformers_model
+from swift.models.quantisation import count_of
 from swift.planning.devices import host_update_seconds
 from swift.planning.trace import Trace, local
 from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
 
 MOST_TRACED = 2
 """Micro-batches that are computed; in the second one there are gradients already, and those after it are like it."""
@@ -66,7 +68,9 @@ def optimizer_of(args: Any, policy: nn.Module) -> Optimizer | None:
     fused = args.optim != "adamw_torch"
     made = AdamW(trained, lr=1e-6, fused=fused, foreach=not fused and not args.fsdp)  # torch's choice on a GPU
     if not args.fsdp:
-        keep_master_weights(made)
+        keep_master_weights(
+            made, rounding=StochasticRounding(args.seed) if args.master_weights == "bf16_stochastic" else None
+        )
     return made
 
 
@@ -115,7 +119,7 @@ def cost_of_step(
     update_s = trace.seconds - began if optimizer is not None else host_update_seconds(gradients, number)
     state = trace.live - before  # which the first step makes, and every later one has
     return StepCost(
-        parameters=sum(parameter.numel() for parameter in policy.parameters()),
+        parameters=sum(map(count_of, policy.parameters())),
         trained=number,
         weights=weights,
         resident=trace.live,
@@ -138,8 +142,8 @@ def forget_gradients(policy: nn.Module) -> None:
 
 def set_experts(module: nn.Module) -> None:
     """Experts, if there are any, are computed as on a GPU."""
-    if any(parameter.ndim == 3 for parameter in module.parameters()):
-        transformers_model(module).set_experts_implementation("grouped_mm")
+    if (model := transformers_model(module))._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
 
 
 def recompute(policy: nn.Module) -> None:

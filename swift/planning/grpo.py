@@ -8,7 +8,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, counted
+from swift.errors import counted
 from swift.planning.report import PROMPT_TOKENS, described
 
 if TYPE_CHECKING:
@@ -31,16 +31,17 @@ def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any
     completions = batches.global_batch // data_ranks(args, processes)
     cost = _trainer(args, policy, device, placed, processes, shape_of(args, completions, prompt_tokens))
     rollout = _rollout(args, device, placed, nodes, policy, cost, batches, prompt_tokens)
-    phases = _phases(args, placed, cost, rollout, processes)
+    phases = _phases(args, placed, cost, rollout, processes, policy)
     where = {"colocate": "vLLM beside the trainer", "in_process": "the trainer's model"}.get(
         placed.mode, "servers, taken to be" if placed.servers else "engines"
     )
     if rollout.devices > 1 or placed.servers:
         where += f" on {counted(rollout.devices, 'device')} each"
     features = {"features": cost.features_s} if cost.features_s else {}
+    blind = "; their images are not counted" if getattr(policy.config, "vision_config", None) else ""
     return Plan(
         title=f"plan: {described(args)}; rollouts by {where}, {rollout.at_a_time} at a time on a device; prompts of "
-        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them",
+        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them{blind}",
         device=device,
         devices=processes,
         engine_devices=nodes * sum(map(len, placed.engines)) if placed.mode == "dedicated" else 0,
@@ -88,7 +89,6 @@ def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
 
 def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processes: int, shape: Shape) -> StepCost:
     """What a step of the trainer costs; `shape`: of the ranks that share completions."""
-    from swift.models.attention.choice import packing_obstacle
     from swift.models.features import load_features
     from swift.planning.cost import optimizer_of
     from swift.planning.kernels import kernel_of
@@ -99,8 +99,6 @@ def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processe
     from swift.trainers.grpo.build import reference_of
     from swift.trainers.parallel.sequence import require_shareable
 
-    if (obstacle := packing_obstacle(policy)) is not None:
-        raise ConfigError(f"--model: {args.model}: {obstacle}: models that are not packed are not planned yet")
     require_shareable(policy, args)
     reference = reference_of(args, policy.train(), 0)
     taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
@@ -149,19 +147,21 @@ def _rollout(
 ) -> Rollout:
     """Generation on one device: the engine's share of it, and how long it takes."""
     from swift.models.activation_memory import ModelShape
+    from swift.models.quantisation import count_of
     from swift.planning.devices import GIB
     from swift.planning.report import CONTEXT_BYTES, ENGINE_BYTES, HOST_S, MOST_SEQUENCES, Rollout, decode_seconds
 
-    shape, size = ModelShape.of(policy.config), 4 if args.torch_dtype == "float32" else 2
-    cache_per_token = 2 * shape.layers * shape.key_value * size
+    shape, size = ModelShape.of(policy.config), 4 if (args.autocast or args.torch_dtype) == "float32" else 2
+    attending, states = kept_by(policy.config.get_text_config(), shape.layers)
+    cache_per_token = 2 * attending * shape.key_value * size
     # an engine has the base, into which an adapter is merged
-    parameters = sum(parameter.numel() for name, parameter in policy.named_parameters() if "lora_" not in name)
+    parameters = sum(count_of(parameter) for name, parameter in policy.named_parameters() if "lora_" not in name)
     weights, longest = size * parameters, prompt_tokens + args.max_completion_length
     in_process = placed.mode == "in_process"
     spread = 1 if in_process else max(1, args.vllm_tensor_parallel_size)
     if placed.servers:  # as many devices as the weights need in half of their memory
         spread = 1 << max(0, math.ceil(math.log2(2 * weights / device.memory)))
-    cache_per_token, weights = math.ceil(cache_per_token / spread), math.ceil(weights / spread)
+    cache_per_token, states, weights = (math.ceil(one / spread) for one in (cache_per_token, states, weights))
     if in_process:
         gathered = weights if args.fsdp else 0
         free = device.memory - CONTEXT_BYTES - cost.weights - gathered
@@ -171,8 +171,8 @@ def _rollout(
         cache = engine - weights - ENGINE_BYTES
         engines = nodes * len(placed.engines) or len(placed.servers)
     completions = math.ceil(batches.rollout_prompts * args.num_generations / engines)
-    problem = ""
-    if cache < cache_per_token * longest:
+    problem, sequence = "", cache_per_token * longest + states
+    if cache < sequence:
         problem = f"an engine's {max(0, cache) / GIB:.1f} GiB of keys and values do not hold {longest} tokens"
     pace = "transformers" if in_process else "eager" if args.vllm_enforce_eager else "graphs"
     at_a_time, seconds = decode_seconds(
@@ -181,6 +181,7 @@ def _rollout(
         parameters=active_parameters(policy) // spread,
         weights=weights,
         cache_per_token=cache_per_token,
+        states=states,
         cache=cache,
         most=args.vllm_max_num_seqs or MOST_SEQUENCES,
         completions=completions,
@@ -188,24 +189,51 @@ def _rollout(
         prompt_tokens=prompt_tokens,
         completion_tokens=args.max_completion_length,
     )
-    needed = min(cache, cache_per_token * longest * at_a_time) if in_process else cache
+    needed = min(cache, sequence * at_a_time) if in_process else cache
     return Rollout(weights, engine, needed, at_a_time, seconds / batches.updates_per_rollout, problem, spread)
+
+
+def kept_by(config: Any, layers: int) -> tuple[int, int]:
+    """How many of a text model's layers keep keys and values, and bytes of a sequence's other states in 16 bits."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    from swift.models.policy import quiet_loading
+
+    cache: Any = DynamicCache(config=config)
+    hybrid = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if not hybrid:
+        return layers, 0
+    with quiet_loading(), torch.no_grad(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model(torch.zeros(1, 2, dtype=torch.long), past_key_values=cache)
+    states = [
+        state for layer in hybrid for kind in (layer.conv_states, layer.recurrent_states) for state in kind.values()
+    ]
+    attending = sum(getattr(layer, "keys", None) is not None for layer in cache.layers)
+    return attending, sum(state.nbytes for state in states if state is not None)
 
 
 def active_parameters(policy: Any) -> int:
     """Those that compute a token: of the base, and of its experts the share that the router chooses."""
+    from swift.models.quantisation import count_of
+
     config = policy.config.get_text_config()
     chosen = getattr(config, "num_experts_per_tok", None) or 1
     total = 0.0
     for name, parameter in policy.named_parameters():
         if "lora_" not in name:
-            total += parameter.numel() * (min(1.0, chosen / parameter.shape[0]) if parameter.ndim == 3 else 1)
+            stacked = parameter.ndim == 3 and parameter.shape[1] > 1  # of experts, not of a convolution
+            total += count_of(parameter) * (min(1.0, chosen / parameter.shape[0]) if stacked else 1)
     return int(total)
 
 
-def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, processes: int) -> list[Phase]:
+def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, processes: int, policy: Any) -> list[Phase]:
     """The phases of a device of the trainer."""
-    from swift.planning.report import ASLEEP_BYTES, BUCKET_BYTES, CONTEXT_BYTES, SLACK, Phase, buckets_of, trained_in
+    from swift.planning.report import ASLEEP_BYTES, CONTEXT_BYTES, SLACK, Phase, buckets_of, trained_in
+    from swift.rollout.weights.base import BUCKET_BYTES
+    from swift.rollout.weights.policy import PolicyWeights
 
     process, buckets = {"process": CONTEXT_BYTES}, buckets_of(args, cost, processes)
     colocated = placed.mode == "colocate"
@@ -218,7 +246,10 @@ def _phases(args: Any, placed: Placement, cost: StepCost, rollout: Rollout, proc
     if colocated:
         weights = 0 if args.offload_model else cost.weights
         trainer = weights + (0 if args.offload_optimizer else cost.resident - cost.weights) + buckets
-        waking = (rollout.weights + ASLEEP_BYTES if placed.sleep_level else rollout.engine) + BUCKET_BYTES
+        bucket = BUCKET_BYTES
+        if not args.vllm_enable_lora:
+            bucket = PolicyWeights(policy, move_model_batches=args.move_model_batches).largest
+        waking = (rollout.weights + ASLEEP_BYTES if placed.sleep_level else rollout.engine) + bucket
         phases = [
             Phase("start", {**process, "trainer": cost.weights, "engine": rollout.engine}),
             Phase("weight sync", {**process, "trainer": trainer, "engine": waking}),

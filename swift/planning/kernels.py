@@ -6,8 +6,8 @@ What attention computes is counted from the segments of the stream.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from swift.models.attention import flex
 from swift.models.attention.layout import Kernel, SegmentLayout
+from swift.models.attention.spans import in_autocast_type
+from swift.planning.autocast import autocast_on_meta
 from swift.planning.trace import Trace
 
 
@@ -26,7 +28,7 @@ def kernel_of(args: Any) -> Kernel | None:
 
 @contextlib.contextmanager
 def as_on_gpu(trace: Trace) -> Iterator[None]:
-    """Stand-ins for kernels of attention; and no autocast, which the device "meta" does not have."""
+    """Stand-ins for kernels of attention, and for autocast, which the device "meta" does not have."""
     layouts: list[SegmentLayout] = []
     made = SegmentLayout.__init__
 
@@ -51,6 +53,7 @@ def as_on_gpu(trace: Trace) -> Iterator[None]:
     def of_sdpa(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, is_causal: bool = False, **settings: Any
     ) -> Tensor:
+        query, key, value = in_autocast_type(query, key, value)
         seen = query.shape[0] * query.shape[2] * key.shape[2] / (2 if is_causal else 1)
         return _Attention.apply(query, key, value, trace, seen, False)  # type: ignore[no-any-return]
 
@@ -61,8 +64,8 @@ def as_on_gpu(trace: Trace) -> Iterator[None]:
         mock.patch.object(nn.functional, "scaled_dot_product_attention", of_sdpa),
         mock.patch.object(flex, "_flex_attention", lambda device_type: of_flex),
         mock.patch.object(flex, "_block_mask_of", lambda *numbers: None),
-        mock.patch.object(torch, "is_autocast_enabled", lambda *device_type: False),
-        mock.patch.object(torch, "autocast", lambda *settings, **named: nullcontext()),
+        fused_scans(trace),
+        autocast_on_meta(),
     ):
         yield
 
@@ -93,6 +96,69 @@ class _Attention(torch.autograd.Function):
         ctx.trace.kernel(10 * ctx.pairs * query.shape[1] * query.shape[3], moved)
         del delta, total
         return (*gradients, None, None, None)
+
+
+@contextlib.contextmanager
+def fused_scans(trace: Trace) -> Iterator[None]:
+    """Linear attention as flash-linear-attention computes it, and state spaces as mamba-ssm, in models made before."""
+
+    def delta_rule(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, chunk_size: int = 64, **settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows, length, heads, width = value.shape
+        size, steps = key.shape[3], rows * length * heads
+        # products in chunks, of which the solved one is kept in 16 bits, and those with the state
+        flops = steps * (2 * chunk_size * (3 * size + 2 * width) + 6 * size * width)
+        kept = key.new_empty(rows, length, heads, chunk_size + 6)  # three float32 numbers beside it
+        given = (value, query, key, g, beta, settings.get("initial_state"))
+        return _Scan.apply(trace, flops, (heads, size, width), chunk_size, kept, *given)  # type: ignore[no-any-return]
+
+    def state_space(
+        hidden: Tensor, dt: Tensor, decay: Tensor, b: Tensor, c: Tensor, chunk_size: int, *more: Any, **settings: Any
+    ) -> Any:
+        rows, length, heads, width = hidden.shape
+        size, steps = b.shape[3], rows * length * heads
+        flops = steps * (2 * chunk_size * (size + width) + 4 * size * width)
+        kept = dt.new_empty(rows, length, heads, 2, dtype=torch.float32)
+        given = (hidden, dt, decay, b, c, *more, *settings.values())
+        output, state = _Scan.apply(trace, flops, (heads, width, size), chunk_size, kept, *given)
+        return (output, state) if settings.get("return_final_states") else output
+
+    stands = {"torch_chunk_gated_delta_rule": delta_rule, "mamba2_chunk_scan": state_space}
+    files = [file for name, file in sys.modules.items() if name.startswith("transformers.models.")]
+    with contextlib.ExitStack() as stack:
+        for name, kernel in stands.items():
+            for file in files:
+                if name in vars(file):
+                    stack.enter_context(mock.patch.object(file, name, kernel))
+        yield
+
+
+class _Scan(torch.autograd.Function):
+    """A recurrence in chunks: keeps its inputs and `kept`, and makes the states of all chunks in each pass.
+
+    The first input is [B, T, H, P], like the output; `state`: shape of a sequence's state.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, trace: Trace, flops: float, state: Any, chunk: int, kept: Tensor, *inputs: Any) -> Any:
+        values = inputs[0]
+        ctx.save_for_backward(kept, *(one for one in inputs if isinstance(one, Tensor)))
+        ctx.places = [isinstance(one, Tensor) for one in inputs]
+        ctx.trace, ctx.flops, ctx.states = trace, flops, (values.shape[0], -(-values.shape[1] // chunk), *state)
+        states, output = values.new_empty(ctx.states), torch.empty_like(values)
+        trace.kernel(flops, (values, *ctx.saved_tensors, states, states, output))
+        return output, values.new_empty((values.shape[0], *state), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, of_state: Tensor | None) -> Any:  # type: ignore[override]
+        kept, *inputs = ctx.saved_tensors
+        states = [gradient.new_empty(ctx.states) for _ in range(2)]  # and their gradients
+        again = [torch.empty_like(one) for one in inputs[:3]]
+        gradients = [torch.empty_like(one) for one in inputs]
+        ctx.trace.kernel(3 * ctx.flops, (gradient, kept, *inputs, *states, *states, *again, *again, *gradients))
+        found = iter(gradients)
+        return (None,) * 5 + tuple(next(found) if tensor else None for tensor in ctx.places)
 
 
 class _Launched:

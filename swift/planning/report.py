@@ -26,8 +26,6 @@ MOST_SEQUENCES = 256
 """That are decoded at a time, unless `--vllm_max_num_seqs` says otherwise."""
 PROMPT_TOKENS = 512
 """Of a prompt, if nothing says."""
-BUCKET_BYTES = 512 << 20
-"""Of a weight sync, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +187,9 @@ def described(args: Any) -> str:
     """Tuning, model, precision and sharding of a run."""
     from swift.trainers.parallel.sharding import describe
 
+    dtype = f"{args.torch_dtype}, products in {args.autocast}" if args.autocast else args.torch_dtype
     sharing = f", micro-batches of {args.sequence_parallel_size} processes" if args.sequence_parallel_size > 1 else ""
-    return f"{args.tuner_type} tuning of {args.model} in {args.torch_dtype}{describe(args)}{sharing}"
+    return f"{args.tuner_type} tuning of {args.model} in {dtype}{describe(args)}{sharing}"
 
 
 def buckets_of(args: Any, cost: StepCost, processes: int) -> int:
@@ -223,6 +222,7 @@ def decode_seconds(
     parameters: int,
     weights: int,
     cache_per_token: int,
+    states: int,
     cache: int,
     most: int,
     completions: int,
@@ -232,13 +232,13 @@ def decode_seconds(
 ) -> tuple[int, float]:
     """How many completions are decoded at a time, and the seconds that all of them take.
 
-    A step of decoding reads the weights and the keys and values of every sequence once, or computes 2 FLOPs for each
-    parameter and sequence, whichever takes longer; `least_s` in any case.
+    A step of decoding reads the weights and what is kept of every sequence once (`states`: bytes beside its keys and
+    values), or computes 2 FLOPs for each parameter and sequence, whichever takes longer; `least_s` in any case.
     """
     longest = prompt_tokens + completion_tokens
-    at_a_time = max(1, min(completions, most, cache // max(1, cache_per_token * longest)))
+    at_a_time = max(1, min(completions, most, cache // max(1, cache_per_token * longest + states)))
     mean = prompt_tokens + completion_tokens / 2
-    moved = weights + at_a_time * mean * cache_per_token
+    moved = weights + at_a_time * (mean * cache_per_token + states)
     one = max(least_s, device.seconds(2 * parameters * at_a_time, moved, half=True))
     prefill = device.seconds(2 * parameters * prompts * prompt_tokens, weights, half=True)
     return at_a_time, prefill + math.ceil(completions / at_a_time) * completion_tokens * one

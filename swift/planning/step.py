@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swift.models.attention.interface import enable_packed_attention
+from swift.models.attention.choice import likely_streams
 from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
 from swift.models.reference import FrozenReference, ReferenceModel
@@ -201,7 +201,7 @@ def _made_ready(
     own = {model.module: model.moves for model in frozen if isinstance(model, FrozenReference)}
     modules = [policy, *own]
     for module in modules:
-        enable_packed_attention(module, kernel)
+        likely_streams(module, kernel)
         set_experts(module)
         if (obstacle := prepare_scoring(module)) is not None:
             raise NotImplementedError(obstacle)

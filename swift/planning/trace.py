@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from swift.models.quantisation import scales_of
 from swift.planning.devices import Device
 
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ class Trace(TorchDispatchMode):
     def hold(self, *modules: torch.nn.Module) -> None:
         """Count the parameters and buffers of modules that were made before."""
         for module in modules:
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(), *module.buffers(), *scales_of(module)):
                 self._note(local(tensor))
 
     def reset_peak(self) -> None:

@@ -21,6 +21,7 @@ from swift.models.attention.interface import enable_packed_attention, transforme
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.sequence_parallel import spread_rows
 from swift.models.attention.spans import packed_rows
+from swift.models.autocast import autocasting
 from swift.models.tiny import build_tokenizer
 from swift.planning.cost import Passes, StepCost, cost_of_step, forget_gradients, passes_of, recompute, set_experts
 from swift.planning.devices import Device
@@ -161,7 +162,7 @@ def _trainer(
     alone = copy.copy(args)
     for name, value in OF_ONE.items():
         setattr(alone, name, value)
-    template: Any = SimpleNamespace(tokenizer=build_tokenizer())
+    template: Any = SimpleNamespace(tokenizer=build_tokenizer(), vision=None)
     rows = Dataset.from_list(shape.columns(mode))
     ranks = World().collectives()
     return build_trainer(
@@ -182,11 +183,24 @@ def _make_ready(modules: Sequence[nn.Module], args: Any, world: World, *, packed
             spread_rows(transformers_model(module).base_model, group)
     if args.gradient_checkpointing:
         recompute(modules[0])
-    if args.torch_dtype != "float32":  # what a model gives leaves accelerate's autocast so
+    if args.autocast or args.torch_dtype != "float32":  # what a model gives leaves accelerate's autocast so
+        for module in modules:
+            module.forward = _in_autocast(module)  # type: ignore[method-assign]
         modules[0].forward = convert_outputs_to_fp32(modules[0].forward)  # type: ignore[assignment]
     for module in modules if world.fsdp else ():
         world.shard(module)
     gc.collect()  # what was whole
+
+
+def _in_autocast(module: nn.Module) -> Callable[..., Any]:
+    """The forward pass of a module, as accelerate prepares it for `--autocast`."""
+    forward = module.forward
+
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        with autocasting(module):
+            return forward(*args, **kwargs)
+
+    return cast
 
 
 def _chosen(batch: dict[str, Any]) -> dict[int, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift.data.columns import RESERVED
+from swift.data.image_store import images_in
 from swift.errors import ConfigError, counted, nearest
 from swift.plugin.numbers import as_number
 from swift.plugin.registry import BUILT_IN, IMPORTED, ORM, SESSION
@@ -150,7 +151,12 @@ def missing_columns(signature: Signature, columns: Collection[str]) -> list[str]
 
 
 def keywords_for(signature: Signature, available: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of `available` that the function accepts; TRL's keywords if it is called as TRL does."""
+    """The part of `available` that the function accepts; TRL's keywords if it is called as TRL does.
+
+    Where no row of the call has images, only a function that names `images` gets them, all empty.
+    """
+    if "images" not in signature.accepted and not any(available.get("images", ())):
+        available = {name: value for name, value in available.items() if name != "images"}
     if signature.is_trl:
         available = trl_keywords(available, signature.accepted)
     return {
@@ -175,6 +181,8 @@ def group_keywords(
     given_rewards = [[reward for reward in rewards if reward is not None] for rewards in turn_rewards]
     columns = {name: None for row in values for name in row}
     keywords: dict[str, Any] = {name: [row.get(name) for row in values] for name in columns}
+    images = {group.group_id: images_in(group.prompt.messages) for group in groups}
+    keywords["images"] = [images[group.group_id] for group, _, _ in rows]
     keywords["messages"] = [item.episode.messages if item.episode else group.prompt.messages for group, item, _ in rows]
     keywords["environment_reward"] = [sum(rewards) if rewards else None for rewards in given_rewards]
     keywords["turn_rewards"] = turn_rewards

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swift.data.image_store import images_in
 from swift.devices import allowed_cores
 from swift.errors import RewardError, join_problems
 from swift.plugin import load_external_plugins
@@ -240,6 +241,7 @@ class RewardPipeline:
         if not rows:
             return
         columns = sorted({name for row in rows for name in row.columns})
+        columns += ["images"] if any(images_in(row.messages) for row in rows) else []
         problems = [line for signature in self.signatures for line in missing_columns(signature, columns)]
         needs_truth = any(signature.counts_ground_truths for signature in self.signatures)
         if not problems and needs_truth and not any(ground_truth(row.columns.get("solution")) for row in rows):
@@ -379,7 +381,7 @@ class RewardPipeline:
     def _payload(self, groups: Sequence[RolloutGroup], progress: TrainerProgress) -> Payload:
         opens_think = []
         for group in groups:
-            opening = list(group.prompt.token_ids[-_OPENING_TOKENS:])
+            opening = [token for token in group.prompt.token_ids[-_OPENING_TOKENS:] if token >= 0]  # not of images
             found = self._decode is not None and opening and self._decode(opening).rstrip().endswith(_THINK)
             opens_think.append(bool(found))
         with_turns = any(signature.is_trl for signature in self.signatures)

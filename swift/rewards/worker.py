@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import inspect
 import multiprocessing
 import os
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
@@ -37,7 +38,13 @@ from swift.rewards.catalogue import find
 from swift.rewards.payload import Job, LoadSpec, Outcome
 from swift.rewards.trl_convention import Logged
 
+if TYPE_CHECKING:
+    import PIL.Image
+
+    from swift.types import Image
+
 START_LIMIT_S = 120.0
+KEPT_IMAGES = 32
 CANCEL_GRACE_S = 0.5
 _ORPHAN_GRACE_S = 10.0
 _ZOMBIE_S = 60.0
@@ -282,6 +289,8 @@ def _begin(job: Job) -> tuple[Function, Callable[[], Any], Callable[[Any], Outco
     if function.signature.is_trl:
         keywords |= {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
     keywords = contract.keywords_for(function.signature, keywords)
+    if "images" in keywords:
+        keywords["images"] = [[_opened(image).copy() for image in images] for images in keywords["images"]]
     completions_first = [] if function.signature.is_trl else [list(completions)]
     seed_everything(job.seed)
     return (
@@ -289,6 +298,13 @@ def _begin(job: Job) -> tuple[Function, Callable[[], Any], Callable[[Any], Outco
         lambda: function.call(*completions_first, **keywords),
         lambda result: contract.read_outcome(result, len(completions), logged),
     )
+
+
+@functools.lru_cache(maxsize=KEPT_IMAGES)
+def _opened(image: Image) -> PIL.Image.Image:
+    from swift.data.images import open_image
+
+    return open_image(image)
 
 
 def seed_everything(seed: int) -> None:

@@ -110,6 +110,16 @@ class ObjectiveArguments:
     """Source of the old log-probs: the policy when it starts on a batch (arXiv:2505.24298), or those recorded at
     sampling."""
 
+    moe_router_replay: Literal["off", "rollout", "trainer"] = flag(
+        "off",
+        aliases=("router_replay_mode",),
+        values={"disabled": "off", "false": "off", "r2": "trainer", "r3": "rollout"},
+        everyday=False,
+    )
+    """Experts of a mixture in forward passes of the trainer: its own choice; that of the rollout engine (R3,
+    arXiv:2510.11370); or that of the trainer's first pass over a completion (R2). Gate weights are those of the current
+    router."""
+
     log_rollout_offpolicy_metrics: bool = flag(False, everyday=False)
     """Whether log-probs are logged by the sign of the advantage (`logp/...`)."""
 

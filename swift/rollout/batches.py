@@ -21,6 +21,7 @@ from swift.rl.estimators import Scale
 from swift.rollout.exclusions import reasons_of
 from swift.rollout.replay import ReplayBuffer, ReplayEntry
 from swift.rollout.round_result import fault
+from swift.rollout.routes import routes_of
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.types import Completion, GroupScores, RolloutGroup
 
@@ -256,6 +257,7 @@ class BatchMaker:
                         versions=list(completion.versions),
                         ref_logprobs=ref_logprobs,
                         token_advantages=token_advantages,
+                        routes=routes_of(completion, prompt.size) if counts else None,
                     )
                 )
         return samples

@@ -23,8 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from swift.data.image_store import remember, with_files
+from swift.data.images import ImageSource, read_image
+from swift.data.records import RowError
 from swift.devices import cache_room, own_device
-from swift.errors import ConfigError, PromptTooLong, ResourceError, counted
+from swift.errors import ConfigError, PromptTooLong, RefusedChat, ResourceError, counted
 from swift.models.source import locate
 from swift.models.trained import take_trained
 from swift.rollout.collector import launches_of
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
 
 HELP = "commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends"
+HELP_WITH_IMAGES = f"{HELP}; /image PATH shows an image before the next message"
 
 
 def run(resolved: Resolved) -> int:
@@ -85,6 +89,8 @@ def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
             return template, build_engine(_vllm_spec(args, template))
         device, ends = own_device(), template.stop_token_ids
         model = load_for_inference(args, device=str(device))
+        if template.vision is not None:
+            template.vision.attach(model)
         room = cache_room(device)
         engine = TransformersEngine(model, eos_token_ids=ends, tokenizer=template.tokenizer, cache_bytes=room)
     return template, engine
@@ -112,7 +118,8 @@ def answer_dataset(args: Any, template: Template, engine: InferenceEngine, resul
     from swift.data.prompts import Tokenizer, load_prompts
 
     limit = engine.capabilities.max_model_len - 1
-    tokenizer = Tokenizer(template.encode_prompt, min(args.max_length or limit, limit), args.truncation_strategy)
+    limit = min(args.max_length or limit, limit)
+    tokenizer = Tokenizer(template.encode_prompt, limit, args.truncation_strategy, template.vision is not None)
     prompts = load_prompts(args, tokenizer, "val" if args.val_dataset else "train")
 
     def results(rows: range) -> Iterator[dict[str, Any]]:
@@ -219,11 +226,13 @@ class Chat:
     seed: int = 42
     history: list[dict[str, Any]] = field(default_factory=list)
     num_turns: int = 0
+    images: list[str] = field(default_factory=list)
+    """Digests of the images before the next message."""
 
     def loop(self, source: TextIO, out: TextIO) -> int:
         """Read and handle lines until /exit or the end of input; returns the exit code."""
         if source.isatty():
-            print(HELP, file=out)
+            print(self.help, file=out)
         while True:
             if source.isatty():
                 print("> ", end="", file=out, flush=True)
@@ -251,17 +260,43 @@ class Chat:
         elif command == "/system":
             self.system = rest.strip() or None
             print(f"system prompt: {self.system or 'none'}", file=out)
+        elif command == "/image" and self.template.vision is not None:
+            self.show(rest.strip(), out)
         elif text.startswith("/"):
-            print(f"{command}: unknown; {HELP}", file=out)
+            print(f"{command}: unknown; {self.help}", file=out)
         else:
             self.answer(text, out)
 
+    @property
+    def help(self) -> str:
+        """The commands."""
+        return HELP if self.template.vision is None else HELP_WITH_IMAGES
+
+    def show(self, path: str, out: TextIO) -> None:
+        """Put an image before the next message; its path begins in the working folder."""
+        try:
+            image = read_image(str(Path(path).expanduser().absolute()), ImageSource(folder=Path("/")))
+        except RowError as error:
+            print(error, file=out)
+            return
+        remember([image])
+        self.images.append(image.digest)
+        print(f"image {image.digest} comes before the next message", file=out)
+
     def answer(self, text: str, out: TextIO) -> None:
         """Print the answer while it is sampled, and add the turn to the history; Ctrl-C ends the answer early."""
-        messages = [*self.history, {"role": "user", "content": text}]
+        images = [{"type": "image", "image": digest} for digest in self.images]
+        content = [*images, {"type": "text", "text": text}] if images else text
+        messages = [*self.history, {"role": "user", "content": content}]
         system = [{"role": "system", "content": self.system}] if self.system else []
         seed = sample_seed(self.seed, "chat", self.num_turns, 0)
-        request = Request("chat", self.template.encode_prompt([*system, *messages]), replace(self.sampling, seed=seed))
+        self.images = []
+        try:
+            ids = self.template.encode_prompt([*system, *messages])
+        except RefusedChat as error:
+            print(error.problems[0], file=out)
+            return
+        request = Request("chat", ids, replace(self.sampling, seed=seed))
         self.num_turns += 1
         printer = StreamPrinter(self.template, out)
 
@@ -311,7 +346,7 @@ def _result(row: int, prompt: Prompt, completion: Completion, template: Template
     return {
         "row": row,
         "prompt_id": prompt.prompt_id,
-        "messages": prompt.messages,
+        "messages": with_files(prompt.messages),
         "response": template.decode(completion.token_ids),
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(prompt.token_ids),

@@ -30,6 +30,8 @@ class TrainSample:
     versions: policy versions of the tokens, run-length encoded as (version, start, end).
     old_logprobs, ref_logprobs: float32 [T]; None until a forward pass has computed them.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
+    routes: uint8 or uint16 [P + T - 1, layers, top-k], the experts to replay for P tokens of the prompt and those of
+        the completion but the last one; None without.
     """
 
     group: int
@@ -42,6 +44,7 @@ class TrainSample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
+    routes: np.ndarray | None = None
 
     @property
     def has_advantage(self) -> bool:

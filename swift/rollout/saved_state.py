@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value of dataclasses, structs and one-dimensional arrays."""
+    """Encode a value of dataclasses, structs and arrays of at least one dimension."""
     return msgspec.msgpack.encode(_with_columns(value, _tagged), enc_hook=_from_array)
 
 
@@ -66,20 +66,22 @@ def _is_record(value: Any) -> bool:
 def _from_array(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and value.ndim == 1:
-        return [value.dtype.str, value.tobytes()]
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes(), *value.shape[1:]]
     raise NotImplementedError(f"{type(value).__name__} in a state")
 
 
 def _to_array(_: Any, value: Any) -> np.ndarray:
-    kind, content = value
-    return np.frombuffer(content, dtype=np.dtype(kind)).copy()
+    kind, content, *rest = value
+    return np.frombuffer(content, dtype=np.dtype(kind)).reshape(-1, *rest).copy()
 
 
 def without_tokens(group: RolloutGroup) -> RolloutGroup:
     """A copy of a group for logs only: each token is `NO_TOKEN`, without log-probs."""
     completions = [
-        replace(c, token_ids=[NO_TOKEN] * len(c.token_ids), logprobs=[], log_mass=[], versions=c.versions[:1])
+        replace(
+            c, token_ids=[NO_TOKEN] * len(c.token_ids), logprobs=[], log_mass=[], versions=c.versions[:1], routes=None
+        )
         for c in group.completions
     ]
     prompt = replace(group.prompt, token_ids=[NO_TOKEN] * len(group.prompt.token_ids))

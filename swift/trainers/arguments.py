@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from swift.flags import flag
 
@@ -72,6 +72,10 @@ class OptimizationArguments:
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """Further settings of the optimizer, as `name=value,name=value`."""
+
+    master_weights: Literal["fp32", "bf16_stochastic"] = flag("fp32", everyday=False)
+    """Numbers that 16-bit weights are updated through. fp32 are float32 copies; bf16_stochastic has none and rounds
+    updated bfloat16 weights stochastically, which saves 4 bytes per trained weight."""
 
     adam_beta1: float = flag(0.9, at_least=0, below=1, everyday=False)
     """Decay of Adam's mean of gradients."""
@@ -179,6 +183,21 @@ class OptimizationArguments:
                 f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim adamw, with "
                 "--fsdp_offload_params true, or --deepspeed zero2_offload, if the CPU is to update"
             )
+        if self.master_weights == "bf16_stochastic":
+            for obstacle in (text for text, holds in self._unrounded().items() if holds):
+                yield f"--master_weights: bf16_stochastic: {obstacle}, or --master_weights fp32"
+
+    def _unrounded(self) -> dict[str, bool]:
+        """Why weights cannot be rounded stochastically, and what to use: for each whether it holds."""
+        dtype, tuner = getattr(self, "torch_dtype", None), getattr(self, "tuner_type", "full")
+        known = [name for name in get_args(Optimizer) if name != "adamw_cpu"]
+        return {
+            f"--torch_dtype {dtype}: only bfloat16 weights are rounded so; use bfloat16": dtype != "bfloat16",
+            f"--tuner_type {tuner} trains float32 weights, which have no masters; use full": tuner != "full",
+            f"--deepspeed {self.deepspeed} has float32 masters of its own; leave it out": bool(self.deepspeed),
+            f"--fsdp {self.fsdp} shards weights in float32, as their own masters; leave it out": bool(self.fsdp),
+            f"--optim {self.optim} may need all masters at once; use {', '.join(known)}": self.optim not in known,
+        }
 
 
 @dataclass(kw_only=True)
@@ -236,6 +255,16 @@ class TrainerArguments:
                         f"--{name}: {str(value).lower()}: nothing is evaluated; give --val_dataset or "
                         "--split_dataset_ratio"
                     )
+
+
+@dataclass(kw_only=True)
+class RouterArguments:
+    """Routers of mixtures of experts, in sft, pt, grpo, structured EBFT, dpo, ipo and kto."""
+
+    GROUP: ClassVar[str] = "Objective"
+
+    router_aux_loss_coef: float | None = flag(0.0, at_least=0, everyday=False)
+    """Coefficient of the load-balancing loss of mixtures of experts; none is the model's own."""
 
 
 @dataclass(kw_only=True)

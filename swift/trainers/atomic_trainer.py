@@ -10,7 +10,7 @@ Overridden methods:
     _save                  stores gathered weights as if they had never been sharded
     _load_best_model       counts its time as saving
     _issue_warnings_after_load  accepts that tied weights are stored once
-    create_optimizer       updates 16-bit weights through float32 masters
+    create_optimizer       updates 16-bit weights through float32 masters, or rounds them stochastically
     create_scheduler       accepts a warmup that lasts to the end
     train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`;
                            notice the end of a save in the background
@@ -40,15 +40,23 @@ from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
 from swift.errors import ConfigError, NumericError, first_line
-from swift.models.checkpoint_tensors import as_saved_unsharded, computing_dtype, is_peft
+from swift.models.checkpoint_tensors import (
+    as_saved_unsharded,
+    computing_dtype,
+    is_peft,
+    is_rearranged,
+    load_rearranged,
+)
 from swift.models.quantisation import keep_quant_states
 from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
+from swift.models.vision import copy_files, vision_of
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
 from swift.trainers.checkpoint import commit_checkpoint, entries, loading, rotate, staging_folder, step_of
 from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.master_weights import keep_master_weights
+from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
 from swift.trainers.parallel import shards
 
 if TYPE_CHECKING:
@@ -64,7 +72,7 @@ class AtomicTrainer(Trainer):
 
     async_save: the state of the optimizer (FSDP: and the float32 weights) is copied to the host, and written, hashed
     and synced to the disk while training goes on. A checkpoint exists once that is done; a failure is raised at the
-    step that follows.
+    step that follows. stochastic_rounding: bfloat16 weights have no float32 masters.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class AtomicTrainer(Trainer):
         run_settings: Mapping[str, Any] | None = None,
         save_total_limit: int | None = None,
         async_save: bool = False,
+        stochastic_rounding: bool = False,
         **trainer_arguments: Any,
     ) -> None:
         self.collectives = collectives
@@ -82,6 +91,7 @@ class AtomicTrainer(Trainer):
         self.run_settings = dict(run_settings or {})
         self.save_total_limit = save_total_limit
         self.async_save = async_save
+        self.stochastic_rounding = stochastic_rounding
         self._staging: Path | None = None
         self._write_late: Callable[[], list[Path]] = _nothing
         self._background: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "save") if async_save else None
@@ -115,7 +125,8 @@ class AtomicTrainer(Trainer):
         optimizer: Optimizer = super().create_optimizer(model)
         # fp16's loss scaling needs gradients at the weights that the optimizer holds; ZeRO and FSDP have own masters
         if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            keep_master_weights(optimizer)
+            rounding = StochasticRounding(self.args.seed) if self.stochastic_rounding else None
+            keep_master_weights(optimizer, rounding=rounding)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
@@ -216,6 +227,8 @@ class AtomicTrainer(Trainer):
                 shards.load_weights(best / shards.FOLDER, self.model)
             elif hasattr(self.model, "adapter_start"):
                 load_relative(self.model, best)
+            elif self._is_rearranged(best):
+                load_rearranged(self.model, best)
             else:
                 super()._load_best_model()
 
@@ -227,8 +240,15 @@ class AtomicTrainer(Trainer):
                 shards.load_weights(folder, self.model)
             elif hasattr(self.model, "adapter_start"):
                 load_relative(self.model, Path(resume_from_checkpoint))
+            elif self._is_rearranged(Path(resume_from_checkpoint)):
+                load_rearranged(self.model, Path(resume_from_checkpoint))
             else:
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _is_rearranged(self, folder: Path) -> bool:
+        """Whether the files have other names than the model, such as of fused experts, by which Trainer would load."""
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        return not sharded and not is_peft(self.model) and is_rearranged(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Trainer's."""
@@ -323,6 +343,8 @@ class AtomicTrainer(Trainer):
                 if self.collectives.is_main:
                     self.state.save_to_json(str(staging / final.name / "trainer_state.json"))
                     write_json(staging / final.name / "args.json", self.run_settings, indent=1)
+                    if (vision := vision_of(self.model)) is not None:
+                        copy_files(vision.folder, staging / final.name)
                     self.add_to_checkpoint(staging / final.name, state)
         except BaseException:
             self._remove(staging)

@@ -195,6 +195,7 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
                     eos_token_ids=template.stop_token_ids,
                     tokenizer=template.tokenizer,
                     cache_bytes=cache_room(own_device()),
+                    returns_routes=args.moe_router_replay == "rollout",
                 )
                 setup.share = EngineShare(parts.collectives.rank, parts.collectives.world_size)
             else:
@@ -207,6 +208,10 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
                 _make(setup, args, parts.collectives, spec)
             if setup.engine is not None:
                 setup.engine.check_sampling(args.sampling_params())
+                if args.moe_router_replay == "rollout":
+                    check_routes(setup.engine)
+                if template.vision is not None:
+                    check_images(setup.engine)
                 if args.in_flight_updates:
                     check_in_flight(setup.engine)
     except BaseException:
@@ -233,6 +238,24 @@ def check_in_flight(engine: InferenceEngine) -> None:
         raise ConfigError(
             f"--in_flight_updates: true: the engine {engine.capabilities.name} cannot be paused between two tokens; "
             "--in_flight_updates false"
+        )
+
+
+def check_routes(engine: InferenceEngine) -> None:
+    """Raises ConfigError for routing replay with an engine that does not return the experts of tokens."""
+    if not engine.capabilities.routes:
+        raise ConfigError(
+            f"--moe_router_replay: rollout: the engine {engine.capabilities.name} does not return the experts that it "
+            "chooses; use trainer, or off"
+        )
+
+
+def check_images(engine: InferenceEngine) -> None:
+    """Raises ConfigError for a model that sees images and an engine that takes none."""
+    if not engine.capabilities.images:
+        raise ConfigError(
+            f"--infer_backend: the engine {engine.capabilities.name} takes no images; use vLLM in this run's own "
+            "processes, or transformers in the trainer's"
         )
 
 
@@ -293,6 +316,7 @@ def _engine_spec(parts: Parts) -> EngineSpec:
         tensor_parallel_size=placement.tensor_parallel_size,
         in_ranks=colocated and placement.tensor_parallel_size > 1,
         sleep=placement.sleep_level > 0,
+        sees=parts.template.vision is not None,
     )
 
 

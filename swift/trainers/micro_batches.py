@@ -8,13 +8,14 @@ ranks keep require.
     1. ranks     Prompts with all their completions, the most work first, each to the rank that has least so far
                  (longest processing time first). Then single completions move from the busiest rank to the idlest while
                  that gains more than it costs: the prompt is computed on both.
-    2. number    The fewest micro-batches within the limits; the rank that needs most decides for all, since every
-                 forward pass may be a collective.
+    2. number    The fewest micro-batches within the limits, unless more of them save tokens; the rank that needs most
+                 decides for all, since every forward pass may be a collective.
     3. cut       On each rank that many, as even as they get: the smallest bound that suffices, found by bisection.
 
 *Tokens of a micro-batch* are those that the model is run over, and what `Limits.tokens` bounds. Packed, that is each
-prompt once and each completion without its last token, which predicts nothing; padded, the rows times the longest of
-them. Only a completion that is longer than the limit by itself exceeds it, and has a micro-batch of its own.
+prompt once and each completion without its last token, which predicts nothing; forked, prompts and completions as rows,
+each of the two padded to its longest; padded, the rows times the longest of them. Only a completion that is longer than
+the limit by itself exceeds it, and has a micro-batch of its own.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from swift.rollout.samples import TrainSample
 
 MICRO_BATCH_PRICE_TOKENS = 64
 """What one more micro-batch is taken to cost, in tokens, when fewer of them mean that prompts are computed again."""
+
+Arrangement = Literal["packed", "forked", "padded"]
+"""Of sequences, as a model takes them: `swift.models.forward`, `swift.models.attention.forked`."""
 
 LEAST_GAIN = 0.01
 """Share of a rank's mean work that moving a completion to another rank has to gain."""
@@ -95,7 +99,7 @@ def plan_micro_batches(
     world_size: int,
     limits: Limits,
     useful: Sequence[bool],
-    packed: bool = True,
+    arrangement: Arrangement = "packed",
     work: Work = Work(),
 ) -> MicroBatchPlan:
     """Cut a global batch over the ranks and each rank's share into micro-batches.
@@ -106,7 +110,7 @@ def plan_micro_batches(
         world_size: data-parallel ranks.
         limits: of one micro-batch.
         useful: per position, whether the sample can contribute to the gradient; others are left out.
-        packed: whether neighbours share their prompt; otherwise each completion is a padded row.
+        arrangement: of a micro-batch; prompts are shared unless each completion is a padded row.
         work: what the ranks' shares are weighed by.
 
     Returns:
@@ -116,12 +120,12 @@ def plan_micro_batches(
     loads = []
     for i in (i for i, wanted in zip(chosen, useful, strict=True) if wanted):
         ids = samples[i].prompt_ids
-        prompt = prompts.setdefault(ids.tobytes(), len(prompts)) if packed else i
+        prompt = prompts.setdefault(ids.tobytes(), len(prompts)) if arrangement != "padded" else i
         loads.append(_Load(i, prompt, int(ids.size), int(samples[i].token_ids.size) - 1))
     shares = [loads] if world_size == 1 else _share_out(loads, world_size, limits, work)
-    number = max(_fewest(share, limits, packed) for share in shares)
+    number = max(_fewest(share, limits, arrangement) for share in shares)
     too_long = tuple(load.sample for load in loads if limits.tokens and load.tokens > limits.tokens)
-    cut = [_cut(share, limits, number, packed) for share in shares]
+    cut = [_cut(share, limits, number, arrangement) for share in shares]
     indices = [[[load.sample for load in micro_batch.loads] for micro_batch in rank] for rank in cut]
     return MicroBatchPlan(indices, too_long, max((rank[0].tokens for rank in cut if rank), default=0))
 
@@ -226,19 +230,32 @@ def _level(shares: list[_Share], most: float) -> None:
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """A micro-batch that is filled with blocks: completions of one prompt that stay together."""
+    """A micro-batch that is filled with blocks: completions of one prompt that stay together.
 
-    packed: bool
+    longest: of its sequences; forked, of its completions. longest_prompt, num_prompts: forked only.
+    """
+
+    arrangement: Arrangement
     loads: list[_Load] = field(default_factory=list)
     tokens: int = 0
     longest: int = 0
+    longest_prompt: int = 0
+    num_prompts: int = 0
 
     def tokens_with(self, block: Sequence[_Load]) -> int:
         """The tokens if this block is added."""
-        if not self.packed:
-            return (len(self.loads) + len(block)) * max(self.longest, *(load.tokens for load in block))
-        shared = bool(self.loads) and self.loads[-1].prompt == block[0].prompt
-        return self.tokens + sum(load.own_tokens for load in block) + (0 if shared else block[0].prompt_tokens)
+        number = len(self.loads) + len(block)
+        if self.arrangement == "padded":
+            return number * max(self.longest, *(load.tokens for load in block))
+        prompt, prompts = block[0].prompt_tokens, 0 if self._shares(block) else 1
+        if self.arrangement == "packed":
+            return self.tokens + sum(load.own_tokens for load in block) + prompts * prompt
+        longest = max(self.longest, *(load.own_tokens for load in block))
+        return (self.num_prompts + prompts) * max(self.longest_prompt, prompt) + number * longest
+
+    def _shares(self, block: Sequence[_Load]) -> bool:
+        """Whether the prompt of a block is the last one there is."""
+        return bool(self.loads) and self.loads[-1].prompt == block[0].prompt
 
     def has_room(self, block: Sequence[_Load], limits: Limits) -> bool:
         most = limits.samples is None or len(self.loads) + len(block) <= limits.samples
@@ -246,58 +263,108 @@ class _MicroBatch:
 
     def add(self, block: Sequence[_Load]) -> None:
         self.tokens = self.tokens_with(block)
-        self.longest = max(self.longest, *(load.tokens for load in block))
+        if self.arrangement == "forked":
+            self.num_prompts += not self._shares(block)
+            self.longest_prompt = max(self.longest_prompt, block[0].prompt_tokens)
+        whole = self.arrangement == "padded"
+        self.longest = max(self.longest, *(load.tokens if whole else load.own_tokens for load in block))
         self.loads += block
 
 
-def _blocks(loads: Sequence[_Load], limits: Limits, packed: bool, *, whole: bool) -> list[list[_Load]]:
+def _blocks(loads: Sequence[_Load], limits: Limits, arrangement: Arrangement, *, whole: bool) -> list[list[_Load]]:
     """The blocks that micro-batches are filled with, in order: neighbours share a prompt, or have similar length.
 
-    With `whole`, completions of a prompt are one block where that fits into a micro-batch. Those that exceed the limit
-    by themselves come last, so that others need not be parted.
+    With `whole`, completions of a prompt are one block where that fits into a micro-batch; forked, otherwise those of
+    similar length. Those that exceed the limit by themselves come last, so that others need not be parted.
     """
     groups = _by_prompt(loads)
-    if not packed:
+    if arrangement == "padded":
         return sorted(groups, key=lambda group: (-group[0].tokens, group[0].sample))
-    blocks = []
-    for group in groups:
-        blocks += [group] if whole and _MicroBatch(packed).has_room(group, limits) else [[load] for load in group]
+
+    def parted(block: Sequence[_Load], *, whole: bool) -> list[list[_Load]]:
+        if whole and _MicroBatch(arrangement).has_room(block, limits):
+            return [list(block)]
+        parts = _of_similar_length(block) if arrangement == "forked" else []
+        return [piece for part in parts for piece in parted(part, whole=True)] if len(parts) > 1 else _singles(block)
+
+    if arrangement == "forked":
+        groups.sort(key=lambda group: (-group[0].prompt_tokens, group[0].sample))
+        if not whole:
+            groups = sorted(
+                (part for group in groups for part in _of_similar_length(group)), key=lambda part: -part[0].own_tokens
+            )
+            whole = True
+    blocks = [piece for group in groups for piece in parted(group, whole=whole)]
     return sorted(blocks, key=lambda block: limits.tokens is not None and block[0].tokens > limits.tokens)
 
 
-def _fill(blocks: Sequence[list[_Load]], limits: Limits, packed: bool) -> list[_MicroBatch]:
+def _singles(block: Sequence[_Load]) -> list[list[_Load]]:
+    return [[load] for load in block]
+
+
+def _of_similar_length(group: Sequence[_Load]) -> list[list[_Load]]:
+    """Completions of a prompt, the longest first, in parts whose shortest has half of the longest's tokens at least."""
+    parts: list[list[_Load]] = []
+    for load in sorted(group, key=lambda load: (-load.own_tokens, load.sample)):
+        if not parts or 2 * load.own_tokens < parts[-1][0].own_tokens:
+            parts.append([])
+        parts[-1].append(load)
+    return parts
+
+
+def _fill(blocks: Sequence[list[_Load]], limits: Limits, arrangement: Arrangement) -> list[_MicroBatch]:
     """Micro-batches that take blocks in order until one more would break a limit."""
     filled: list[_MicroBatch] = []
     for block in blocks:
         if not filled or not filled[-1].has_room(block, limits):
-            filled.append(_MicroBatch(packed))
+            filled.append(_MicroBatch(arrangement))
         filled[-1].add(block)
     return filled
 
 
-def _fewest(loads: Sequence[_Load], limits: Limits, packed: bool) -> int:
-    """Number of micro-batches that suits this rank: few, unless whole prompts in more of them save enough tokens."""
-    prices = []
+def _ways(loads: Sequence[_Load], limits: Limits, arrangement: Arrangement) -> list[list[_MicroBatch]]:
+    """Ways to fill micro-batches within the limits: whole prompts together or not, and, forked, with smaller bounds."""
+    ways = []
     for whole in (True, False):
-        filled = _fill(_blocks(loads, limits, packed, whole=whole), limits, packed)
-        tokens = sum(micro_batch.tokens for micro_batch in filled)
-        prices.append((tokens + MICRO_BATCH_PRICE_TOKENS * len(filled), len(filled)))
-    return min(prices)[1]
+        blocks = _blocks(loads, limits, arrangement, whole=whole)
+        ways.append(_fill(blocks, limits, arrangement))
+        most = max((micro_batch.tokens for micro_batch in ways[-1]), default=0)
+        for parts in (2, 4, 8) if arrangement == "forked" and most else ():
+            bound = min(limits.tokens or most, -(-most // parts))  # one that is too long exceeds the limit
+            ways.append(_fill(blocks, Limits(limits.samples, bound), arrangement))
+    return ways
 
 
-def _cut(loads: Sequence[_Load], limits: Limits, number: int, packed: bool) -> list[_MicroBatch]:
+def _tokens(filled: Sequence[_MicroBatch]) -> int:
+    return sum(micro_batch.tokens for micro_batch in filled)
+
+
+def _fewest(loads: Sequence[_Load], limits: Limits, arrangement: Arrangement) -> int:
+    """Number of micro-batches that suits this rank: few, unless more of them save enough tokens."""
+    ways = _ways(loads, limits, arrangement)
+    return min((_tokens(filled) + MICRO_BATCH_PRICE_TOKENS * len(filled), len(filled)) for filled in ways)[1]
+
+
+def _cut(loads: Sequence[_Load], limits: Limits, number: int, arrangement: Arrangement) -> list[_MicroBatch]:
     """`number` micro-batches within the limits and as even as they get, the largest first.
 
     Memory that suffices for the first then suffices for all, and ranks compute micro-batches of similar size at once.
+    Forked, those of similar length are together instead.
     """
-    blocks = _blocks(loads, limits, packed, whole=True)
-    if len(_fill(blocks, limits, packed)) > number:
-        blocks = _blocks(loads, limits, packed, whole=False)
-    alone = [_MicroBatch(packed).tokens_with(block) for block in blocks]
-    low = max((tokens for tokens in alone if limits.tokens is None or tokens <= limits.tokens), default=0)
-    high = limits.tokens or max(sum(alone), len(loads) * low)
-    best = low + bisect_left(
-        range(low, high), True, key=lambda bound: len(_fill(blocks, Limits(limits.samples, bound), packed)) <= number
-    )
-    filled = sorted(_fill(blocks, Limits(limits.samples, best), packed), key=lambda micro_batch: -micro_batch.tokens)
-    return filled + [_MicroBatch(packed) for _ in range(number - len(filled))]
+    if arrangement == "forked":
+        filled = min((way for way in _ways(loads, limits, arrangement) if len(way) <= number), key=_tokens)
+    else:
+        blocks = _blocks(loads, limits, arrangement, whole=True)
+        if len(_fill(blocks, limits, arrangement)) > number:
+            blocks = _blocks(loads, limits, arrangement, whole=False)
+        alone = [_MicroBatch(arrangement).tokens_with(block) for block in blocks]
+        low = max((tokens for tokens in alone if limits.tokens is None or tokens <= limits.tokens), default=0)
+        high = limits.tokens or max(sum(alone), len(loads) * low)
+        best = low + bisect_left(
+            range(low, high),
+            True,
+            key=lambda bound: len(_fill(blocks, Limits(limits.samples, bound), arrangement)) <= number,
+        )
+        filled = _fill(blocks, Limits(limits.samples, best), arrangement)
+    filled = sorted(filled, key=lambda micro_batch: -micro_batch.tokens)
+    return filled + [_MicroBatch(arrangement) for _ in range(number - len(filled))]

@@ -24,7 +24,7 @@ from swift.observability.secrets import MASK
 # fmt: off
 FIXED = frozenset(
     {
-        "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "tuner_type",
+        "rlhf_type", "model", "model_revision", "model_type", "template", "torch_dtype", "autocast", "tuner_type",
         "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "adapters",
         "target_parameters",
         "target_regex", "use_dora", "use_rslora", "init_weights", "rank_pattern", "alpha_pattern", "vera_rank",
@@ -32,6 +32,7 @@ FIXED = frozenset(
         "quant_method", "quant_bits",
         "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "freeze_parameters", "freeze_parameters_regex",
         "freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex",
+        "freeze_vit", "freeze_aligner", "freeze_llm", "max_pixels",
         "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
         "shuffle_buffer_size", "split", "packing", "packing_strategy", "packing_length", "padding_free",
         "group_by_length", "loss_scale", "disable_ignore_empty_think", "assistant_only_loss",
@@ -41,8 +42,8 @@ FIXED = frozenset(
         "strict", "max_length", "truncation_strategy", "seed", "data_seed",
         "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps",
         "steps_per_generation", "generation_batch_size", "num_iterations", "world_size",
-        "advantage_estimator", "dynamic_sample", "sync_ref_model", "optim", "optim_args",
-        "deepspeed", "fsdp", "sequence_parallel_size",
+        "advantage_estimator", "dynamic_sample", "moe_router_replay", "sync_ref_model", "optim", "optim_args",
+        "master_weights", "deepspeed", "fsdp", "sequence_parallel_size",
         "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
         "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
         "ebft_min_completion_prefix", "ebft_mask_thinking_ce", "teacher_model", "step_separator",
@@ -67,6 +68,7 @@ FREE = frozenset(
         "nemo_gym_command", "nemo_gym_dir", "nemo_gym_config_paths", "nemo_gym_head", "nemo_gym_server_timeout",
         "max_excluded_frac",
         "load_from_cache_file", "push_to_hub", "hub_model_id", "hub_token", "hub_private_repo", "eval_on_start",
+        "allow_media_urls",
         "run_name", "save_strategy", "fsdp_replicas", "fsdp_offload_params", "gc_collect_after_offload",
         "offload_model", "offload_optimizer", "sleep_level", "bnb_4bit_quant_storage",
         "move_model_batches", "activation_offloading", "trust_remote_code", "ddp_find_unused_parameters",

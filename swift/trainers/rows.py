@@ -108,6 +108,7 @@ class Encoder:
         vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
         texts = [tokenizer.chat_template, template.training_template, template.kwargs, template.stop_token_ids]
         settings = [getattr(self, item.name) for item in fields(self) if item.name != "template"]
+        settings += template.vision.identity if template.vision is not None else []
         libraries = [transformers.__version__, tokenizers.__version__, ENCODING]
         return json.dumps([type(self).__name__, type(tokenizer).__name__, vocabulary, texts, settings, libraries])
 

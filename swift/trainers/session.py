@@ -30,6 +30,7 @@ from swift.errors import (
     first_line,
     join_problems,
     note_unfinished,
+    smaller,
 )
 from swift.observability.secrets import MASK, mask_argv, mask_text
 from swift.signals import answered, kept_from_children
@@ -165,6 +166,7 @@ def resume_command(mode: str, checkpoint: Path | None) -> str:
             given = given[1:]
     if checkpoint is not None:
         words += ["--resume_from_checkpoint", str(checkpoint)]
+    words += smaller()
     launch = [f"{name}={os.environ[name]}" for name in LAUNCH_VARIABLES if os.environ.get(name)]
     masked = mask_argv(words)
     hidden = any(MASK in word for word in masked)
@@ -238,11 +240,27 @@ class OpenRun:
         print(mask_text(line), flush=True)
         self.log.line(line)
 
+    def last_checkpoint(self) -> Path | None:
+        """The newest one that is not ahead of the run, which may have been resumed from an older one."""
+        from swift.trainers.checkpoint import list_checkpoints, step_of
+
+        done = self.steps()
+        return next((one for one in reversed(list_checkpoints(self.folder)) if (step_of(one) or 0) <= done), None)
+
+    def going_on(self) -> list[str] | None:
+        """See `Unfinished`."""
+        from swift.trainers.checkpoint import has_training_state
+
+        last = self.last_checkpoint()
+        if last is None:
+            return []
+        return ["--resume_from_checkpoint", str(last)] if has_training_state(last) else None
+
     def advice(self, mode: str) -> str:
         """One line: the run's folder and log, its last checkpoint, and the command that continues it."""
-        from swift.trainers.checkpoint import last_checkpoint, step_of
+        from swift.trainers.checkpoint import step_of
 
-        last, step = last_checkpoint(self.folder), self.steps()
+        last, step = self.last_checkpoint(), self.steps()
         saved = "there is no checkpoint yet"
         if last is not None:
             before = f" ({step} steps were done)" if step_of(last) != step else ""
@@ -276,7 +294,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
     require_shared(args, Path(folder), collectives)
     log = RankLog(rank_log_file(Path(folder), attempt, collectives.rank))
     run = OpenRun(Path(folder), attempt, log, lambda: start.step)
-    note_unfinished(Unfinished(log.path, lambda: run.advice(resolved.command)))
+    note_unfinished(Unfinished(log.path, lambda: run.advice(resolved.command), run.going_on))
     for note in resolved.notes:
         log.line(f"swift: {note}")
     code, reason = 0, "done"
@@ -359,8 +377,12 @@ class SignalTrap(contextlib.ExitStack):
         self.caught = signal.Signals(number).name
 
 
-def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
-    """Keyword arguments of TrainingArguments; checkpoints go to `folder`, `evaluates` if there is an evaluation set."""
+def training_options(args: Any, folder: Path, *, evaluates: bool, sees: bool = False) -> dict[str, Any]:
+    """Keyword arguments of TrainingArguments.
+
+    Checkpoints go to `folder`. evaluates: whether there is an evaluation set. sees: whether the model has a tower,
+    which micro-batches without images leave out.
+    """
     import torch
 
     from swift.trainers.optimizers.choice import is_registered
@@ -388,6 +410,8 @@ def training_options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, A
         "eval_steps": args.eval_steps if eval_strategy == "steps" else None,
         "load_best_model_at_end": args.load_best_model_at_end and evaluates,
         "use_cpu": not on_gpu,
+        "ddp_find_unused_parameters": args.ddp_find_unused_parameters
+        or (sees and not (args.freeze_vit and args.freeze_aligner)),
         "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,
         # for TensorBoard see `equip`
         "report_to": [name for name in args.report_to if name not in ("none", "tensorboard")] or "none",

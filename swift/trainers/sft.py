@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError
 from swift.startup import collector_resting
 from swift.trainers.sft_packing import PackedRows, Packing, require_packed
 from swift.trainers.trl.method import Encoded, Method
@@ -73,12 +72,6 @@ def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
 
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:
-    coefficient = args.router_aux_loss_coef
-    if coefficient and not hasattr(model.config.get_text_config(), "output_router_logits"):
-        raise ConfigError(
-            f"--router_aux_loss_coef: {coefficient:g}: the model is no mixture of experts that gives the loss of its "
-            "router; leave it out"
-        )
     if args.packing or args.padding_free:
         require_packed(model, args)
     return {}
@@ -101,13 +94,15 @@ SFT = Method(
     trainer="trl:SFTTrainer",
     config="trl:SFTConfig",
     encode=functools.partial(encode, purpose="chat"),
+    collator="trl.trainer.sft_trainer:DataCollatorForLanguageModeling",
     model_dropout=True,
     fuses_head=True,
     options=_options,
     parts=_parts,
+    parting=lambda args: "rows",
     overrides=(PackedRows,),
-    logged=("mean_token_accuracy",),
-    measured=("entropy", "num_tokens", "aux_loss"),
+    logged=("mean_token_accuracy", "aux_loss"),
+    measured=("entropy", "num_tokens"),
 )
 
 PT = dataclasses.replace(SFT, encode=functools.partial(encode, purpose="text"), plain=True)

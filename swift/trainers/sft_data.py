@@ -48,11 +48,14 @@ class ChatEncoder(Encoder):
         else:
             ids, mask = self._chat(messages, tools)
         self.check_length(len(ids))
+        mask = [trained if token >= 0 else 0 for token, trained in zip(ids, mask, strict=True)]  # not of images
         labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
         return {"input_ids": ids, "labels": labels, **counts(len(ids), sum(mask))}
 
     def _document(self, text: str) -> list[int]:
         ids = list(self.template.tokenizer(text)["input_ids"])
+        if self.template.vision is not None:
+            self.template.vision.check_text(ids)
         end = self.template.tokenizer.eos_token_id
         return ids if ids[-1:] == [end] else [*ids, end]
 

@@ -34,6 +34,7 @@ def encode_splits(
     """
     from swift.data.loading import load_rows
 
+    sees = encoder.template.vision is not None
     options = {
         "num_proc": args.dataset_num_proc,
         "cached": getattr(args, "load_from_cache_file", False) and not args.dry_run,
@@ -42,10 +43,10 @@ def encode_splits(
     if getattr(args, "streaming", False):
         train, lines = open_stream(RowStream(args, encoder, purpose), packing)
     else:
-        rows = load_rows(args, "train", purpose=purpose)
+        rows = load_rows(args, "train", purpose=purpose, images=sees)
         train, report = encode_table(rows.examples, encoder, packing=packing, **options)
         lines = [*rows.report.lines(), *report.lines("train")]
-    val = load_rows(args, "val", purpose=purpose)
+    val = load_rows(args, "val", purpose=purpose, images=sees)
     lines += val.report.lines()
     tables = {}
     for name, part in parts_of(val).items():

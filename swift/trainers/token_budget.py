@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from swift.errors import counted, is_out_of_memory
+from swift.errors import counted, is_out_of_memory, note_smaller
 from swift.models.activation_memory import ModelShape, activation_bytes
+from swift.models.attention.forked import forks
 from swift.models.attention.interface import is_packed
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.checkpoint_tensors import computing_dtype
@@ -32,7 +33,7 @@ from swift.observability.memory import collect_garbage, measure
 from swift.rollout.samples import TrainSample
 from swift.trainers.distributed import Collectives
 from swift.trainers.memory.traced import TracedActivations
-from swift.trainers.micro_batches import Limits, MicroBatchPlan, Work, plan_micro_batches
+from swift.trainers.micro_batches import Arrangement, Limits, MicroBatchPlan, Work, plan_micro_batches
 
 SHARE_OF_FREE = 0.8
 """Of the free memory that may be counted on; the rest is for fragments and what the estimate leaves out."""
@@ -107,7 +108,7 @@ class MicroBatchPlanner:
             world_size=self.collectives.world_size // self.group_size,
             limits=Limits(self.limits.samples or (self.per_device if tokens is None else None), tokens),
             useful=[samples[i].num_trained > 0 for i in chosen] if useful is None else useful,
-            packed=is_packed(self.model),
+            arrangement=arrangement_of(self.model),
             work=self._work,
         ).repeated(self.group_size)
         self._last = plan
@@ -119,10 +120,15 @@ class MicroBatchPlanner:
             )
         return plan
 
-    def surviving(self, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None) -> T:
+    def surviving(
+        self, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None, *, alone: bool = True
+    ) -> T:
         """What `attempt` returns; whenever it runs out of memory, `undo`, and again with smaller micro-batches.
 
-        With several ranks, only where all of them fail alike: with an error that has left `agreed`.
+        With several ranks, only where all of them fail alike: with an error that has left `agreed`. Otherwise the
+        error ends the process, and the run may be started again with smaller micro-batches (`note_smaller`).
+
+        alone: no pass of `attempt` waits for another rank, so that it may fail in the middle.
         """
         while True:
             try:
@@ -130,8 +136,12 @@ class MicroBatchPlanner:
             except Exception as error:
                 alike = not self.collectives.active or error is self._agreed
                 self._agreed = None
-                if not alike or not is_out_of_memory(error) or not self._shrink():
+                if not is_out_of_memory(error) or (tokens := self._half()) is None:
                     raise
+                if not (alone and alike):
+                    note_smaller("--max_tokens_per_micro_batch", str(tokens))
+                    raise
+            self._set(tokens)
             undo()  # here the traceback, which holds what the failed pass had made, is gone
             collect_garbage(self.device)
 
@@ -145,20 +155,22 @@ class MicroBatchPlanner:
             self._agreed = error
             raise
 
-    def _shrink(self) -> bool:
-        """Halve the budget, whoever set it; False if the last plan's micro-batches have one completion each."""
+    def _half(self) -> int | None:
+        """Half of the budget, whoever set it; None if the last plan's micro-batches have one completion each."""
         if self._last is None or not self._last.can_be_finer:
-            return False
+            return None
         had = min(filter(None, (self._last.tokens, self.limits.tokens or self.fitting_tokens)))
-        tokens, self.survived = max(1, had // 2), 0
+        return max(1, had // 2)
+
+    def _set(self, tokens: int) -> None:
+        """Go on with a smaller budget than that of the last plan."""
+        self.survived = 0
         if self.limits.tokens is None:
             self.fitting_tokens = tokens
         else:
             self.limits = replace(self.limits, tokens=tokens)
-        self._report(
-            f"memory: ran out in a micro-batch of {self._last.tokens} tokens; again, with {tokens} at most from here on"
-        )
-        return True
+        had = self._last.tokens if self._last is not None else 0
+        self._report(f"memory: ran out in a micro-batch of {had} tokens; again, with {tokens} at most from here on")
 
     @property
     def own_tokens(self) -> int | None:
@@ -213,11 +225,16 @@ class MicroBatchPlanner:
             )
         fitting = tokens_that_fit(
             free_bytes(self.device) if free is None else free,
-            expected=expected_bytes(self.model.parameters(), has_state=has_state),
+            expected=expected_bytes(self.model.parameters(), has_state=has_state, copies=1 + forks(self.model)),
             per_token=per_token,
         )
         most = max(CPU_TOKENS, CPU_BYTES // per_token) if self.device.type == "cpu" else MOST_TOKENS
         return min(fitting, most) * self.group_size
+
+
+def arrangement_of(model: nn.Module) -> Arrangement:
+    """How a model takes the sequences of a micro-batch."""
+    return "packed" if is_packed(model) else "forked" if forks(model) else "padded"
 
 
 def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
@@ -225,8 +242,10 @@ def tokens_that_fit(free: int, *, expected: int, per_token: int) -> int:
     return max(1, int(max(SHARE_OF_FREE * free - expected, LEAST_SHARE * free)) // per_token)
 
 
-def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> int:
+def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool, copies: int = 1) -> int:
     """Bytes of gradients and, before the first step, of an AdamW's state on this rank.
+
+    copies: of the gradients; where states are forked, those of a micro-batch are there beside their sum.
 
     In a step, the master of one 16-bit weight after the other has a gradient in float32, too.
     """
@@ -241,7 +260,7 @@ def expected_bytes(parameters: Iterable[nn.Parameter], *, has_state: bool) -> in
                 shard = shard.to_local()
             sizes.append((int(shard.numel()), parameter.dtype.itemsize))
     largest = max((elements for elements, itemsize in sizes if itemsize == 2), default=0)
-    return sum(elements * (itemsize + state) for elements, itemsize in sizes) + 4 * largest
+    return sum(elements * (copies * itemsize + state) for elements, itemsize in sizes) + 4 * largest
 
 
 def free_bytes(device: torch.device) -> int:

@@ -349,6 +349,18 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
         ("sft", "--load_in_4bit true", {"quant_bits": 4}, "--load_in_4bit: TRL's name of --quant_bits 4"),
         ("sft", "--load_in_4bit false", {"quant_bits": None}, "--load_in_4bit: false: false changes nothing here"),
         ("sft", "--bf16 true", {"torch_dtype": "bfloat16"}, "--bf16: ms-swift's name of --torch_dtype bfloat16"),
+        (
+            "sft",
+            "--torch_dtype float32 --bf16 true",
+            {"torch_dtype": "float32", "autocast": "bfloat16"},
+            "--bf16: ms-swift's name of --autocast bfloat16",
+        ),
+        (
+            "dpo",
+            "--bf16 true --dtype float32",
+            {"torch_dtype": "float32", "autocast": "bfloat16"},
+            "--bf16: ms-swift's name of --autocast bfloat16",
+        ),
         ("sft", "--bf16 false", {"torch_dtype": "float32"}, "--bf16: false: --torch_dtype is the precision"),
         ("rlhf", "--fp16 false", {"torch_dtype": "float32"}, "--fp16: false: --torch_dtype is the precision"),
         (
@@ -404,7 +416,7 @@ def test_settings_of_axolotl_in_braces_are_read_one_by_one():
 
 
 def test_known_flags_that_change_nothing_are_noted():
-    words = "--freeze_vit true --vllm_pipeline_parallel_size 1 --use_liger_loss true"
+    words = "--save_safetensors true --vllm_pipeline_parallel_size 1 --use_liger_loss true"
     notes = rlhf(*words.split(), "--use_data_producer", "true", "--tuner_type", "full").notes
     assert [note.split(":")[0] for note in notes] == [*words.split()[::2], "--use_data_producer"]
 

@@ -17,18 +17,21 @@ def execute(benchmarks, *words):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_swift_and_trl_take_turns_and_their_gradients_agree(benchmarks, tmp_path):
+@pytest.mark.parametrize(
+    ("row", "steps"), [("small", 3), ("linear-prompt", 2), ("conv-prompt", 2), ("vision-prompt", 2)]
+)
+def test_swift_and_trl_take_turns_and_their_gradients_agree(benchmarks, tmp_path, row, steps):
     out = tmp_path / "run.json"
-    words = ["--rows", "small", "--size", "nano", "--turns", "1", "--folder", str(tmp_path / "work"), "--out", str(out)]
+    words = ["--rows", row, "--size", "nano", "--turns", "1", "--folder", str(tmp_path / "work"), "--out", str(out)]
     done = execute(benchmarks, *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    (row,) = json.loads(out.read_text())["rows"]
-    assert row["agreement"]["cosine"] > 0.99999 and not row["void"]
+    (found,) = json.loads(out.read_text())["rows"]
+    assert found["agreement"]["cosine"] > 0.9999999 and not found["void"]
     for side in ("swift", "trl"):
-        (run,) = row["sides"][side]["runs"]
-        assert len(run["seconds"]) == 3 and run["tokens"] == [64 * 64] * 3
+        (run,) = found["sides"][side]["runs"]
+        assert len(run["seconds"]) == steps and run["tokens"] == [64 * 64] * steps
         assert 0 < sum(run["seconds"]) < run["wall_s"] and run["start_s"] < run["wall_s"] and run["peak_mib"] > 100
-    assert row["ratios"]["trl"]["step"]["value"] > 0
+    assert found["ratios"]["trl"]["step"]["value"] > 0
 
 
 def test_a_command_that_fails_is_named_with_what_it_printed(tmp_path):
@@ -56,12 +59,13 @@ def test_gradients_that_differ_void_the_row(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_check_of_a_gpu_runs_in_small_on_a_cpu(benchmarks, tmp_path):
-    words = ["sh", str(benchmarks / "gpu" / "check.sh"), str(tmp_path / "out"), "--small", "--only", "gradients"]
+    wanted = ["gradients", "packed", "lora", "hybrid"]
+    words = ["sh", str(benchmarks / "gpu" / "check.sh"), str(tmp_path / "out"), "--small", "--only", *wanted]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = (tmp_path / "out" / "check.jsonl").read_text().splitlines()
-    found = json.loads(line)
-    assert found["row"] == "gradients" and found["sdpa float32"]["cosine"] > 0.999999
+    found = [json.loads(line) for line in (tmp_path / "out" / "check.jsonl").read_text().splitlines()]
+    assert [row["row"] for row in found] == wanted and found[0]["sdpa float32"]["cosine"] > 0.999999
+    assert all(row["planned_mib"] > 0 for row in found[1:])
     (report,) = (tmp_path / "out").glob("gpu-cpu-*.json")
-    assert json.loads(report.read_text())["rows"] == [found]
+    assert json.loads(report.read_text())["rows"] == found

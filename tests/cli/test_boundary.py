@@ -164,6 +164,7 @@ def test_under_the_launcher_the_lines_are_left_to_it(monkeypatch, tmp_path, caps
         "exit_code": 4,
         "text": "swift: error: engine: died\n",
         "advice": "",
+        "again": [],
     }
 
 
@@ -176,7 +177,7 @@ def test_a_launcher_that_is_gone_does_not_hide_the_error(monkeypatch, tmp_path, 
 @pytest.mark.parametrize("error", [EngineError("engine: died"), KeyError("x"), KeyboardInterrupt()])
 def test_an_error_in_a_run_is_followed_by_how_it_goes_on_and_all_of_it_is_in_its_log(error, tmp_path, capsys):
     def action():
-        note_unfinished(Unfinished(tmp_path / "rank-0.log", lambda: "run x; resume: swift rlhf"))
+        note_unfinished(Unfinished(tmp_path / "rank-0.log", lambda: "run x; resume: swift rlhf", list))
         raise error
 
     run_command(action, debug=lambda: False)

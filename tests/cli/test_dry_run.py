@@ -244,6 +244,18 @@ METHODS = {
     "the router's loss of a model without experts": (
         "sft --dataset chats.jsonl --router_aux_loss_coef 0.5", "--router_aux_loss_coef: 0.5: the model is no mixture"
     ),
+    "the router's loss of a policy without experts": (
+        "rlhf --rlhf_type grpo --dataset rows.jsonl --reward_funcs format --router_aux_loss_coef 0.5",
+        "--router_aux_loss_coef: 0.5: the model is no mixture",
+    ),
+    "the router's loss in a preference method without experts": (
+        "rlhf --rlhf_type dpo --dataset pairs.jsonl --router_aux_loss_coef 0.5",
+        "--router_aux_loss_coef: 0.5: the model is no mixture",
+    ),
+    "replayed routes of a policy without experts": (
+        "rlhf --rlhf_type grpo --dataset rows.jsonl --reward_funcs format --moe_router_replay trainer",
+        "--moe_router_replay: trainer: the experts of --model cannot be replayed (it is no mixture of experts)",
+    ),
     "a metric that no evaluation gives": (
         "sft --dataset chats.jsonl --split_dataset_ratio 0.5 --metric_for_best_model nothing",
         "--metric_for_best_model: nothing: not measured; there are: ",
@@ -328,3 +340,9 @@ def test_sft_has_one_too(tiny_model, folder, capsys):
     assert "placement: in_process" in text
     assert "10 rows" in text
     assert sorted(path.name for path in folder.iterdir()) == ["chats.jsonl", "rows.jsonl"]
+
+
+def test_routes_of_a_vllm_on_a_cpu_are_refused(tiny_model, folder, capsys):
+    words = ["--moe_router_replay", "rollout", "--use_vllm", "true", "--vllm_mode", "colocate"]
+    assert main(rlhf(tiny_model, *words)) == 2
+    assert "--moe_router_replay: rollout: vLLM returns no experts on a CPU; --infer" in capsys.readouterr().err

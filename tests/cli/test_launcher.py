@@ -139,6 +139,47 @@ def test_the_error_lines_of_the_failed_worker_are_printed_once(tmp_path, capsys)
     assert capsys.readouterr().err == "swift: error: engine: cuda:1: died\n"
 
 
+SHORT_OF_MEMORY = """
+    from swift.cli.boundary import run_command
+    from swift.errors import EngineError, Unfinished, note_smaller, note_unfinished
+    def train():
+        if "40" in sys.argv:
+            (folder / f"words-{rank}").write_text(" ".join(sys.argv[1:]))
+            return 0
+        going_on = ["--resume_from_checkpoint", "checkpoint-7"]
+        note_unfinished(Unfinished(folder / "log", lambda: "run x", lambda: going_on))
+        if rank == 0:  # which loses the other one, and may be seen to fail first
+            while not pathlib.Path(os.environ["SWIFT_EXIT_DIR"], "rank-1.json").exists():
+                time.sleep(0.01)
+            raise EngineError("rank 1: lost")
+        note_smaller("--max_tokens", "40")
+        raise MemoryError("out of memory")
+    sys.exit(run_command(train, debug=lambda: False))
+"""
+
+
+def test_a_run_that_can_go_on_in_less_memory_is_started_again(tmp_path, capsys):
+    assert launch(worker(tmp_path, SHORT_OF_MEMORY), LaunchPlan(2), environ=os.environ) == 0
+    words = "--max_tokens 40 --resume_from_checkpoint checkpoint-7"
+    assert [(tmp_path / f"words-{rank}").read_text() for rank in (0, 1)] == [words, words]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("swift: error: memory: out of memory")
+    assert second == f"swift: note: the run starts again: {words}"
+
+
+@pytest.mark.parametrize(("going_on", "code"), [("[]", 0), ("None", 3)])
+def test_a_run_without_a_checkpoint_begins_anew_and_one_with_weights_alone_ends(tmp_path, capsys, going_on, code):
+    body = SHORT_OF_MEMORY.replace('["--resume_from_checkpoint", "checkpoint-7"]', going_on)
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == code
+    last = "swift: note: the run starts again, from its beginning, as there is no checkpoint yet: --max_tokens 40"
+    assert capsys.readouterr().err.splitlines()[-1] == ("swift: run x" if code else last)
+
+
+def test_on_several_nodes_it_ends(tmp_path, capsys):
+    assert launch(worker(tmp_path, SHORT_OF_MEMORY), LaunchPlan(2, 2, 0, "127.0.0.1"), environ=os.environ) == 3
+    assert capsys.readouterr().err.endswith("swift: run x\n")
+
+
 def test_a_killed_worker_is_named(tmp_path, capsys):
     body = """
         if rank == 1:

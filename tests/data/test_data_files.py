@@ -158,10 +158,15 @@ def test_parquet_rows_are_plain_json_values(tmp_path):
     assert row == RawRow({"messages": [{"role": "user", "content": "x"}], "n": 3, "day": "1970-01-01"}, f"{path}:1")
 
 
-def test_parquet_bytes_cannot_travel(tmp_path):
+def test_parquet_bytes_travel_as_images_only(tmp_path):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"image": [b"x"]}), path)
-    assert "column 'image' holds bytes" in next(iter(read_file(path))).reason
+    pq.write_table(pa.table({"sound": [b"x"]}), path)
+    assert "column 'sound' holds bytes" in next(iter(read_file(path))).reason
+    structs = [{"bytes": b"y", "path": "y.png"}, {"bytes": None, "path": "z.png"}]
+    pq.write_table(pa.table({"image": [b"x"], "photos": [structs]}), path)
+    values = next(iter(read_file(path))).values
+    assert values["image"] == "data:;base64,eA=="
+    assert values["photos"] == [{"bytes": "data:;base64,eQ==", "path": "y.png"}, {"bytes": None, "path": "z.png"}]
 
 
 def test_a_broken_parquet_file_is_damage(tmp_path):

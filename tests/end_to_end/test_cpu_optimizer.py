@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_runs import ROOT, assert_resumes, assert_same, log_rows, state_files
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +23,21 @@ def test_it_trains_like_adamw_and_resumes_exactly(cli):
     assert_same(log_rows(folder), log_rows(plain), "logging")
     assert_same(state_files(folder), state_files(plain), "checkpoint")
     assert_resumes(cli, folder, 2, optim="adamw_cpu", **FLAGS)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [{"torch_dtype": "bfloat16", "master_weights": "bf16_stochastic"}, {"torch_dtype": "float32", "bf16": "true"}],
+)
+def test_weights_without_masters_resume_exactly(cli, precision):
+    flags = {**FLAGS, "max_steps": 4, "tuner_type": "full", **precision}
+    folder = cli.finish("precision", **flags)
+    assert log_rows(folder)[-1]["grad_norm"] > 0
+    state = torch.load(folder / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    assert state and all(set(one) == {"step", "exp_avg", "exp_avg_sq"} for one in state.values())
+    weights = load_file(folder / "checkpoint-4" / "model.safetensors")
+    assert {str(one.dtype) for one in weights.values()} == {f"torch.{precision['torch_dtype']}"}
+    assert_resumes(cli, folder, 2, **flags)
 
 
 def types_in(state):

@@ -51,6 +51,7 @@ def test_vllm_in_the_trainers_process(colocated):
     assert re.search(r"max \|logp difference\| \S+e-0[5-9]", printed)
 
 
+@pytest.mark.long
 def test_vllm_in_a_process_of_its_own(cli, colocated):
     folder = cli.finish("dedicated", **VLLM, vllm_mode="dedicated")
     agrees(folder)

@@ -1,10 +1,13 @@
 """Whole runs with LoRA on experts: vLLM in the trainer's process has the trainer's log-probs, and so has the merge."""
 
+import shutil
+
 import pytest
 import torch
 from cli_runs import Cli, error_lines, log_rows
 from experts import ENGINE_SIZES, EXPERTS
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from swift.models.tiny import build_tokenizer
@@ -86,3 +89,69 @@ def test_an_engine_that_lacks_a_part_of_the_experts_adapters_ends_the_run(runs):
 def test_an_adapter_on_experts_is_not_sent_to_vllm_alone(runs):
     code, _, err = runs.start("refused", **FLAGS, vllm_enable_lora="true").wait()
     assert (code, [line.split()[2] for line in error_lines(err)]) == (2, ["--vllm_enable_lora:"])
+
+
+NOISE = """
+import contextlib
+
+import torch
+
+from swift.rollout.engines.transformers.engine import TransformersEngine
+
+own, generator = TransformersEngine._inference, torch.Generator().manual_seed(0)
+
+
+def disturb(router, args):
+    (hidden,) = args
+    return (hidden + 1e-3 * hidden.std() * torch.randn(hidden.shape, generator=generator),)
+
+
+@contextlib.contextmanager
+def disturbed(self):
+    routers = [module for name, module in self.model.named_modules() if name.endswith(".gate")]
+    hooks = [router.register_forward_pre_hook(disturb) for router in routers]
+    try:
+        with own(self):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+TransformersEngine._inference = disturbed
+"""
+"""A plugin: noise on the routers whenever the engine computes with the trainer's model."""
+
+
+def test_with_noise_on_the_samplers_routers_replay_lowers_the_mismatch_tenfold(runs):
+    plugin = runs.folder / "noise.py"
+    plugin.write_text((runs.material / "odd_plugin.py").read_text() + NOISE)
+    flags = {
+        "torch_dtype": "float32", "num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 32,
+        "max_steps": 4, "parity_check": "off", "external_plugins": plugin, "router_aux_loss_coef": 0.01,
+    }  # fmt: skip
+    means = {}
+    for mode in ("off", "rollout"):
+        rows = log_rows(runs.finish(mode, **flags, moe_router_replay=mode))
+        assert len(rows) == 4 and all(row["aux_loss"] >= 2 for row in rows)
+        means[mode] = sum(row["mismatch/k3"] for row in rows) / 4
+    assert all(0 < row["routing/tokens_differ_frac"] < 0.2 for row in rows)
+    assert means["rollout"] < means["off"] / 10, means
+
+
+def test_experts_of_an_engine_in_a_process_of_its_own_are_replayed_and_resumed(runs):
+    flags = {
+        "torch_dtype": "float32", "infer_backend": "transformers", "vllm_mode": "dedicated", "async_generate": "true",
+        "moe_router_replay": "rollout", "num_iterations": 2, "max_steps": 6, "save_steps": 3, "parity_check": "off",
+    }  # fmt: skip
+    whole = runs.finish("whole", **flags)
+    rows = log_rows(whole)
+    assert len(rows) == 6 and max(row["routing/tokens_differ_frac"] for row in rows) > 0
+    assert {row["mismatch/k3"] < 1e-8 for row in rows[:1]} == {True}
+    file = whole / "checkpoint-6" / "model.safetensors"
+    start, ended = load_file(runs.model / file.name), {name: one.clone() for name, one in load_file(file).items()}
+    shutil.rmtree(file.parent)
+    runs.finish("whole", **flags, resume_from_checkpoint=whole / "checkpoint-3")
+    again = load_file(file)
+    assert all(torch.allclose(one, again[name], atol=1e-5) for name, one in ended.items())
+    assert any((one - start[name]).abs().max() > 1e-3 for name, one in ended.items() if ".experts." in name)

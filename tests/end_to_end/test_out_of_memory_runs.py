@@ -7,16 +7,20 @@ pytestmark = pytest.mark.slow
 
 SHORT = """
 import os
+from pathlib import Path
 
 import torch
 
 import swift.trainers.grpo.logprobs as logprobs
 
 usual, room = logprobs.score_tokens, int(os.environ.get("ROOM", 10**9))
+later = Path(os.environ.get("FROM", "."))
+if os.environ.get("RANK", "0") not in os.environ.get("RANKS", "01"):
+    room = 10**9
 
 def score_tokens(model, tokens, **settings):
     scores = usual(model, tokens, **settings)
-    if torch.is_grad_enabled() and tokens.inputs["input_ids"].numel() > room:
+    if torch.is_grad_enabled() and later.exists() and tokens.inputs["input_ids"].numel() > room:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return scores
 
@@ -39,6 +43,23 @@ def test_nothing_is_sampled_twice_and_the_steps_are_the_same(cli, plugins, proce
     short = cli.finish("short", variables={**ranks, "ROOM": 60}, external_plugins=plugins, **FLAGS)
     lines = [line for line in cli.printed.splitlines() if "memory: ran out" in line]
     assert lines and all("again, with " in line for line in lines)
+    assert sampled(short) == sampled(ample)
+    assert len(log_rows(short)) == FLAGS["max_steps"]
+    assert_close(short, ample, "loss", "grad_norm", "kl")
+
+
+@pytest.mark.long  # each start waits for a process that waits for the one that is gone
+@pytest.mark.parametrize("sharding", [{"fsdp": "full_shard"}, {"deepspeed": "zero3"}, {"sequence_parallel_size": 2}])
+def test_a_run_whose_passes_cannot_be_made_again_goes_on_from_its_checkpoint(cli, plugins, sharding):
+    flags, ranks = {**FLAGS, **sharding, "save_steps": 1, "external_plugins": plugins}, {"NPROC_PER_NODE": 2}
+    ample = cli.finish("ample", variables=ranks, **flags)
+    less = {"ROOM": 60, "RANKS": 1, "FROM": cli.folder / "short" / "checkpoint-2"}
+    run = cli.start("short", variables={**ranks, **less}, **flags)
+    code, _, err = run.wait()
+    short = run.folder
+    assert code == 0, err
+    again = [line for line in err.splitlines() if line.startswith("swift: note: the run starts again: ")]
+    assert again and all("--max_tokens_per_micro_batch" in line and "checkpoint-2" in line for line in again)
     assert sampled(short) == sampled(ample)
     assert len(log_rows(short)) == FLAGS["max_steps"]
     assert_close(short, ample, "loss", "grad_norm", "kl")

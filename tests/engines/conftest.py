@@ -25,11 +25,10 @@ def engine_folders(tmp_path_factory):
 
 
 def marks_of(backend, case):
-    """Starts and ends of actors take long; one kind of them is looked at each time."""
+    """Starts and ends of actors take long; one of their backends is looked at each time."""
     if backend.name == "transformers":
         return []
-    seldom = {"c12_new": ("actor-transformers", "pool"), "c22": ("actor-vllm", "pool")}
-    long = any(case.startswith(start) and backend.name in names for start, names in seldom.items())
+    long = backend.name in ("actor-transformers", "pool") or (case.startswith("c22") and backend.name == "actor-vllm")
     return [pytest.mark.slow, *([pytest.mark.long] if long else [])]
 
 

@@ -16,7 +16,7 @@ from scripted_engine import CountingSource
 
 from swift.errors import ConfigError, EngineDead
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_what_the_engine_refuses_at_its_start_arrives_as_it_is(start):

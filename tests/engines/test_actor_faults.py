@@ -47,6 +47,7 @@ def test_a_plugin_backend_runs_in_its_process_on_its_cores(start):
     assert worker.counters.decode_steps > 0
 
 
+@pytest.mark.long
 def test_calls_are_answered_while_it_samples(start):
     worker = start(step_s=0.2)
     with asking(worker, *requests(6)) as caller:
@@ -76,6 +77,7 @@ def test_200_requests_whose_actor_is_killed_twice_come_back_once_as_if_nothing_h
     assert {one.versions[0][0] for one in came} == {1}
 
 
+@pytest.mark.long
 def test_an_actor_that_the_kernel_kills_for_memory_is_named_and_replaced_or_the_run_gets_advice(
     start, monkeypatch, caplog
 ):
@@ -138,6 +140,7 @@ def test_killed_while_it_loads_weights_the_update_fails_and_can_be_repeated_on_a
     assert tokens(worker.sample(wanted)) == expected_tokens(wanted, weights_of(two_layers(2)))
 
 
+@pytest.mark.long
 def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     import ray
 
@@ -151,6 +154,7 @@ def test_an_abort_that_arrives_after_the_rebuild_harms_nothing(start):
     assert tokens(worker.sample(wanted)) == expected_tokens(wanted)
 
 
+@pytest.mark.long
 def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
     worker = start(restarts=1, step_s=0.05, crash_on=["g/3"])
     with pytest.raises(EngineDead) as caught:
@@ -165,7 +169,7 @@ def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
 
 
 def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
-    worker = start(step_s=0.05)
+    worker = start(step_s=0.05, timeouts={"misses": 3})
     wanted, came = requests(12), []
     for completion in worker.sample(wanted):
         came.append(completion)
@@ -186,6 +190,7 @@ def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
         worker.load_weights(CountingSource(two_layers(1)), 1)
 
 
+@pytest.mark.long
 def test_an_engine_that_stands_still_is_replaced_while_the_others_go_on(start, caplog):
     hung = start(timeouts={"stall_s": 1.5}, frozen=["a/2"])
     pool = EnginePool([*hung.engines, *start(name="engine 1 (cpu:1)").engines])
@@ -202,6 +207,7 @@ def test_an_engine_that_stands_still_is_replaced_while_the_others_go_on(start, c
     assert tokens(hung.sample(requests(4))) == expected_tokens(requests(4))
 
 
+@pytest.mark.long
 def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
     worker = start(timeouts={"stall_s": 1.5}, restarts=0, frozen=["g/2"])
     began = time.monotonic()
@@ -214,6 +220,7 @@ def test_an_engine_that_stands_still_is_named_with_its_stacks(start):
     assert worker.counters.restarts == 0
 
 
+@pytest.mark.long
 def test_where_an_engine_is_can_be_asked_at_any_time(start):
     worker = start()
     assert worker.capabilities
@@ -222,6 +229,7 @@ def test_where_an_engine_is_can_be_asked_at_any_time(start):
     assert wait_for(lambda: "gone (ended unexpectedly" in worker.stacks())
 
 
+@pytest.mark.long
 def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):
     worker = start()
     whole = object_store.byte_arrays_of
@@ -241,6 +249,7 @@ def test_bytes_that_change_on_the_way_are_found(start, monkeypatch):
     assert worker.load_weights(CountingSource(two_layers(1)), 1).version == 1
 
 
+@pytest.mark.long
 def test_the_next_bucket_is_gathered_while_the_worker_takes_one(start):
     bucket_s = 2.0
     worker = start(bucket_s=bucket_s)

@@ -63,6 +63,31 @@ def test_other_versions_are_refused_with_the_range(installed, version):
     assert_every_mode_has_the_flags_of(refused.value)
 
 
+def test_the_experts_of_tokens_come_from_a_newer_vllm_on_a_gpu():
+    assert versions.no_routes("0.30.0", on_cpu=False) == versions.no_routes("0.32.1+cu130", on_cpu=False) == ""
+    for version in ("0.26.0", "0.29.9", "dev"):
+        assert versions.no_routes(version, on_cpu=False).startswith(f"vLLM {version} does not return the experts")
+    assert versions.no_routes("0.32.0", on_cpu=True).startswith("vLLM returns no experts on a CPU")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_vllm_is_told_to_return_experts_if_they_are_replayed(asked):
+    told = settings.engine_arguments(
+        spec(returns_routes=asked, devices=("cuda:0",)), on_cpu=False, limit=64, kv_bytes=None, executor="uni"
+    )
+    assert told.get("enable_return_routed_experts", False) == asked
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    old = SimpleNamespace(version="0.26.0", EngineArgs=EngineSpec)
+    with pytest.raises(ConfigError, match=r"--moe_router_replay: rollout: vLLM 0\.26\.0 does not return the experts"):
+        start.arguments_for(
+            old,
+            spec(returns_routes=True),
+            config,
+            "uni",
+            on_cpu=False,
+        )
+
+
 def test_a_missing_vllm_is_said_in_one_line(installed):
     installed(None)
     with pytest.raises(ResourceError) as refused:

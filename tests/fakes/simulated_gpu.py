@@ -232,7 +232,9 @@ def run(operation, args, kwargs):
         LEDGER.pin(made)
     if operation in READS or not (there or asked) or (device is not None and not asked):
         return made
-    made = tree_map(on_device, made)
+    of_a_weight = operation.is_view and torch.is_inference_mode_enabled() and not tensors[0].is_inference()
+    with torch.inference_mode(False) if of_a_weight else contextlib.nullcontext():  # such a view is like its base
+        made = tree_map(on_device, made)
     return return_and_correct_aliasing(operation, args, kwargs, made) if there else made
 
 
@@ -512,6 +514,14 @@ def with_index(function):
     return call
 
 
+def number(value):
+    """What a tensor of one number on the device holds, which the host waits for."""
+    if isinstance(value, CudaTensor):
+        LEDGER.note(LEDGER.waits, "item")
+        return value.host.detach().item()
+    return value
+
+
 def made_there(function):
     """`torch.tensor` or `torch.as_tensor`, which are not dispatched."""
 
@@ -519,7 +529,7 @@ def made_there(function):
         if isinstance(data, CudaTensor):
             made = data.detach().clone() if function is torch.tensor else data
             return made if device is None else made.to(device)
-        made = function(data, *args, **kwargs)
+        made = function(tree_map(number, data), *args, **kwargs)
         made = made if device is None else made.to(device)
         return made.requires_grad_() if requires_grad else made
 

@@ -1,7 +1,14 @@
 """Whole runs of GRPO on the simulated GPU: no operand is elsewhere, and the host waits as seldom as it is said."""
 
+import base64
+import json
+
 import pytest
 from gpu_runs import BUDGET, EBFT, GRPO, LONG, SPLIT, STEPS, TWO, beyond
+from hybrids import hybrid
+from vlms import build_vlm, image
+
+from swift.models.tiny import build_tiny
 
 GRADIENTS = "transfer.py to_host"
 
@@ -32,7 +39,7 @@ GRADIENTS = "transfer.py to_host"
             {SPLIT: 2 * STEPS},  # log-probs of the reference, and the entropies
             id="top-entropy",
         ),
-        pytest.param("--tuner_type full --use_adaptive_entropy true", {}, id="adaptive-entropy"),
+        pytest.param("--tuner_type full --use_adaptive_entropy true", {}, id="adaptive-entropy", marks=LONG),
     ],
 )
 def test_grpo_waits_once_a_step(on_gpu, flags, more):
@@ -40,6 +47,34 @@ def test_grpo_waits_once_a_step(on_gpu, flags, more):
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
     assert beyond(found, {**BUDGET, **more}) == {}
+
+
+@pytest.mark.parametrize(
+    "arch", ["lfm2", pytest.param("qwen3_5_text", marks=LONG), pytest.param("nemotron_h", marks=LONG)]
+)
+def test_completions_that_continue_from_states_keep_the_budget(on_gpu, tmp_path, arch):
+    model = build_tiny(tmp_path / "model", size="nano")
+    hybrid(arch, vocab_size=263).save_pretrained(model)
+    code, err, found = on_gpu(f"{GRPO} --tuner_type full --torch_dtype float32 --beta 0", model=model)
+    assert code == 0, err[-3000:]
+    assert "padded rows" not in (on_gpu.folder / "stdout.txt").read_text()
+    assert found["steps"] == STEPS
+    assert beyond(found, BUDGET) == {}
+
+
+def test_images_reach_the_tower_without_pageable_copies(on_gpu, tmp_path):
+    """Towers of transformers read sizes of images and masks of patches on the host, in each pass."""
+    rows = tmp_path / "images.jsonl"
+    with rows.open("w") as file:
+        for number in range(24):
+            shown = [f"data:;base64,{base64.b64encode(image(number)).decode()}"]
+            asked = [{"role": "user", "content": f"<image>say {number}"}]
+            file.write(json.dumps({"messages": asked, "images": shown}) + "\n")
+    flags = "--tuner_type full --torch_dtype float32 --beta 0 --freeze_vit false --max_length 200"
+    code, err, found = on_gpu(f"{GRPO} {flags}", model=build_vlm(tmp_path / "model", "idefics3"), dataset=rows)
+    assert code == 0, err[-3000:]
+    assert found["steps"] == STEPS
+    assert beyond(found, {**BUDGET, "scoring.py _scoring_forward.<locals>.forward": 1000}) == {}
 
 
 def test_shards_of_fsdp_keep_the_budget(on_gpu):

@@ -477,7 +477,12 @@ WRONG = {
     "nothing given": (None, [], "--file: missing"),
     "no swift in it": ("echo hello\n", ["f.sh"], "none"),
     "two commands": ("swift sft --model a\nswift sft --model b\n", ["f.sh"], "one command"),
-    "images": ("swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-VL-3B-Instruct\n", ["f.sh"], "images and sound"),
+    "images": (
+        "swift rlhf --rlhf_type orpo --model Qwen/Qwen2.5-VL-3B-Instruct\n",
+        ["f.sh"],
+        "images are not supported",
+    ),
+    "sound": ("swift sft --model Qwen/Qwen2.5-Omni-7B\n", ["f.sh"], "sound is not supported"),
     "GPTQ": ("swift sft --model Qwen/Qwen2-7B-Instruct-GPTQ-Int4\n", ["f.sh"], "quantised weights"),
     "AWQ": ("model: m\nquant_method: awq\n", ["f.yaml"], "--quant_method: awq: not supported"),
     "megatron": ("megatron sft --model a\n", ["f.sh"], "Megatron"),

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import yaml
+from image_rows import data_url
 
 from swift.arguments.imports.command import import_file, problems_of
 from swift.cli.main import main
@@ -75,6 +76,14 @@ SCRIPTS = {
          "max_length": 121, "lora_rank": 4, "ENV": {"NPROC_PER_NODE": "2"}},
         {"seed"},
     ),
+    "images": (
+        """MAX_PIXELS=1003520 \\
+        swift rlhf --rlhf_type dpo --model nano-VL --dataset pictures.jsonl --freeze_vit true --freeze_aligner true
+        """,
+        "dpo",
+        {"model": "nano-VL", "max_pixels": 1003520, "freeze_vit": True},
+        set(),
+    ),
     "quoted operators": (
         """swift sft --model=nano --dataset=rows.jsonl --system 'a | b; c && d > e' --run_name "" \\
           --columns '{"solution": "note"}'
@@ -139,9 +148,10 @@ def test_a_script_that_would_be_read_wrong_is_refused(text, problem, place):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_what_is_written_passes_a_dry_run(name, place, nano_folders, monkeypatch):
+def test_what_is_written_passes_a_dry_run(name, place, nano_folders, vlm_folders, monkeypatch):
     text, _, _, lost = SCRIPTS[name]
     (place / "nano").symlink_to(nano_folders["qwen2"])
+    (place / "nano-VL").symlink_to(vlm_folders("qwen3_vl"))
     (place / "theirs.sh").write_text(text)
     rows = {
         "rows": {
@@ -149,6 +159,7 @@ def test_what_is_written_passes_a_dry_run(name, place, nano_folders, monkeypatch
             "solution": "2",
         },
         "pairs": {"prompt": "1", "chosen": "2", "rejected": "3"},
+        "pictures": {"prompt": "<image>1", "images": [data_url(0)], "chosen": "2", "rejected": "3"},
         "text": {"text": "1 2 3 " * 20},
     }
     for kind, row in rows.items():

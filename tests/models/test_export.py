@@ -50,7 +50,7 @@ def test_merging_without_an_adapter_is_refused(qwen2, tmp_path):
 def test_the_mode_prints_where_the_model_lies_beside_the_adapter(qwen2, make_adapter, capsys):
     adapter = make_adapter(qwen2)
     args = ModelArguments(adapters=[adapter])
-    resolved = SimpleNamespace(args=SimpleNamespace(**vars(args), output_dir=None))
+    resolved = SimpleNamespace(args=SimpleNamespace(**vars(args), SEES=False, output_dir=None))
     assert run(resolved) == 0
     assert capsys.readouterr().out == f"merged model: {adapter}-merged\n"
     assert Path(f"{adapter}-merged", "model.safetensors").is_file()

@@ -57,7 +57,7 @@ def test_pooling_by_true_lengths():
 def settings(model, tuner="full", **more):
     args = ModelArguments(model=model, tuner_type=tuner, lora_dropout=0.0)
     more = {"ebft_feature_layers": [0.5, 1.0], "ebft_feature_norm": "concat", "ebft_embed_method": "last_token", **more}
-    return SimpleNamespace(**vars(args), changes_base=False, sharded_by="", sync_ref_model=False, **more)
+    return SimpleNamespace(**vars(args), changes_base=False, sharded_by="", sync_ref_model=False, SEES=False, **more)
 
 
 def alone(module, sequence, method, layers=(1, 2)):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrids import hybrid
 from policies import full, lora, moved
 from safetensors.torch import load_file, save_file
 
@@ -24,6 +25,14 @@ def edited_config(model: str, folder: Path, **values) -> str:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **values}))
     return str(folder)
+
+
+@pytest.mark.parametrize("arch", ["nemotron_h", "falcon_h1"])
+def test_all_linear_leaves_out_what_peft_refuses_in_mamba_layers(arch, tmp_path):
+    hybrid(arch).save_pretrained(tmp_path)
+    names = [name for name, _ in load_policy(lora(tmp_path)).named_parameters() if ".lora_A" in name]
+    adapted = {name.split(".lora_A")[0].rpartition(".")[2] for name in names}
+    assert {"in_proj", "q_proj", "down_proj"} <= adapted and not {"out_proj", "conv1d"} & adapted
 
 
 def test_all_linear_reaches_attention_and_mlp_but_not_the_head(any_model):

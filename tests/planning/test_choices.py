@@ -38,6 +38,8 @@ def settings(words):
         **flags,
         sleep_level=level,
         optim=given.get("--optim", "adamw_torch_fused"),
+        master_weights=given.get("--master_weights", "fp32"),
+        torch_dtype="bfloat16",
         tuner_type=given.get("--tuner_type", "full"),
         max_completion_length=1024,
         max_tokens_per_micro_batch=None,

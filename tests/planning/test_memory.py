@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu_runs import EBFT, GRPO, on_gpu
+from gpu_runs import EBFT, GRPO, LONG, on_gpu
+from hybrids import hybrid
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.arguments import parse
@@ -62,8 +63,12 @@ def settings(method, seed, count):
 def model(tmp_path):
     """Makes a small model with a vocabulary of a given size."""
 
-    def make(vocabulary):
+    def make(vocabulary, arch=None):
         folder = build_tiny(tmp_path / "model", size="tiny")
+        if arch is not None:
+            sizes = {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 263}
+            hybrid(arch, **sizes).save_pretrained(folder)
+            return folder
         config = AutoConfig.from_pretrained(folder)
         if vocabulary > config.vocab_size:
             config.vocab_size = vocabulary
@@ -126,7 +131,7 @@ def rows_of(path, tokens):
 def compare(on_gpu, model, monkeypatch, method, given):
     """Bytes that were measured and foreseen."""
     given = dict(given)
-    folder = model(given.pop("vocabulary"))
+    folder = model(given.pop("vocabulary"), given.pop("arch", None))
     words = f"{RUNS[method]} {' '.join(f'--{name} {value}' for name, value in given.items())}"
     prompt_tokens, row_tokens, dataset = 8, None, None
     if "max_length" in given:
@@ -141,6 +146,7 @@ def compare(on_gpu, model, monkeypatch, method, given):
     resolved = parse(mode, words, {}, machine=Machine(True, 2))
     # as on the simulated GPU: masked SDPA, no Triton
     monkeypatch.setattr(kernels, "kernel_of", lambda args: None)
+    monkeypatch.setattr(kernels, "fused_scans", lambda trace: contextlib.nullcontext())
     monkeypatch.setattr(trl_step, "kernel_of", lambda args: None)
     monkeypatch.setattr(trl_step, "fused_head", lambda trace: contextlib.nullcontext())
     monkeypatch.setattr(grpo, "shape_of", lambda args, *rest: Recorded(found, args))
@@ -156,6 +162,36 @@ def compare(on_gpu, model, monkeypatch, method, given):
 @pytest.mark.parametrize(("method", "given"), [*settings("grpo", 1, 2), *settings("sft", 1, 1), *settings("dpo", 1, 1)])
 def test_some_settings(on_gpu, model, monkeypatch, method, given):
     for measured, foreseen in compare(on_gpu, model, monkeypatch, method, given):
+        assert foreseen == pytest.approx(measured, rel=0.1)
+
+
+FORKED = {
+    "vocabulary": 263,
+    "optim": "adamw_torch_fused",
+    "torch_dtype": "bfloat16",
+    "tuner_type": "full",
+    "beta": 0.04,
+}
+FORKED |= {"num_generations": 4, "max_completion_length": 32, "max_tokens_per_micro_batch": 400}
+
+
+@pytest.mark.parametrize("arch", ["lfm2", *(pytest.param(arch, marks=LONG) for arch in ("qwen3_5_text", "nemotron_h"))])
+@pytest.mark.parametrize("recomputes", ["false", pytest.param("true", marks=LONG)])
+def test_completions_that_continue_from_states(on_gpu, model, monkeypatch, arch, recomputes):
+    given = FORKED | {"arch": arch, "gradient_checkpointing": recomputes}
+    for measured, foreseen in compare(on_gpu, model, monkeypatch, "grpo", given):
+        assert foreseen == pytest.approx(measured, rel=0.1)
+
+
+DORA = {"use_dora": "true", "tuner_type": "lora", "num_generations": 4, "max_completion_length": 32, "beta": 0}
+DORA |= {"max_tokens_per_micro_batch": 400, "vocabulary": 263, "optim": "adamw_torch_fused"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=LONG)])
+@pytest.mark.parametrize("recomputes", ["false", pytest.param("true", marks=LONG)])
+def test_dora(on_gpu, model, monkeypatch, dtype, recomputes):
+    given = DORA | {"torch_dtype": dtype, "gradient_checkpointing": recomputes}
+    for measured, foreseen in compare(on_gpu, model, monkeypatch, "grpo", given):
         assert foreseen == pytest.approx(measured, rel=0.1)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hybrids import FORKED, hybrid
 from oracle import load
 
 from swift.errors import ConfigError
@@ -189,6 +190,18 @@ def test_models_that_cannot_be_packed_are_sampled_with_their_own_attention(small
     linear |= {"linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     linear |= {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
     assert_sampled_as_it_is(small_model(arch, **(linear if arch == "qwen3_next" else {})), packed=False)
+
+
+@pytest.mark.parametrize("arch", FORKED)
+def test_prompts_of_several_lengths_are_one_batch_of_a_hybrid_model(arch):
+    model = hybrid(arch)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [20], [30] * 12, [40, 41, 42]]
+    assert_sampled_as_it_is(model, packed=False, prompts=prompts)
+    engine = TransformersEngine(model, eos_token_ids=[])
+    requests = make_requests(prompts, samples=2, sampling=PLAIN)
+    run(engine, requests)
+    assert engine.counters.decode_steps == PLAIN.max_new_tokens
+    assert engine.counters.prefill_tokens == sum(map(len, prompts))
 
 
 def assert_sampled_as_it_is(model, *, packed, prompts=None):

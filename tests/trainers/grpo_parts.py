@@ -113,6 +113,7 @@ def make_trainer(
     eos=(),
     sequence_group=None,
     async_save=False,
+    stochastic_rounding=False,
     **arguments,
 ):
     """A trainer whose global batch has `global_batch` completions.
@@ -125,12 +126,13 @@ def make_trainer(
     model = model if model is not None else AutoModelForCausalLM.from_pretrained(folder)
     collectives = Collectives()
     metrics = MetricStore()
-    engine = engine or TransformersEngine(model, eos_token_ids=list(eos))
     rounds = []
     settings = {"loss": LossConfig(), "temperature": 1.0, "max_completion_length": 8, "per_device": 8, "max_samples": 8}
     for one in dataclasses.fields(GRPOSettings):
         if one.name in arguments:
             settings[one.name] = arguments.pop(one.name)
+    routes = settings.get("router_replay") == "rollout"
+    engine = engine or TransformersEngine(model, eos_token_ids=list(eos), returns_routes=routes)
     distribution = SamplingParams(settings["max_completion_length"], temperature=1.0, **(sampling or {}))
     share = EngineShare(collectives.rank, collectives.world_size)
     collector = RolloutCollector(source_of(engine), distribution, 42, str, scorer or Scorer(reward), collectives, share)
@@ -185,6 +187,7 @@ def make_trainer(
         eval_prompts=eval_prompts,
         sequence_group=sequence_group,
         async_save=async_save,
+        stochastic_rounding=stochastic_rounding,
     )
     if trainer.logprobs.settings.loss.beta > 0:
         pipeline.batches.reference_pass = trainer.logprobs.score_reference

@@ -197,9 +197,11 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
     assert [TensorInfo.of(name, tensor) for name, tensor in synced.items()] == list(source.manifest())
     assert all(order == buckets for order in orders)
     adapter = adapter_weights(trainer.model_wrapped).tensors if task.get("policy", "full") != "full" else {}
+    state = whole_state(trainer.model_wrapped)
     return {
+        "replicas": trainer.collectives.all_gather([float(value.double().sum()) for value in state.values()]),
         "logs": [row for row in trainer.state.log_history if "loss" in row],
-        "state": whole_state(trainer.model_wrapped),
+        "state": state,
         "synced": synced,
         "adapter": adapter,
         "reference": reference_weights(trainer),

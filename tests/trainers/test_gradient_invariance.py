@@ -129,7 +129,7 @@ def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
 
 @pytest.fixture(
     scope="module",
-    params=[(2, 2), pytest.param((4, 2), marks=pytest.mark.long), pytest.param((4, 4), marks=pytest.mark.long)],
+    params=[pytest.param(sharing, marks=pytest.mark.long) for sharing in ((2, 2), (4, 2), (4, 4))],
     ids=str,
 )
 def sharing(request, nano_folders, batch, tmp_path_factory):

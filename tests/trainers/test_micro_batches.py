@@ -30,13 +30,15 @@ def groups(*lengths, prompt_tokens=10):
     return [sample(g, prompt_tokens, n) for g, group in enumerate(lengths) for n in group]
 
 
-def micro_batch_tokens(samples, micro_batch, *, packed=True):
+def micro_batch_tokens(samples, micro_batch, arrangement="packed"):
     """Tokens that the model is run over."""
     prompts = [samples[i].prompt_ids for i in micro_batch]
     own = [samples[i].token_ids.size - 1 for i in micro_batch]
-    if not packed:
+    if arrangement == "padded":
         return len(own) * max((prompt.size + n for prompt, n in zip(prompts, own, strict=True)), default=0)
     new = [i for i, prompt in enumerate(prompts) if i == 0 or not np.array_equal(prompt, prompts[i - 1])]
+    if arrangement == "forked":
+        return len(new) * max((one.size for one in prompts), default=0) + len(own) * max(own, default=0)
     return sum(own) + sum(prompts[i].size for i in new)
 
 
@@ -69,19 +71,19 @@ limits_ = st.builds(Limits, st.one_of(st.none(), st.integers(1, 9)), st.one_of(s
     batch=batches(),
     world_size=st.integers(1, 5),
     limits=limits_,
-    packed=st.booleans(),
+    arrangement=st.sampled_from(["packed", "forked", "padded"]),
     work=st.builds(Work, st.floats(1, 20), st.floats(0, 0.1)),
 )
-def test_useful_samples_are_computed_once_in_passes_within_the_limits(batch, world_size, limits, packed, work):
+def test_useful_samples_are_computed_once_in_passes_within_the_limits(batch, world_size, limits, arrangement, work):
     samples, useful = batch
-    made = plan(samples, world_size=world_size, limits=limits, useful=useful, packed=packed, work=work)
+    made = plan(samples, world_size=world_size, limits=limits, useful=useful, arrangement=arrangement, work=work)
     computed = Counter(i for parts in made.micro_batches for part in parts for i in part)
     assert computed == Counter(i for i, wanted in enumerate(useful) if wanted)
     assert sum(computed.values()) == sum(useful)
     assert len(made.micro_batches) == world_size
     assert len({len(parts) for parts in made.micro_batches}) == 1
     for parts in made.micro_batches:
-        tokens = [micro_batch_tokens(samples, part, packed=packed) for part in parts]
+        tokens = [micro_batch_tokens(samples, part, arrangement) for part in parts]
         assert tokens == sorted(tokens, reverse=True)
         for part, size in zip(parts, tokens, strict=True):
             assert limits.samples is None or len(part) <= limits.samples
@@ -183,8 +185,23 @@ def test_attention_over_long_contexts_counts_as_work():
 
 def test_rows_of_similar_length_share_a_pass_where_rows_are_padded():
     samples = groups([50, 2, 50, 2], prompt_tokens=1)
-    made = plan(samples, limits=Limits(samples=2), packed=False)
+    made = plan(samples, limits=Limits(samples=2), arrangement="padded")
     assert made.micro_batches == [[[0, 2], [1, 3]]]
+
+
+def test_completions_of_similar_length_share_a_pass_where_states_are_forked():
+    lengths = [4000, 300, 2100, 1500, 1000, 800, 500, 200]
+    made = plan(groups(lengths, prompt_tokens=100), limits=Limits(tokens=16384), arrangement="forked")
+    (parts,) = made.micro_batches
+    assert [sorted(lengths[i] for i in part) for part in parts] == [[2100, 4000], [800, 1000, 1500], [300, 500], [200]]
+    even = plan(groups([500] * 8, prompt_tokens=100), limits=Limits(tokens=16384), arrangement="forked")
+    assert even.micro_batches == [[list(range(8))]]
+
+
+def test_prompts_of_similar_length_share_a_pass_where_states_are_forked():
+    samples = [sample(number, length, 5) for number, length in enumerate((50, 2, 50, 2)) for _ in range(2)]
+    made = plan(samples, limits=Limits(samples=4), arrangement="forked")
+    assert made.micro_batches == [[[0, 1, 4, 5], [2, 3, 6, 7]]]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

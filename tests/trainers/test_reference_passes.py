@@ -10,6 +10,7 @@ from grpo_parts import LateScorer, Scorer, all_different, logs_of, make_trainer
 
 from swift.arguments import parse
 from swift.errors import ConfigError
+from swift.models import load_chat
 from swift.models.reference import FrozenReference
 from swift.rl.losses import LossConfig
 from swift.rollout.engines.spec import EngineSpec, build_engine
@@ -100,10 +101,12 @@ def test_a_reference_that_knows_fewer_tokens_than_the_tokenizer_is_refused(nano_
     words = "--rlhf_type grpo --dataset d --reward_funcs accuracy --beta 0.1 --tuner_type full"
     words = f"{words} --model {nano_folders['qwen2']} --ref_model {nano_folders['llama']}"
     args = parse("rlhf", words.split(), {}).args
-    policy, reference = load_models(args, 263)
+    template = load_chat(args)
+    policy, reference = load_models(args, template)
     assert type(policy) is not type(reference.module)
-    with pytest.raises(ConfigError, match=r"--ref_model: .*llama: knows \d+ tokens, .* --model has 9999; give a model"):
-        load_models(args, 9999)
+    template.tokenizer.add_tokens(["one", "more"])
+    with pytest.raises(ConfigError, match=r"--ref_model: .*llama: knows 263 tokens, .* --model has 265; give a model"):
+        load_models(args, template)
 
 
 def watched(folders):

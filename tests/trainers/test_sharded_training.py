@@ -38,12 +38,16 @@ EVERYTHING = {
     "parts": PARTS,
     "arguments": {"max_steps": 5, "learning_rate": 2e-3},
 }
+MIXTURE = {"policy": "full", "base": "experts", "parts": PARTS, "arguments": SCHEDULED}
 KINDS = {
     "full": FULL,
     "other": {**FULL, "reference": "llama"},
     "lora": {**FULL, "policy": "lora"},
     "adapter": {**FULL, "policy": "adapter"},
     "experts": {**FULL, "policy": "experts", "base": "experts"},
+    "balanced": {**MIXTURE, "settings": {"router_aux_loss_coef": 0.3}, "parts": {"max_samples": 4}},
+    "replayed": {**MIXTURE, "settings": {"router_replay": "rollout"}},
+    "replayed-trainer": {**MIXTURE, "settings": {"router_replay": "trainer"}},
     "skipping": {
         "parts": {"max_samples": 2},
         "arguments": {**SCHEDULED, "max_grad_norm": 0.5},
@@ -86,6 +90,15 @@ RUNS = {
     "fsdp-lora": ("lora", FSDP),
     "fsdp-adapter": ("adapter", FSDP),
     "fsdp-experts": ("experts", FSDP),
+    "ddp-balanced": ("balanced", {}),
+    "zero3-balanced": ("balanced", ZERO3),
+    "fsdp-balanced": ("balanced", FSDP),
+    "ddp-replayed": ("replayed", {}),
+    "zero3-replayed": ("replayed", ZERO3),
+    "fsdp-replayed": ("replayed", FSDP),
+    "ddp-replayed-trainer": ("replayed-trainer", {}),
+    "zero3-replayed-trainer": ("replayed-trainer", ZERO3),
+    "fsdp-replayed-trainer": ("replayed-trainer", FSDP),
     "fsdp-skipping": ("skipping", FSDP),
     "fsdp-bf16": ("bf16", FSDP),
     "fsdp-objective": ("objective", {**FSDP, **LATE}),
@@ -109,13 +122,14 @@ ASYNC = {"fsdp-lora", "fsdp"}
 
 TURNS = {"sleep_level": 2, "offload_model": True, "offload_optimizer": True, "gc_collect_after_offload": True}
 LONG = {
-    "ddp-objective", "ddp-objective-lora", "zero1", "zero2_offload", "zero3-adapter", "zero0-skipping",
+    "ddp-objective", "ddp-objective-lora", "zero1", "zero2", "zero2_offload", "zero3-adapter", "zero0-skipping",
     "zero2-skipping",
     "zero3-objective-lora", "fsdp-shard_grad_op", "fsdp-adapter", "resumed zero2", "resumed zero3-lora",
     "resumed fsdp", "cycled zero2", "zero3-experts", "fsdp-experts", "zero2-lora", "zero3-skipping", "fsdp-other",
     "fsdp-shard_grad_op-adapter", "fsdp-on-shards", "resumed zero3", "zero2-sharing", "zero3-lora-sharing",
     "zero3-skipping-sharing", "fsdp-lora-sharing", "fsdp-experts-sharing", "fsdp-objective-sharing",
-    "resumed fsdp-sharing",
+    "resumed fsdp-sharing", "ddp-balanced", "zero3-balanced", "fsdp-balanced", "ddp-replayed", "zero3-replayed",
+    "fsdp-replayed", "ddp-replayed-trainer", "zero3-replayed-trainer", "fsdp-replayed-trainer",
 }  # fmt: skip
 """Runs beside which a shorter one shows the same."""
 
@@ -239,6 +253,20 @@ def test_two_processes_train_as_one_does(alone, sharded, name):
         assert logs[1]["grad_norm"] == 0
     if kind.startswith("objective"):
         assert_same_objective(ours, theirs)
+    if kind.startswith(("balanced", "replayed")):
+        assert_same_routing(ours, theirs, kind)
+
+
+def assert_same_routing(ours, theirs, kind):
+    """The same load-balancing loss, or the same share of experts that differ."""
+    seen = set()
+    for mine, other in zip(ours["logs"], theirs["logs"], strict=True):
+        for name in (name for name in other if name.startswith(("aux_loss", "routing/"))):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=2e-5), name
+            seen.add(name if other[name] > 0 else "")
+    assert seen - {""} == (
+        {"aux_loss"} if kind == "balanced" else {"routing/tokens_differ_frac", "routing/choices_differ_frac"}
+    )
 
 
 def assert_same_objective(ours, theirs):
@@ -284,7 +312,9 @@ def test_four_processes_train_as_one_does(alone, four, name):
         assert_same_objective(four[name], alone[kind])
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3-on-shards", "zero3-objective", "fsdp", "fsdp-objective"])
+@pytest.mark.parametrize(
+    "name", each(["zero2", "zero3", "zero3-on-shards", "zero3-objective", "fsdp", "fsdp-objective"])
+)
 def test_a_frozen_copy_is_sharded_as_the_policy_is_unless_it_moves(sharded, name):
     whole = name == "zero2" or name.endswith("objective")
     assert sharded[name]["share"] == (1.0 if whole else pytest.approx(0.5, abs=0.05))

@@ -135,7 +135,10 @@ def _filled(project: str, mode: str, config: Mapping[str, Raw], environment: Map
     draft.translate(axolotl.flattened(config) if project == "Axolotl" else config.items(), rules)
     draft.add(defaults(mode, config, draft.settings), project, axolotl.CAVEATS if project == "Axolotl" else {})
     for name, value in environment.items():
-        draft.export(name, name, value)
+        if name == "MAX_PIXELS" and draft.sees:
+            draft.take(name, "max_pixels", value)
+        else:
+            draft.export(name, name, value)
     return Imported(project, draft)
 
 

@@ -40,6 +40,11 @@ class Draft:
         """The settings of the mode."""
         return settings_class(self.mode)
 
+    @property
+    def sees(self) -> bool:
+        """Whether rows of the mode may have images."""
+        return bool(getattr(self.cls, "SEES", False))
+
     def take(self, key: str, name: str, raw: Any) -> None:
         """The setting `name` (or alias) gets the value of `key`, if it is one."""
         canonical = spellings_of(self.cls).get(name)

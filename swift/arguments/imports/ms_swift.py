@@ -12,11 +12,13 @@ from swift.arguments.imports.trl import take_precision
 from swift.arguments.values import show
 from swift.errors import ConfigError
 
-MULTIMODAL = re.compile(
-    r"(?:^|[-_/.\d])(?:vl|omni|audio|ocr)\d*(?:[-_.]|$)|internvl|llava|minicpm-[vo]|ovis|pixtral|paligemma|molmo|janus",
+HEARS = re.compile(r"(?:^|[-_/.\d])(?:omni|audio)\d*(?:[-_.]|$)", re.IGNORECASE)
+"""Names of models with sound."""
+SEES = re.compile(
+    r"(?:^|[-_/.\d])(?:vl|ocr)\d*(?:[-_.]|$)|internvl|llava|minicpm-[vo]|ovis|pixtral|paligemma|molmo|janus",
     re.IGNORECASE,
 )
-"""Names of models with images or sound."""
+"""Names of models with images."""
 QUANTISED = re.compile(r"gptq|awq|-int[48]\b", re.IGNORECASE)
 """Names of models whose weights are stored in few bits."""
 
@@ -24,8 +26,12 @@ QUANTISED = re.compile(r"gptq|awq|-int[48]\b", re.IGNORECASE)
 def _model(draft: Draft, key: str, raw: Any) -> None:
     """Refuses a script whose text part alone would be another training."""
     name = Path(str(raw)).name
-    if MULTIMODAL.search(name):
-        raise ConfigError(f"--{key}: {raw}: images and sound are not supported; a text run would be another training")
+    if HEARS.search(name):
+        raise ConfigError(f"--{key}: {raw}: sound is not supported; a run without it would be another training")
+    if SEES.search(name) and not draft.sees:
+        raise ConfigError(
+            f"--{key}: {raw}: images are not supported in {draft.mode}; a text run would be another training"
+        )
     if QUANTISED.search(name):
         raise ConfigError(f"--{key}: {raw}: quantised weights are not supported; --quant_method bnb quantises the base")
     draft.take(key, "model", raw)

@@ -100,10 +100,13 @@ def _mixture(draft: Draft, key: str, raw: Any) -> None:
 
 
 def take_precision(dtype: str) -> Rule:
-    """`bf16` and `fp16`: where one is true, or left to the machine."""
+    """`bf16` and `fp16`: where one is true, or left to the machine; `bf16` with float32 weights is autocast."""
 
     def rule(draft: Draft, key: str, raw: Any) -> None:
-        if show(raw).lower() in ("true", "full"):
+        weights = {show(draft.config.get(name, "")).lower() for name in ("torch_dtype", "dtype")}
+        if show(raw).lower() == "true" and dtype == "bfloat16" and weights & {"float32", "fp32"}:
+            draft.take(key, "autocast", dtype)
+        elif show(raw).lower() in ("true", "full"):
             draft.take(key, "torch_dtype", dtype)
         else:
             draft.same(key, "--torch_dtype is the precision, by default that of the machine")

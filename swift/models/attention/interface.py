@@ -53,14 +53,30 @@ def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> N
     for name in KERNEL_OF:
         AttentionInterface.register(name, _segment_attention)
     chosen = next(name for name, known in KERNEL_OF.items() if known == kernel)
+    spread_decoder(decoder_of(model))
+    set_attention(model, chosen)
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Choose the attention function of the language model; towers keep theirs."""
     base = transformers_model(model)
-    spread_decoder(base.base_model)
-    base.set_attn_implementation(chosen)
+    parts = {part: getattr(base.config, part, None) for part in getattr(base.config, "sub_configs", {})}
+    if parts.get("text_config") is None:
+        base.set_attn_implementation(name)
+        return
+    own = {part: config._attn_implementation for part, config in parts.items() if config is not None}
+    base.set_attn_implementation({"": base.config._attn_implementation, **own, "text_config": name})
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `model` takes packed streams (`forward.pack`); otherwise it takes rows (`forward.pad`)."""
+    """Whether the layers of `model` ask an `attention_layout`."""
     return transformers_model(model).config.get_text_config()._attn_implementation in KERNEL_OF
+
+
+def decoder_of(model: nn.Module) -> Any:
+    """The layers of the language model below its head."""
+    base = transformers_model(model)
+    return base.get_decoder() if hasattr(base.config, "vision_config") else base.base_model
 
 
 def transformers_model(model: nn.Module) -> Any:

@@ -8,10 +8,10 @@ rows     masked SDPA: everything else, and every layer that the others cannot co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from swift.models.attention.rows import SegmentRows
 from swift.models.attention.spans import PLAIN, GroupSpans, Span, Variant, attended
 
 Kernel = Literal["rows", "flex", "flash"]
+View = TypeVar("View")
 
-KERNELS: dict[Kernel, type[SegmentRows] | type[FlexSegments] | type[FlashSegments]] = {
+KERNELS: dict[Kernel, Any] = {
     "rows": SegmentRows,
     "flex": FlexSegments,
     "flash": FlashSegments,
@@ -50,7 +51,13 @@ class SegmentLayout:
         self.longest = max(
             group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
         )
-        self._made: dict[Kernel, SegmentRows | FlexSegments | FlashSegments] = {}
+        self._views: dict[Any, Any] = {}
+
+    def view_of(self, kind: Callable[[Sequence[GroupSpans], torch.device], View]) -> View:
+        """The segments as a kernel of this kind takes them, made once."""
+        if kind not in self._views:
+            self._views[kind] = kind(self.groups, self.device)
+        return self._views[kind]
 
     def attend(
         self,
@@ -82,9 +89,8 @@ class SegmentLayout:
             kernel = kernel_for(query.device, dtype, heads)
         if kernel != "rows" and (kernel is None or not KERNELS[kernel].computes(variant)):
             kernel = "rows"
-        if kernel not in self._made:
-            self._made[kernel] = KERNELS[kernel](self.groups, self.device)
-        return self._made[kernel].attend(query, key, value, scale, variant)
+        view: SegmentRows | FlexSegments | FlashSegments = self.view_of(KERNELS[kernel])
+        return view.attend(query, key, value, scale, variant)
 
 
 @dataclass(eq=False, slots=True)

@@ -15,10 +15,9 @@ Order of calls:
 Weights are in one of three states, each with its error: asleep (`EngineAsleep`), invalid after a failed update
 (`SyncFailed` until `rebuild`), lost (`EngineDead`). Each of them prevents sampling.
 
-Threads: `generate`, `hold`, `rest`, `release` and `free` run on one event loop (`swift.rollout.loop`). `abort`,
-`pause`, `health`, `close`, `check_length`, `so_far` and `counters` may be used by any thread at any time. Every other
-call comes from one thread while nothing is in flight. Every wait has a limit. Callers test `Capabilities`, not
-names.
+Threads: `generate`, `hold`, `rest`, `release`, `free` and `so_far` run on one event loop (`swift.rollout.loop`).
+`abort`, `pause`, `health`, `close`, `check_length` and `counters` may be used by any thread at any time. Every other
+call comes from one thread while nothing is in flight. Every wait has a limit. Callers test `Capabilities`, not names.
 `tests/engines/test_conformance_*.py` tests every backend against this contract.
 """
 
@@ -72,7 +71,8 @@ class Capabilities:
     temperature 1. shares_weights: reads the trainer's own parameters, so that a weight sync copies nothing.
     sleep_levels: those that release memory. in_flight_updates: it can be paused between two tokens. guided: constrains
     completions to a regular expression. sampling_fields: supported fields of `SamplingParams.unusual`. seeds_are_slow:
-    a step is slower if each sample has a seed.
+    a step is slower if each sample has a seed. images: prompts may have them (`swift.models.vision`). routes:
+    completions have the experts of their tokens.
     """
 
     name: str
@@ -89,6 +89,8 @@ class Capabilities:
     sampling_fields: tuple[str, ...] = ()
     quantization: str = ""
     seeds_are_slow: bool = False
+    images: bool = False
+    routes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from swift.data.image_store import images_sent
 from swift.errors import EngineAsleep, EngineDead, NumericError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines.base import (
     Ack,
@@ -37,7 +38,7 @@ from swift.rollout.engines.running import logprob_problem
 from swift.rollout.weights.base import Bucket
 from swift.rollout.weights.broadcast import Announcement, BroadcastSender
 from swift.rollout.weights.sending import Kept
-from swift.types import Completion, Request
+from swift.types import Completion, Request, ShownImage
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,20 @@ class _Pending:
 
     completion: asyncio.Future[Completion]
     instance: object
+
+
+def with_images(requests: Sequence[Request]) -> list[Request]:
+    """Requests with the images that their prompts name; those of equal prompts share them."""
+    shown: dict[tuple[int, ...], tuple[ShownImage, ...]] = {}
+    sent = []
+    for request in requests:
+        if any(token < 0 for token in request.prompt_ids):
+            prompt = tuple(request.prompt_ids)
+            if prompt not in shown:
+                shown[prompt] = images_sent(prompt)
+            request = replace(request, images=shown[prompt])
+        sent.append(request)
+    return sent
 
 
 def tokens_of(request: Request) -> int:
@@ -274,7 +289,7 @@ class EngineClient(ABC):
         replaced = {request.request_id for request in waiting} - set(names)
         self._end(list(replaced), Lost("was replaced"))
         try:
-            self.post(instance, to_send)
+            self.post(instance, with_images(to_send))
         except Lost as lost:
             self._take(instance, lost)
         except Exception as error:

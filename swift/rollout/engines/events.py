@@ -34,7 +34,7 @@ class Timeouts:
     reply_s: float = 15.0
     connect_s: float = 5.0
     heartbeat_s: float = 5.0
-    misses: int = 3
+    misses: int = 6
     close_s: float = 10.0
 
     @classmethod

@@ -458,10 +458,14 @@ def raise_first(outcomes: Sequence[T | Exception]) -> list[T]:
     return outcomes  # type: ignore[return-value]
 
 
+SWITCHES = ("lora", "in_flight_updates", "guided", "routes")
+"""Capabilities that all engines have, or none."""
+
+
 def common_capabilities(each: Sequence[Capabilities]) -> Capabilities:
     """The capabilities that all engines have."""
     first = each[0]
-    all_have = {name: all(getattr(engine, name) for engine in each) for name in ("lora", "in_flight_updates", "guided")}
+    all_have = {name: all(getattr(engine, name) for engine in each) for name in SWITCHES}
     shared = {
         name: tuple(entry for entry in getattr(first, name) if all(entry in getattr(engine, name) for engine in each))
         for name in ("sleep_levels", "sampling_fields")

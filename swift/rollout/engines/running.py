@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from swift.errors import EngineError, NumericError
+from swift.rollout.routes import packed
 from swift.types import Alternatives, Completion, FinishReason, Request
 
 SoFar = tuple[Sequence[int], Sequence[float], Sequence[Alternatives]]
@@ -20,7 +23,11 @@ TAIL_SLACK_TOKENS = 8
 
 @dataclass(slots=True)
 class Running:
-    """One request. pinned: version of the adapter that it samples with; None: the version of the weights."""
+    """One request.
+
+    pinned: version of the adapter that it samples with; None: the version of the weights. routes: the experts of its
+    tokens in the order of computing, [tokens, layers, top-k] each.
+    """
 
     request: Request
     pinned: int | None = None
@@ -29,6 +36,7 @@ class Running:
     log_mass: list[float] = field(default_factory=list)
     tops: list[Alternatives] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (version, first token)
+    routes: list[np.ndarray] = field(default_factory=list)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
         """Append tokens sampled with `version` of the weights. Raises NumericError: an invalid log-prob."""
@@ -42,6 +50,11 @@ class Running:
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
 
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that were inputs of the model: the prompt, and all sampled ones but the last."""
+        return len(self.request.prompt_ids) + max(0, len(self.token_ids) - 1)
+
     def completion(self, reason: FinishReason) -> Completion:
         """Its tokens so far as a completion."""
         ends = [*(start for _, start in self.spans[1:]), len(self.token_ids)][: len(self.spans)]
@@ -53,6 +66,7 @@ class Running:
             versions=[(version, start, end) for (version, start), end in zip(self.spans, ends, strict=True)],
             log_mass=self.log_mass,
             top_logprobs=self.tops,
+            routes=packed(self.routes, self.num_computed) if self.routes else None,
         )
 
 

@@ -28,6 +28,7 @@ import httpx
 import msgspec
 import torch
 
+from swift.data.images import encoded
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.rollout.engines import replies, wire
 from swift.rollout.engines.base import Ack, AdapterWeights, Capabilities, EngineCounters, Health
@@ -46,6 +47,8 @@ BATCH = 1024
 """Maximum number of requests in one POST."""
 BATCH_TOKENS = 4_000_000
 """Maximum number of prompt tokens in one POST."""
+IMAGE_BYTES = 6
+"""Bytes of an image that are as long in a POST as a token."""
 LONGEST = 1 << 22
 """Upper bound on the context length of a server, which limits the length of lines."""
 
@@ -376,10 +379,11 @@ def _parts(requests: Sequence[Request]) -> Iterator[list[Request]]:
     part: list[Request] = []
     tokens = 0
     for request in requests:
-        new = 0 if part and part[-1].prompt_ids == request.prompt_ids else len(request.prompt_ids)
+        whole = len(request.prompt_ids) + sum(len(encoded(shown.image)) // IMAGE_BYTES for shown in request.images)
+        new = 0 if part and part[-1].prompt_ids == request.prompt_ids else whole
         if part and (len(part) >= BATCH or tokens + new > BATCH_TOKENS):
             yield part
-            part, tokens, new = [], 0, len(request.prompt_ids)
+            part, tokens, new = [], 0, whole
         part.append(request)
         tokens += new
     if part:

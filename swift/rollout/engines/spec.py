@@ -43,6 +43,8 @@ class EngineSpec:
     memory_share: share of the device's memory. lora: whether the engine samples with LoRA adapters.
     engine_kwargs: arguments of the backend, passed on unchecked. plugins: files that register further backends.
     limit_s: timeout of a call to the engine, in seconds (`--engine_timeout`).
+    returns_routes: whether completions have the experts of their tokens, `Completion.routes`.
+    sees: whether prompts have images; the model is loaded with its tower. max_pixels: see `swift.models.vision.Vision`.
     """
 
     backend: str
@@ -68,6 +70,9 @@ class EngineSpec:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     limit_s: float = 300.0
+    returns_routes: bool = False
+    sees: bool = False
+    max_pixels: int | None = None
 
 
 def call_limit_s(model: str) -> float:
@@ -100,7 +105,7 @@ def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> Eng
     memory = args.lmdeploy_cache_max_entry_count if args.use_lmdeploy else vllm_share
     return EngineSpec(
         backend=args.infer_backend,
-        dtype=args.torch_dtype,
+        dtype=getattr(args, "autocast", None) or args.torch_dtype,  # a server has no trainer
         seed=args.seed,
         memory_share=memory,
         max_num_seqs=args.vllm_max_num_seqs,
@@ -113,6 +118,8 @@ def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> Eng
         engine_kwargs=dict(args.vllm_engine_kwargs),
         plugins=tuple(str(Path(path).expanduser().resolve()) for path in args.external_plugins),
         limit_s=args.engine_timeout or call_limit_s(fields["model"]),
+        returns_routes=getattr(args, "moe_router_replay", "off") == "rollout",
+        max_pixels=getattr(args, "max_pixels", None),
         **fields,
     )
 

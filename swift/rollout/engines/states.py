@@ -169,7 +169,8 @@ class StatefulEngine(InferenceEngine):
         """Also refuses ids that are no tokens of the model."""
         super().check_length(request)
         name = request.request_id
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self.vocab_size:
+        ids = [token for token in request.prompt_ids if token >= 0] if self.capabilities.images else request.prompt_ids
+        if not 0 <= min(ids, default=-1) <= max(ids) < self.vocab_size:
             raise RequestRefused(
                 name,
                 f"request: {name}: its prompt has token ids outside of 0..{self.vocab_size - 1}; tokenize it with the "

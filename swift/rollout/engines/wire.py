@@ -21,12 +21,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 import swift.errors
+from swift.data.images import encoded
 from swift.errors import EngineError, SwiftError, first_line, shortened
 from swift.rollout.engines.base import Ack, Capabilities, EngineCounters
 from swift.rollout.weights.base import TensorInfo
 from swift.types import Completion, Request, SamplingParams
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the wire format; server and client must have the same one."""
 RUN_HEADER = "X-Swift-Run"
 """Header with the id of the run that sends the request."""
@@ -63,17 +64,33 @@ class Sample(Struct, forbid_unknown_fields=True):
     limit_s: Annotated[float, Meta(gt=0)] | None = None
 
 
+class SentImage(Struct, forbid_unknown_fields=True):
+    """An image of prompts; see `swift.types.ShownImage`. content: its encoded bytes."""
+
+    content: bytes
+    mark: int
+    token_ids: list[int]
+
+
 class InferRequest(Struct, forbid_unknown_fields=True):
-    """POST /infer/. version: expected policy version of the weights; None accepts any."""
+    """POST /infer/. version: expected policy version of the weights; None accepts any.
+
+    images: those of all prompts. shown: by the index of a prompt, which of them its ids name, in their order.
+    """
 
     prompts: list[list[int]]
     requests: list[Sample]
     version: int | None = None
+    images: list[SentImage] = []
+    shown: dict[int, list[int]] = {}
 
     @classmethod
     def of(cls, requests: Sequence[Request], version: int | None) -> InferRequest:
         """The body of one POST; equal prompts are sent once."""
         prompts: dict[tuple[int, ...], int] = {}
+        images: dict[str, int] = {}
+        sent: list[SentImage] = []
+        shown: dict[int, list[int]] = {}
         samples = [
             Sample(
                 request.request_id,
@@ -83,7 +100,15 @@ class InferRequest(Struct, forbid_unknown_fields=True):
             )
             for request in requests
         ]
-        return cls([list(prompt) for prompt in prompts], samples, version)
+        for request in requests:
+            for one in request.images:
+                if one.image.digest not in images:
+                    images[one.image.digest] = len(sent)
+                    sent.append(SentImage(encoded(one.image), one.mark, list(one.token_ids)))
+            if request.images:
+                prompt = prompts[tuple(request.prompt_ids)]
+                shown[prompt] = [images[one.image.digest] for one in request.images]
+        return cls([list(prompt) for prompt in prompts], samples, version, sent, shown)
 
 
 class Load(Struct):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from swift.devices import own_device
 from swift.errors import NumericError, SwiftError
+from swift.models.autocast import autocast_dtype
 from swift.models.forward import TokenSequence
 from swift.models.quantisation import is_quantised, rounds_activations
 from swift.models.sharded import exchanged
@@ -154,7 +155,7 @@ class ParityCheck:
         self._score = score
         self._temperature = 1.0 if self.capabilities.logprob_support == "raw" else sampling.temperature
         dtype = next(parameter.dtype for parameter in model.parameters() if parameter.dtype.is_floating_point)
-        self.dtypes = dtype_name(dtype), self.capabilities.dtype
+        self.dtypes = dtype_name(autocast_dtype(model) or dtype), self.capabilities.dtype
         quantised = rounds_activations(model) or (adapter_only and is_quantised(model))
         self.limits = limits_for(
             *self.dtypes,
@@ -293,13 +294,16 @@ def choose_prompts(prompts: Sequence[list[int]], room: int, count: int = PROMPTS
     """Prompts of different lengths within `room` tokens, one of them long.
 
     Errors of padding need prompts of different lengths, those of a prefix cache a long one; a dataset may have neither.
+    Prompts with images stay whole.
     """
-    usable = [ids for ids in prompts if 0 < len(ids) <= room][:count] or [ids[-room:] for ids in prompts[:count] if ids]
+    usable = [ids for ids in prompts if 0 < len(ids) <= room][:count] or [
+        [token for token in ids if token >= 0][-room:] for ids in prompts[:count] if ids
+    ]
     usable = [usable[i % len(usable)] for i in range(count)]
     if len({len(ids) for ids in usable}) == 1 and len(usable[0]) > 1:
-        usable = [ids[i % 2 * (len(ids) // 2) :] for i, ids in enumerate(usable)]
+        usable = [ids if min(ids) < 0 else ids[i % 2 * (len(ids) // 2) :] for i, ids in enumerate(usable)]
     if max(len(ids) for ids in usable) < LONG_PROMPT:
-        joined = [token for ids in prompts for token in ids]
+        joined = [token for ids in prompts for token in ids if token >= 0]
         joined = joined * (-(-LONG_PROMPT // len(joined)))
         usable[-1] = joined[: min(LONG_PROMPT, room)]
     return usable

@@ -194,7 +194,7 @@ def limits_for(
     """The row that applies.
 
     Args:
-        trainer: torch dtype name of the policy's weights.
+        trainer: torch dtype name of the policy's products.
         engine: dtype of the engine; other names than those of torch floats count as quantised.
         device: type of the trainer's device, "cpu" or an accelerator.
         tf32: whether float32 products use TF32; None takes torch's settings.

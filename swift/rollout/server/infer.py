@@ -11,6 +11,8 @@ from fastapi import APIRouter, Depends, Header
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from swift.data.images import ImageSource, read_image
+from swift.data.records import RowError
 from swift.rollout.engines import wire
 from swift.rollout.engines.completion_stream import Arrival
 from swift.rollout.server.access import (
@@ -24,7 +26,7 @@ from swift.rollout.server.access import (
 )
 from swift.rollout.server.service import Answers, AnswersResponse, Service
 from swift.rollout.server.shapes import check_sampling
-from swift.types import Completion, Request
+from swift.types import Completion, Request, ShownImage
 
 RunId = Annotated[str | None, Header(alias=wire.RUN_HEADER)]
 
@@ -75,6 +77,7 @@ def router(service: Service) -> APIRouter:
 
 def _requests(body: wire.InferRequest) -> list[Request]:
     check_count("prompts", len(body.prompts), LIMITS.prompts)
+    images = _images(body)
     counts = [0] * len(body.prompts)
     requests = []
     for sample in body.requests:
@@ -83,9 +86,26 @@ def _requests(body: wire.InferRequest) -> list[Request]:
         counts[sample.prompt] += 1
         check_sampling(sample.sampling)
         limit_s = math.inf if sample.limit_s is None else sample.limit_s
-        requests.append(Request(sample.id, body.prompts[sample.prompt], sample.sampling, limit_s=limit_s))
+        prompt, shown = body.prompts[sample.prompt], images.get(sample.prompt, ())
+        requests.append(Request(sample.id, prompt, sample.sampling, limit_s=limit_s, images=shown))
     check_count("samples of a prompt", max(counts), LIMITS.samples_per_prompt)
     return requests
+
+
+def _images(body: wire.InferRequest) -> dict[int, list[ShownImage]]:
+    """The images of prompts by their index, with headers that are checked."""
+    images = []
+    for number, sent in enumerate(body.images):
+        try:
+            images.append(ShownImage(read_image(sent.content, ImageSource()), sent.mark, tuple(sent.token_ids)))
+        except RowError as error:
+            raise field_error(f"images: {number}: {error}") from error
+    found = {}
+    for prompt, indexes in body.shown.items():
+        if prompt not in range(len(body.prompts)) or not all(index in range(len(images)) for index in indexes):
+            raise field_error(f"shown: {prompt}: of {len(body.prompts)} prompts and {len(images)} images")
+        found[prompt] = [images[index] for index in indexes]
+    return found
 
 
 def _check_version(service: Service, expected: int | None) -> None:

@@ -62,6 +62,11 @@ class PolicyWeights:
         )
         self._manifest: tuple[TensorInfo, ...] | None = None
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket as it is sent."""
+        return max(sum(map(self._nbytes, group)) for group in self._groups)
+
     def manifest(self) -> tuple[TensorInfo, ...]:
         if self._manifest is None:
             self._manifest = tuple(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import Span
 from swift.models.attention.strided import BlockStream
+from swift.models.autocast import autocasting
 from swift.models.features import FeatureNetwork, pool
 from swift.models.transfer import to_device
 from swift.rollout.engines.transformers.sampling import BatchSampler, Row
@@ -131,7 +132,7 @@ def sample_blocks(
 @torch.no_grad()
 def stream_features(network: FeatureNetwork, inputs: dict[str, Any], spans: Tensor) -> Tensor:
     """One vector [S, D] for each of the spans [S, g] of a stream, whose tokens may lie apart."""
-    with network.model.active() as module:
+    with network.model.active() as module, autocasting(module):
         output = module(**inputs, logits_to_keep=1, output_hidden_states=True, use_cache=False)
     size = spans.shape[1]
     tokens = network.of_tokens([states[0, spans.flatten()] for states in output.hidden_states])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
+from swift.models.autocast import autocasting
 from swift.models.features import FeatureNetwork, load_features
 from swift.models.scoring import ScoreRequest, prepare_scoring, score_requests
 from swift.models.sharded_sampling import gathered_for_generation
@@ -198,7 +199,7 @@ class StridedSteps(AtomicTrainer):
         trains = module.training
         module.eval()
         try:
-            with gathered_for_generation(module):
+            with gathered_for_generation(module), autocasting(module):
                 return sample_blocks(
                     module,
                     ids,

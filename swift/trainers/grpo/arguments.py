@@ -24,13 +24,16 @@ def loss_settings(args: Any) -> LossConfig:
         raise ConfigError(f"--{error}") from error
 
 
-def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collection[str] = ()) -> GRPOSettings:
+def trainer_settings(
+    args: Any, *, logprob_support: str = "full", given: Collection[str] = (), router_aux_loss_coef: float = 0.0
+) -> GRPOSettings:
     """Settings of the training step.
 
     Args:
         args: of the run.
         logprob_support: of the engines (`swift.rollout.engines.base`).
         given: names of the settings that the user wrote; a derived correction is off if the engine cannot support it.
+        router_aux_loss_coef: see `router_coefficient`.
 
     Raises:
         ConfigError: a setting needs log-probs at the training temperature, which the engine does not return.
@@ -74,6 +77,8 @@ def trainer_settings(args: Any, *, logprob_support: str = "full", given: Collect
         ),
         ce_coef=getattr(args, "ebft_ce_coef", None),
         rl_coef=getattr(args, "ebft_rl_coef", 1.0),
+        router_aux_loss_coef=router_aux_loss_coef,
+        router_replay=args.moe_router_replay,
     )
 
 
@@ -138,7 +143,9 @@ def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
 
     from swift.trainers.session import on_one_device, training_options
 
-    options = training_options(args, folder, evaluates=parts.eval_prompts is not None)
+    options = training_options(
+        args, folder, evaluates=parts.eval_prompts is not None, sees=parts.template.vision is not None
+    )
     for kind in ("save", "eval"):  # transformers gets a stream of batches, which has no epochs
         if options[f"{kind}_strategy"] == "epoch":
             assert parts.plan.steps_per_epoch, "the arguments refuse epochs of streaming data"

@@ -12,6 +12,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from swift.errors import NumericError, counted
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.reference import FrozenReference
+from swift.models.router_loss import router_coefficient
 from swift.models.sharded import is_sharding
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
@@ -106,7 +107,12 @@ class Attempt:
             model=model,
             args=training_arguments(args, self.folder, parts),
             processing_class=parts.template.tokenizer,
-            settings=trainer_settings(args, logprob_support=support, given=self.resolved.given),
+            settings=trainer_settings(
+                args,
+                logprob_support=support,
+                given=self.resolved.given,
+                router_aux_loss_coef=router_coefficient(args.router_aux_loss_coef, model),
+            ),
             pipeline=pipeline,
             collectives=parts.collectives,
             metrics=self.metrics,
@@ -116,6 +122,7 @@ class Attempt:
             report=self.report,
             save_total_limit=args.save_total_limit,
             async_save=args.async_save,
+            stochastic_rounding=args.master_weights == "bf16_stochastic",
             on_progress=self.watchdog.touch,
             sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout),
             offloads_activations=args.activation_offloading,
@@ -186,9 +193,7 @@ class Attempt:
         parts, checkpoint, trainer = self.parts, self.parts.start.checkpoint, self.trainer
         notes = self.cycle.notes if self.cycle is not None else []
         plan = [*self.resolved.preset_lines, *plan_lines(parts)]
-        if trainer.packing_obstacle is not None:
-            why = f"({trainer.packing_obstacle}); prompts are not shared, so this is slower"
-            plan.append(f"attention: the model's own {why}")
+        plan += trainer.attention_lines()
         plan += uncorrected_lines(trainer.logprobs.settings)
         for line in [f"run folder: {self.folder}", *parts.lines, *parts.start.notes, *plan, *notes]:
             self.print_line(line)

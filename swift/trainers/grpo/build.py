@@ -17,8 +17,10 @@ from swift.models import load_policy, load_reference
 from swift.models.attention.interface import transformers_model
 from swift.models.policy import load_config
 from swift.models.reference import FrozenReference
+from swift.models.router_loss import router_coefficient
 from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
+from swift.models.vision import vision_of
 from swift.rl.declared import parameters_of
 from swift.rl.estimators import get_estimator
 from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
@@ -44,6 +46,7 @@ from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.engines import exact_samples
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
+from swift.trainers.grpo.routes import require_experts
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.parallel.sequence import require_shareable
 from swift.trainers.parallel.sharding import loading_device
@@ -55,18 +58,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from swift.models.forward import TokenSequence
+    from swift.models.template import Template
     from swift.rollout.sources.atropos.launch import AtroposProcesses
     from swift.trainers.grpo.attempt import Attempt
     from swift.trainers.grpo.trainer import GRPOTrainer
 
 
-def load_models(args: Any, num_tokens: int) -> tuple[Any, Any]:
+def load_models(args: Any, template: Template) -> tuple[Any, Any]:
     """The policy, on `loading_device`, and, with beta > 0, its reference."""
     logging.disable_progress_bar()  # swift has its own
     set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
     require_shareable(policy, args)
-    return policy, reference_of(args, policy, num_tokens)
+    if template.vision is not None:
+        template.vision.attach(policy)
+    router_coefficient(args.router_aux_loss_coef, policy)
+    require_experts(policy, args.moe_router_replay)
+    return policy, reference_of(args, policy, len(template.tokenizer))
 
 
 def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
@@ -79,6 +87,8 @@ def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
     reference = load_reference(args, policy, moves=args.sync_ref_model)
     if not isinstance(reference, FrozenReference):
         return reference
+    if (vision := vision_of(policy)) is not None:
+        vision.show(reference.module)
     require_shareable(reference.module, args, "ref_model")
     known = transformers_model(reference.module).config.get_text_config().vocab_size
     if args.ref_model and known < num_tokens:

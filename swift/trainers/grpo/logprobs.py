@@ -6,6 +6,7 @@ sample, so a sample stays on its rank (`swift.trainers.micro_batches`).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import NumericError
-from swift.models.attention.interface import is_packed
+from swift.models.attention.forked import takes_streams
 from swift.models.attention.sequence_parallel import SequenceGroup
-from swift.models.forward import TokenSequence, arrange, pad
-from swift.models.scoring import score_tokens
+from swift.models.forward import TokenBatch, TokenSequence, arrange, pad
+from swift.models.scoring import score_tokens, scores_and_balance
+from swift.models.vision import Vision, vision_of
 from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy
 from swift.rollout.samples import RolloutBatch, TrainSample
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.grpo.routes import RoutingReplay
 from swift.trainers.micro_batches import MicroBatchPlan
 from swift.trainers.token_budget import MicroBatchPlanner
 
@@ -42,7 +45,7 @@ class LogProbs:
 
     unwrapped: returns the policy without its wrappers for training. on_progress: called after each micro-batch. timer:
     times phases. group: the ranks that share micro-batches. in_step: whether the model is sharded, so that every
-    rank has to make the same number of forward passes.
+    rank has to make the same number of forward passes. routes: replays the experts of samples; None without.
     """
 
     settings: GRPOSettings
@@ -55,16 +58,23 @@ class LogProbs:
     timer: Callable[[str], AbstractContextManager[None]]
     group: SequenceGroup | None = None
     in_step: bool = False
+    routes: RoutingReplay | None = None
+
+    @property
+    def vision(self) -> Vision | None:
+        """What the policy sees images with."""
+        return vision_of(self.unwrapped())
 
     # --- micro-batches ----------------------------------------------------------------------------------------
 
     def useful(self, batch: RolloutBatch, chosen: Sequence[int]) -> list[bool]:
         """Which samples of a global batch are computed: those with a gradient, or all that set the entropy threshold.
 
-        A sample with advantage 0 has a gradient only from its KL or its entropy bonus.
+        A sample with advantage 0 has a gradient only from its KL, its entropy bonus or the load-balancing loss.
         """
         settings = self.settings
         has_other_terms = settings.loss.beta > 0 or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
+        has_other_terms = has_other_terms or settings.router_aux_loss_coef > 0
         every = has_other_terms or not settings.skip_zero_advantage
         trained = [batch.samples[i].num_trained > 0 for i in chosen]
         useful = [has and (every or batch.samples[i].has_advantage) for has, i in zip(trained, chosen, strict=True)]
@@ -88,7 +98,8 @@ class LogProbs:
             mine = held if not needs.isdisjoint(held) else []
             if mine or (self.in_step and any(not needs.isdisjoint(rank[turn]) for rank in plan.micro_batches)):
                 chosen = [samples[i] for i in mine or [plan.first]]
-                yield collate(chosen, [0.0] * len(chosen), device=self.device), mine
+                batch = collate(chosen, [0.0] * len(chosen), device=self.device, filler=not mine, vision=self.vision)
+                yield batch, mine
                 self.on_progress()
 
     @property
@@ -101,19 +112,63 @@ class LogProbs:
         return self.planner.agreed() if self.can_agree else nullcontext()
 
     def surviving(self, attempt: Callable[[], T]) -> T:
-        """`MicroBatchPlanner.surviving`, where ranks can agree."""
-        return self.planner.surviving(attempt) if self.can_agree else attempt()
+        """See `MicroBatchPlanner.surviving`."""
+        return self.planner.surviving(attempt, alone=self.can_agree)
+
+    # --- routes -----------------------------------------------------------------------------------------------
+
+    def begin(self, batch: RolloutBatch) -> None:
+        """Before an optimizer step on a rollout batch."""
+        if self.routes is not None:
+            several = batch.updates_per_rollout > 1 or self.settings.keep_dropout
+            self.routes.keeps = self.routes.mode == "trainer" and several
+
+    @contextlib.contextmanager
+    def routes_kept(self) -> Iterator[None]:
+        """Around a forward pass with its backward pass, in which layers are computed again with the same experts."""
+        try:
+            yield
+        finally:
+            if self.routes is not None:
+                self.routes.end()
+
+    def _replay(self, batch: MicroBatch, tokens: TokenBatch) -> AbstractContextManager[None]:
+        """Around a forward pass of the policy."""
+        if self.routes is None or self.routes.is_paused:
+            return nullcontext()
+        return self.routes.around(batch.samples, tokens, filler=batch.filler)
 
     # --- forward passes ---------------------------------------------------------------------------------------
 
     def scores(
         self, model: nn.Module, batch: MicroBatch, entropy: Entropy = "none", temperature: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob of each completion token and entropy of its distribution, [N], fp32; None: training temperature."""
-        tokens = batch.tokens if is_packed(model) else pad(batch.sequences, device=self.device)
-        tokens = tokens if self.group is None else tokens.spread(self.group)
-        temperature = temperature or self.settings.temperature
-        return score_tokens(model, tokens, temperature=temperature, entropy=entropy)
+        """Log-prob of each completion token and entropy of its distribution, [N], fp32.
+
+        temperature: None is that of the training. Routes of the samples are replayed.
+        """
+        temperature, tokens = temperature or self.settings.temperature, self._tokens(model, batch)
+        with self._replay(batch, tokens):
+            return score_tokens(model, tokens, temperature=temperature, entropy=entropy)
+
+    def training_scores(
+        self, model: nn.Module, batch: MicroBatch, entropy: Entropy
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`scores`, and the load-balancing loss of the routers over the tokens of this pass; None with coefficient 0.
+
+        The tokens are prompts and completions without their last tokens; of a packed stream, a shared prompt counts
+        once.
+        """
+        if not self.settings.router_aux_loss_coef:
+            return (*self.scores(model, batch, entropy), None)
+        tokens = self._tokens(model, batch)
+        with self._replay(batch, tokens):
+            return scores_and_balance(model, tokens, temperature=self.settings.temperature, entropy=entropy)
+
+    def _tokens(self, model: nn.Module, batch: MicroBatch) -> TokenBatch:
+        """A micro-batch as the model takes it."""
+        tokens = batch.tokens if takes_streams(model) else pad(batch.sequences, device=self.device, vision=self.vision)
+        return tokens if self.group is None else tokens.spread(self.group)
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, temperature: float | None = None) -> Tensor:
@@ -159,17 +214,29 @@ class LogProbs:
             )
 
     def share(self, batch: RolloutBatch) -> None:
-        """Give every rank the old and reference log-probs that the others keep; collective.
+        """Give every rank the old and reference log-probs, and the routes, that the others keep; collective.
 
         For a checkpoint, and where later updates cut the whole global batch over the ranks instead of its arrivals.
         """
-        mine = {i: (sample.old_logprobs, sample.ref_logprobs) for i, sample in enumerate(batch.samples)}
-        mine = {i: pair for i, pair in mine.items() if any(values is not None for values in pair)}
+        keeps = self.routes is not None and self.routes.mode == "trainer"
+        mine = {
+            i: (sample.old_logprobs, sample.ref_logprobs, sample.routes if keeps else None)
+            for i, sample in enumerate(batch.samples)
+        }
+        mine = {i: kept for i, kept in mine.items() if any(values is not None for values in kept)}
         for of_rank in self.collectives.all_gather(mine):
-            for i, (old, ref) in of_rank.items():
+            for i, (old, ref, routes) in of_rank.items():
                 sample = batch.samples[i]
                 sample.old_logprobs = old if sample.old_logprobs is None else sample.old_logprobs
                 sample.ref_logprobs = ref if sample.ref_logprobs is None else sample.ref_logprobs
+                sample.routes = routes if sample.routes is None else sample.routes
+
+    def forget_old(self, batch: RolloutBatch) -> None:
+        """Forget what the trainer has kept of a batch that is computed again from the beginning."""
+        for sample in batch.samples:
+            sample.old_logprobs = None
+            if self.routes is not None and self.routes.mode == "trainer":
+                sample.routes = None
 
     # --- reference --------------------------------------------------------------------------------------------
 
@@ -228,7 +295,8 @@ class LogProbs:
     def _reference_scores(self, batch: MicroBatch) -> Tensor:
         """The reference's log-probs [N], without gradient."""
         assert self.reference is not None, "a KL without a reference"
-        with self.reference.active() as module, torch.no_grad():
+        paused = nullcontext() if self.routes is None else self.routes.paused()
+        with paused, self.reference.active() as module, torch.no_grad():
             return self.scores(module, batch)[0]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from swift.models.forward import TokenBatch, TokenSequence, pack
 from swift.models.transfer import to_device
+from swift.models.vision import Vision
 from swift.rl.segments import Segments
 from swift.rollout.samples import TrainSample
 
@@ -22,7 +23,7 @@ class MicroBatch:
     sequences: the token ids, one entry per sample. advantages_N: of each token. weights_N: the loss weight of each
     token (0 outside of the data mask); the loss of the global batch is the sum of weight * objective. mask_N: the data
     mask. segments: the samples' tokens with that mask. old_logprobs_N: NaN where a sample has none yet. ref_logprobs_N:
-    None unless every sample has them.
+    None unless every sample has them. filler: whether another rank trains on the samples.
     """
 
     samples: list[TrainSample]
@@ -35,14 +36,20 @@ class MicroBatch:
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor
     ref_logprobs_N: Tensor | None
+    filler: bool = False
 
 
 def collate(
-    samples: Sequence[TrainSample], weights_S: Sequence[float], *, device: torch.device | str, filler: bool = False
+    samples: Sequence[TrainSample],
+    weights_S: Sequence[float],
+    *,
+    device: torch.device | str,
+    filler: bool = False,
+    vision: Vision | None = None,
 ) -> MicroBatch:
     """Pack S samples, those of a group next to each other, and concatenate their per-token numbers.
 
-    weights_S: the loss weight of each trained token of a sample. filler: no token is trained.
+    weights_S: the loss weight of each trained token of a sample. filler: no token is trained. vision: of the policy.
     """
 
     def join(parts: Sequence[np.ndarray]) -> Tensor:
@@ -60,7 +67,7 @@ def collate(
     return MicroBatch(
         samples=list(samples),
         sequences=sequences,
-        tokens=pack(sequences, device=device),
+        tokens=pack(sequences, device=device, vision=vision),
         advantages_N=join([np.broadcast_to(a, s.token_ids.shape) for a, s in zip(advantages, samples, strict=True)]),
         weights_N=weights_N * mask_N,
         mask_N=mask_N,
@@ -68,6 +75,7 @@ def collate(
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
         old_logprobs_N=join(old),
         ref_logprobs_N=join(references) if len(references) == len(samples) else None,
+        filler=filler,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
@@ -92,6 +93,8 @@ def prepare(
     from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
+    if template.vision is not None:
+        join_problems(_vision_problems(args, placement))
     rewards = RewardPipeline(
         args,
         seed=args.seed,
@@ -104,7 +107,8 @@ def prepare(
     if args.rollout_tools:
         toolbox = open_toolbox(args.rollout_tools, args.tool_parser, template, args.reward_timeout)
     encode = template.encode_prompt if toolbox is None else toolbox.encode
-    tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy)
+    sees = template.vision is not None
+    tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy, sees)
     references, reward_names, reward_weights = None, rewards.names, rewards.weights
     if hasattr(args, "ebft_mode"):
         from swift.trainers.ebft.references import References, ReferenceTokenizer
@@ -133,6 +137,10 @@ def prepare(
     if args.vllm_enable_lora and args.use_vllm:
         _check_sent_adapter(args)
     require_backend(args)
+    if args.moe_router_replay == "rollout" and args.use_vllm:
+        _check_routes(placement)
+    if args.moe_router_replay == "trainer" and plan.updates_per_rollout == 1 and not args.tuner_dropout:
+        lines.append("--moe_router_replay: trainer: no effect with one update of each rollout batch")
     play = _play_of(args, references, toolbox, rewards.names)
     makers = in_use(args, COMPLETION_SETTINGS) or (["--dataset: remaining_turns"] if play is not None else [])
     if makers:
@@ -147,6 +155,24 @@ def prepare(
         heartbeat=Heartbeat(collectives),
         references=references,
     )  # fmt: skip
+
+
+def _vision_problems(args: Any, placement: Placement) -> list[str]:
+    """What does not work yet with a model that is loaded with its vision tower, one line each."""
+    from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
+    from swift.trainers.images import WHOLE, vision_problems
+
+    problems = [f"{name}: makes completions of texts only; leave it out" for name in in_use(args, COMPLETION_SETTINGS)]
+    if placement.mode != "in_process" and not args.use_vllm:
+        problems.append(
+            f"--infer_backend: {args.infer_backend}: {WHOLE} is sampled with vLLM, or with transformers in the "
+            "trainer's process; --use_vllm true, or leave --infer_backend and --vllm_mode out"
+        )
+    elif placement.mode not in ("in_process", "server") and find_spec("torchvision") is None:
+        problems.append(f"--use_vllm: true: vLLM needs torchvision for {WHOLE}; pip install torchvision")
+    if args.reward_model:
+        problems.append(f"--reward_model: {args.reward_model[0]}: reads texts only; use reward functions")
+    return [*problems, *vision_problems(args)]
 
 
 def _open_data(
@@ -241,6 +267,15 @@ def _check_sent_adapter(args: Any) -> None:
             f"--vllm_enable_lora: true: {name}: vLLM takes adapters of linear layers, none of parameters; "
             "--vllm_enable_lora false sends merged weights"
         )
+
+
+def _check_routes(placement: Placement) -> None:
+    """Refuses a vLLM that does not return the experts of tokens."""
+    from swift.rollout.engines.vllm.versions import no_routes, require_version
+
+    on_cpu = any(name.startswith("cpu") for devices in placement.engines for name in devices)
+    if reason := no_routes(require_version(), on_cpu=on_cpu):
+        raise ConfigError(f"--moe_router_replay: rollout: {reason}")
 
 
 def _check_lockstep(args: Any, placement: Placement, maker: str) -> None:

@@ -68,7 +68,7 @@ def run(resolved: Resolved) -> int:
             from swift.models.tuners import expert_lines
             from swift.trainers.grpo.build import load_models
 
-            model, reference = load_models(args, len(parts.template.tokenizer))
+            model, reference = load_models(args, parts.template)
             parts.lines += expert_lines(model, args)
             setup = cleanup.enter_context(contextlib.closing(build_engines(parts, model)))
         from swift.trainers.grpo.attempt import Attempt

@@ -63,7 +63,8 @@ class GlobalBatchStep:
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
     deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
-    forward pass with its backward pass. num_updates: before the current one.
+    forward pass with its backward pass. loss_scale: of the loss in backward passes. num_updates: before the current
+    one.
     """
 
     logprobs: LogProbs
@@ -74,13 +75,14 @@ class GlobalBatchStep:
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
     around_pass: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    loss_scale: float = 1.0
     num_updates: int = 0
     _has_stepped: bool = False
 
     def run(
         self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, num_updates: int
     ) -> Tensor:
-        """Forward and backward of the next global batch; gradients are complete when it returns.
+        """Forward and backward of the next global batch; gradients are complete, and scaled, when it returns.
 
         Args:
             model: the policy as it is wrapped for training.
@@ -93,11 +95,15 @@ class GlobalBatchStep:
             this rank's share of the loss times the number of ranks (their mean is the loss).
         """
         self._has_stepped, self.num_updates = self.num_updates > 0, num_updates
+        self.logprobs.begin(batch)
         model.train()
         if batch.arriving is not None:
             return self._arriving(model, batch, batch.arriving, report)
         with self.timer("train"):
-            return self._surviving(model, report, lambda: self._whole(model, policy, batch, report))
+            loss = self._surviving(model, report, lambda: self._whole(model, policy, batch, report))
+            if self.deepspeed is not None:
+                self.deepspeed.step()  # memory that it lacks is not that of a micro-batch
+            return loss
 
     @property
     def in_backward(self) -> bool:
@@ -112,19 +118,14 @@ class GlobalBatchStep:
     def _surviving(
         self, model: nn.Module, report: StepMetrics, attempt: Callable[[], T], undo: Callable[[], object] = lambda: None
     ) -> T:
-        """`attempt`, which makes gradients; from the beginning with smaller micro-batches where memory runs out.
-
-        Not if passes have collectives: ranks could not agree in them.
-        """
-        if not self.can_agree:
-            return attempt()
+        """`attempt`, which makes gradients; from the beginning with smaller micro-batches where memory runs out."""
 
         def undo_all() -> None:
             model.zero_grad(set_to_none=True)
             report.clear()
             undo()
 
-        return self.logprobs.planner.surviving(attempt, undo_all)
+        return self.logprobs.planner.surviving(attempt, undo_all, alone=self.can_agree)
 
     def _whole(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """The next global batch of a rollout batch that is complete."""
@@ -166,8 +167,6 @@ class GlobalBatchStep:
                     report.add("entropy_coef", shared.coefficient)
                 if self.entropy.controller is not None:
                     report.add(STEERING, shared.entropy_sum, shared.entropy_count)
-        if self.deepspeed is not None:
-            self.deepspeed.step()
         return loss
 
     def _references(
@@ -250,8 +249,7 @@ class GlobalBatchStep:
         def undo() -> None:
             nonlocal arrival, loss, ran
             arrival, loss, ran = Arrival(range(arrival.samples.stop), arrival.last), torch.zeros_like(loss), False
-            for sample in batch.samples:  # those of another cut, of ranks that may change
-                sample.old_logprobs = None
+            self.logprobs.forget_old(batch)  # those of another cut, of ranks that may change
 
         return self._surviving(model, report, attempt, undo)
 
@@ -281,25 +279,35 @@ class GlobalBatchStep:
     def _micro_batches(self, model: nn.Module, shared: _Shared, plan: MicroBatchPlan, *, last: bool) -> Tensor:
         """Forward and backward of this rank's micro-batches; their loss. `last`: see `_passes`.
 
-        A rank with none left computes the filler with weight 0.
+        A rank with none left computes the filler with weight 0. The load-balancing loss is that of each micro-batch;
+        the global batch has their mean over all ranks, weighted by trained tokens, so it depends on the cut.
         """
         logprobs, settings = self.logprobs, self.logprobs.settings
         entropy = settings.entropy.kind(self.num_updates, free=not scores_itself(model))
+        planned = [i for rank in plan.micro_batches for held in rank for i in held]
+        num_trained = sum(shared.batch.samples[i].num_trained for i in planned)
         scored: list[Scored] = []
         of_reference: list[Scored] = []
 
         def share_of(held: Sequence[int]) -> Tensor:
             samples = [shared.batch.samples[i] for i in held or [shared.filler]]
             weights = [shared.weights[i] for i in held] or [0.0]
-            batch = collate(samples, weights, device=logprobs.device, filler=not held)
+            batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
             if settings.loss.beta > 0:
                 batch.ref_logprobs_N = logprobs.of_reference(batch)
-            policy_logprobs_N, entropy_N = logprobs.scores(model, batch, entropy)
+            policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and shared.batch.updates_per_rollout > 1:
                 scored.append((samples, policy_logprobs_N.detach()))
                 if batch.ref_logprobs_N is not None:
                     of_reference.append((samples, batch.ref_logprobs_N))
-            return self._loss(shared, held, batch, policy_logprobs_N, entropy_N) * logprobs.collectives.world_size
+            if held and logprobs.routes is not None:
+                logprobs.routes.observe(shared.report)
+            loss = self._loss(shared, held, batch, policy_logprobs_N, entropy_N)
+            if balance is not None:
+                share = sum(shared.batch.samples[i].num_trained for i in held) / num_trained
+                shared.report.add("aux_loss", share * balance.detach(), kind="sum")
+                loss = loss + settings.router_aux_loss_coef * share * balance
+            return loss * logprobs.collectives.world_size
 
         loss = self._passes(model, plan, share_of, last=last)
         keep("old_logprobs", scored)
@@ -321,7 +329,8 @@ class GlobalBatchStep:
         loss = torch.zeros((), device=self.logprobs.device)
 
         def run(held: Sequence[int], *, final: bool) -> Tensor:
-            with contextlib.nullcontext() if final else self._without_reduction(model), self.around_pass():
+            reduction = contextlib.nullcontext() if final else self._without_reduction(model)
+            with reduction, self.around_pass(), self.logprobs.routes_kept():
                 share = share_of(held)
                 self._backward(share, last=final)
             self.logprobs.on_progress()
@@ -348,7 +357,7 @@ class GlobalBatchStep:
         if self.deepspeed is not None:
             self.deepspeed.backward(loss, last=last)
         else:
-            self.accelerator.backward(loss)
+            self.accelerator.backward(loss * self.loss_scale)
 
     def _loss(
         self,

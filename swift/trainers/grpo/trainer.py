@@ -32,8 +32,10 @@ import torch
 from torch import Tensor, nn
 
 from swift.errors import EngineError, NumericError, RewardError
-from swift.models.attention.choice import choose_attention
+from swift.models.attention.choice import choose_streams
+from swift.models.attention.forked import disable_forking, forks, takes_streams
 from swift.models.attention.sequence_parallel import SequenceGroup
+from swift.models.checkpoint_tensors import is_peft
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_sharded
 from swift.observability.metric_names import with_aliases
@@ -47,10 +49,12 @@ from swift.trainers.grpo.alignment import AlignmentCheck
 from swift.trainers.grpo.entropy import EntropyControl, controller_state, restored_controller
 from swift.trainers.grpo.logprobs import LogProbs
 from swift.trainers.grpo.metrics import StepMetrics, summarise
+from swift.trainers.grpo.routes import replay_of
 from swift.trainers.grpo.settings import GRPOSettings
 from swift.trainers.grpo.step import GlobalBatchStep
 from swift.trainers.memory.activations import offloading
 from swift.trainers.micro_batches import Limits
+from swift.trainers.optimizers.loss_scale import clip_scaled, loss_scale_of
 from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 from swift.trainers.token_budget import MicroBatchPlanner
 from swift.types import Prompt, TrainerProgress
@@ -76,6 +80,7 @@ class TrainerState(msgspec.Struct):
     entropy: dict[str, Any] | None
     fitting_tokens: int | None
     report: dict[str, Any] | None
+    non_finite_in_a_row: int = 0
 
 
 class GRPOTrainer(AtomicTrainer):
@@ -134,7 +139,11 @@ class GRPOTrainer(AtomicTrainer):
         assert self.args.gradient_accumulation_steps == 1, "accumulation happens inside training_step"
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
-        self.packing_obstacle = choose_attention(self.model)
+        self.rows_because = choose_streams(self.model, unless=self._why_not_forked(settings))
+        if collectives.any(not takes_streams(self.model)) and forks(self.model):
+            disable_forking(self.model)
+            self.rows_because = "another process cannot fork states"
+        routes = replay_of(self.model, settings.router_replay, self.args.device)
         self._whole_logits = prepare_scoring(self.model)
         self.planner = MicroBatchPlanner(
             self.model,
@@ -154,6 +163,7 @@ class GRPOTrainer(AtomicTrainer):
             device=self.args.device,
             on_progress=on_progress,
             timer=metrics.timer,
+            routes=routes,
             group=sequence_group,
         )
         self.entropy = EntropyControl(self.logprobs, settings.entropy.adaptive)
@@ -164,7 +174,28 @@ class GRPOTrainer(AtomicTrainer):
             sequences=pipeline.scheduler.groups_per_batch * pipeline.config.num_generations,
             timer=metrics.timer,
             around_pass=offloading(self.model) if offloads_activations else nullcontext,
+            loss_scale=loss_scale_of(self.model),
         )
+
+    def _why_not_forked(self, settings: GRPOSettings) -> str:
+        """What in this run keeps completions from continuing from states; "" if nothing does."""
+        if (self.args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            return "use_reentrant forgets states"
+        if settings.router_replay != "off":
+            return "--moe_router_replay replays one pass over a stream"
+        plugin = self.accelerator.state.deepspeed_plugin
+        cuts = self.is_fsdp_enabled or (plugin is not None and plugin.zero_stage >= 2)
+        if cuts and not is_peft(self.model):  # a weight has its gradient when both passes have gone back
+            return "forked, the gradients of all layers would be whole at a time"
+        return ""
+
+    def attention_lines(self) -> list[str]:
+        """A line for the plan where the model keeps its own attention."""
+        if self.rows_because is not None:
+            return [f"attention: the model's own ({self.rows_because}); prompts are not shared, so this is slower"]
+        if forks(self.model):
+            return ["attention: the model's own; completions continue from the states that their prompts leave"]
+        return []
 
     def _unwrapped(self) -> nn.Module:
         """The policy without its wrappers for training."""
@@ -238,6 +269,10 @@ class GRPOTrainer(AtomicTrainer):
         if self.report is not None:
             self.report.progress.line(line)
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Trainer's; scaled gradients are clipped where their norm is read."""
+        return super()._clip_grad_norm(model) if self.step.loss_scale == 1 else None
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         """The norm before clipping; a non-finite one drops the gradients, so that no weight changes.
 
@@ -249,7 +284,7 @@ class GRPOTrainer(AtomicTrainer):
         if self.step.deepspeed is not None:  # clipped, checked and applied already, if there was a gradient
             norm = self.step.deepspeed.norm
         elif any(parameter.grad is not None for parameter in model.parameters()):
-            norm = super()._get_grad_norm(model, grad_norm)
+            norm = super()._get_grad_norm(model, grad_norm) if self.step.loss_scale == 1 else self._unscaled_norm(model)
         else:
             norm = None
         report, batch = self._measured
@@ -272,11 +307,19 @@ class GRPOTrainer(AtomicTrainer):
         self._non_finite_in_a_row += 1
         self.metrics.add("health/nan_skips", 1.0)
         if self._non_finite_in_a_row >= NON_FINITE_LIMIT:
+            fix = "lower --learning_rate, or use --torch_dtype float32"
+            if self.step.loss_scale != 1:
+                fix = "float16 ends at 65504: make rewards smaller (--scale_rewards), or use --torch_dtype bfloat16"
             raise NumericError(
                 f"grad_norm: {value}: not finite for {NON_FINITE_LIMIT} updates in a row, the last at step "
-                f"{self.state.global_step + 1}; lower --learning_rate, or use --torch_dtype float32"
+                f"{self.state.global_step + 1}; {fix}"
             )
         return value
+
+    def _unscaled_norm(self, model: nn.Module) -> Tensor:
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
+        scale, max_norm = self.step.loss_scale, self.args.max_grad_norm
+        return clip_scaled(model.parameters(), optimizer, scale=scale, max_norm=max_norm)
 
     def move_reference(self, alpha: float) -> None:
         """Mix `alpha` of the policy into the reference, and discard the old reference's log-probs of the rollout batch.
@@ -339,6 +382,7 @@ class GRPOTrainer(AtomicTrainer):
             entropy=controller_state(controller) if controller is not None else None,
             fitting_tokens=self.planner.fitting_tokens,
             report=self.report.health.state_dict() if self.report is not None else None,
+            non_finite_in_a_row=self._non_finite_in_a_row,
         )
 
     def load_pipeline_state(self, checkpoint: Path) -> None:
@@ -348,6 +392,7 @@ class GRPOTrainer(AtomicTrainer):
         self.metrics.load_state_dict(state.metrics)
         self.entropy.controller = restored_controller(self.logprobs.settings.entropy.adaptive, state.entropy)
         self.planner.fitting_tokens = state.fitting_tokens
+        self._non_finite_in_a_row = state.non_finite_in_a_row
         if self.reference is not None and (checkpoint / REFERENCE_STATE).exists():
             with loading(checkpoint):
                 moved = torch.load(checkpoint / REFERENCE_STATE, map_location="cpu", weights_only=True)

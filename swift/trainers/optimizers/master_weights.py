@@ -9,11 +9,15 @@ state, so a resumed run goes on exactly.
 
 A master may also live on another device than its weight (`swift.trainers.optimizers.adamw_cpu`): then the update takes
 place there, and only gradients and new weights travel.
+
+With stochastic rounding (`swift.trainers.optimizers.stochastic_rounding`) a master is there during its own step only,
+made of the weight and rounded back: 12 bytes in all, and the optimizer still computes in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
 
@@ -23,9 +27,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from transformers import Adafactor
 
 from swift.models.transfer import copy_to, to_host
+from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
 
 MASTER = "master"
 """Where a master stands in the optimizer's state."""
+
+GRADIENT_FACTOR = "gradient_factor"
+"""Attribute of an optimizer, if it is there: a tensor by which 16-bit gradients are multiplied in float32."""
 
 AT_A_TIME = 256 << 20
 """Bytes of gradients that are on the way to the host together."""
@@ -33,15 +41,25 @@ AT_A_TIME = 256 << 20
 ONE_BY_ONE = {unwrap(kind.step) for kind in (Adam, AdamW, SGD, Adafactor)}
 """Steps that update each parameter by itself, so that one float32 gradient exists at a time."""
 
+ONE_BY_ONE_IN = ("bitsandbytes.optim.", "torchao.optim.")
+"""Modules whose steps do so, too."""
 
-def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None) -> int:
+
+def keep_master_weights(
+    optimizer: Optimizer, *, on: torch.device | None = None, rounding: StochasticRounding | None = None
+) -> int:
     """Let `optimizer`, which has not stepped yet, update 16-bit weights through float32 masters.
 
-    With `on`, masters live on that device, and weights of any precision that are elsewhere have one. Returns how many
-    parameters have a master; 0 leaves the optimizer as it was.
+    With `on`, masters live on that device, and weights of any precision that are elsewhere have one. With `rounding`,
+    masters are there during a step only; the optimizer is one that steps one by one. Returns how many parameters have
+    a master; 0 leaves the optimizer as it was.
     """
+    step = unwrap(type(optimizer).step)
+    alone = step in ONE_BY_ONE or step.__module__.startswith(ONE_BY_ONE_IN)
+    assert alone or rounding is None, "all masters would be there at once"
+    how = rounding or KeptMasters(on)
     masters: dict[Tensor, Tensor] = {
-        weight: torch.nn.Parameter(weight.detach().to(on or weight.device, torch.float32, copy=True))
+        weight: how.master_of(weight)
         for group in optimizer.param_groups
         for weight in group["params"]
         if _needs_master(weight, on)
@@ -51,23 +69,26 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
     for group in optimizer.param_groups:
         group["params"] = [masters.get(weight, weight) for weight in group["params"]]
     weights = {master: weight for weight, master in masters.items()}
-    step = unwrap(type(optimizer).step)
+    places = {master: place for place, master in enumerate(weights)}
 
     @torch.no_grad()
     def before(optimizer: Optimizer, *_: Any) -> None:
         groups = {master: group for group in optimizer.param_groups for master in group["params"] if master in weights}
+        factor: Tensor | None = getattr(optimizer, GRADIENT_FACTOR, None)
+        how.begin_step(optimizer)
         for master, gradient in _gradients({master: weights[master] for master in groups}):
-            _begin(optimizer, master, weights[master])
+            how.begin(optimizer, master, weights[master])
             master.grad = gradient.float()
-            if step in ONE_BY_ONE:
+            if factor is not None and gradient.dtype != torch.float32:
+                master.grad *= factor.to(gradient.device)
+            if alone:
                 _step_alone(optimizer, step, {**groups[master], "params": [master]})
                 finish(optimizer, master)
 
     @torch.no_grad()
     def finish(optimizer: Optimizer, master: Tensor) -> None:
-        copy_to(weights[master], master)
-        optimizer.state[master][MASTER] = master.data
         master.grad = None
+        how.finish(optimizer, master, weights[master], places[master])
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         for master in weights:
@@ -79,13 +100,31 @@ def keep_master_weights(optimizer: Optimizer, *, on: torch.device | None = None)
     return len(weights)
 
 
-def _begin(optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
-    """Let the master be what it was after its last step."""
-    saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
-    if saved is None:  # never stepped: weights may have been loaded since
-        master.copy_(weight)
-    elif saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
-        master.copy_(saved)
+@dataclass(frozen=True, slots=True)
+class KeptMasters:
+    """Masters that stay, as part of the optimizer's state; on the device of their weights, or another."""
+
+    on: torch.device | None
+
+    def master_of(self, weight: Tensor) -> Tensor:
+        """A copy in float32."""
+        return torch.nn.Parameter(weight.detach().to(self.on or weight.device, torch.float32, copy=True))
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Nothing to do."""
+
+    def begin(self, optimizer: Optimizer, master: Tensor, weight: Tensor) -> None:
+        """Let the master be what it was after its last step."""
+        saved = optimizer.state[master].get(MASTER) if master in optimizer.state else None
+        if saved is None:  # never stepped: weights may have been loaded since
+            master.copy_(weight)
+        elif saved.data_ptr() != master.data_ptr():  # a loaded checkpoint
+            master.copy_(saved)
+            optimizer.state[master][MASTER] = master.data
+
+    def finish(self, optimizer: Optimizer, master: Tensor, weight: Tensor, place: int) -> None:
+        """Let the weight be the rounded master."""
+        copy_to(weight, master)
         optimizer.state[master][MASTER] = master.data
 
 

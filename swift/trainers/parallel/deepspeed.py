@@ -263,20 +263,24 @@ class DeepSpeedSteps:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+        self._has_gradient = False
         self.norm: float | None = None
         """Gradient norm of the last global batch, before clipping; None when it had no backward pass."""
 
     def begin(self) -> None:
         """A global batch starts; so far it has no gradient."""
-        self.norm = None
+        self.norm, self._has_gradient = None, False
 
     def backward(self, loss: Any, *, last: bool) -> None:
         """One pass; only after the last one are gradients complete on all ranks."""
         self.engine.set_gradient_accumulation_boundary(last)
         self.engine.backward(loss, scale_wrt_gas=False)
+        self._has_gradient = last
 
     def step(self) -> None:
-        """Update the weights; a non-finite gradient leaves them alone, on all ranks alike."""
+        """Update the weights, if there is a gradient; a non-finite one leaves them alone, on all ranks alike."""
+        if not self._has_gradient:
+            return
         if self.engine.zero_optimization_stage() == 0:
             self._step_replicated()
             return

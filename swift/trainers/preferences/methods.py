@@ -13,6 +13,7 @@ from swift.trainers.trl.method import Encoded, Method
 
 if TYPE_CHECKING:
     from swift.models.template import Template
+    from swift.trainers.trl.parts import Parting
 
 IDEAL_RATIO = 4 / 3
 """Largest ratio of the total weights of desirable and undesirable answers of KTO, equation 8 of arXiv:2402.01306."""
@@ -57,8 +58,8 @@ def _with_losses(args: Any) -> dict[str, Any]:
 
 
 REFERENCE = (
-    "beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model", "ref_model_sync_steps",
-    "ref_model_mixup_alpha",
+    "beta", "router_aux_loss_coef", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model",
+    "ref_model_sync_steps", "ref_model_mixup_alpha",
 )  # fmt: skip
 DIVERGENCE = (*REFERENCE, "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef")
 _DPO = _options(*DIVERGENCE, "label_smoothing", "use_weighting", "discopop_tau")
@@ -121,33 +122,47 @@ def balance_lines(labels: list[bool], desirable_weight: float, undesirable_weigh
     ]
 
 
+OVER_BATCHES = {"aot", "aot_unpaired", "bco_pair", "sft"}
+"""Losses of DPO that are no mean over pairs: they sort a batch, average over it, or count its tokens."""
+
+
+def _parting_of_dpo(args: Any) -> Parting:
+    return "" if args.rpo_alpha or OVER_BATCHES & set(args.loss_type) else "pairs"
+
+
+def _parting_without_reference(args: Any) -> Parting:
+    return "" if args.cpo_alpha else "rows"  # a mean over the tokens of a batch
+
+
 _pairs = functools.partial(
     Method,
     trainer="trl:DPOTrainer",
     config="trl:DPOConfig",
     encode=encoding("pair"),
+    collator="trl.trainer.dpo_trainer:DataCollatorForPreference",
     fuses_head=True,
     parts=reference_parts,
     overrides=(PreparedRows, ReferenceInCheckpoint),
-    logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0]),
-    measured=(*LOGITS, "num_tokens", "aux_loss"),
+    logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0], "aux_loss"),
+    measured=(*LOGITS, "num_tokens"),
     shown=(ACCURACY, MARGIN),
 )
-DPO = _pairs(options=_with_losses)
-IPO = _pairs(options=_options(*DIVERGENCE, loss_type=["ipo"]))
+DPO = _pairs(options=_with_losses, parting=_parting_of_dpo)
+IPO = _pairs(parting=lambda args: "pairs", options=_options(*DIVERGENCE, loss_type=["ipo"]))
 
 KTO = Method(
     trainer="trl:KTOTrainer",
     config="trl:KTOConfig",
     encode=_encode_unpaired,
+    collator="trl.trainer.kto_trainer:DataCollatorForUnpairedPreference",
     fuses_head=True,
     options=_options(
         *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
     ),
     parts=reference_parts,
     overrides=(PreparedRows, ReferenceInCheckpoint),
-    logged=("entropy", "kl", *MARGINS),
-    measured=(*LOGITS, "num_tokens", "aux_loss"),
+    logged=("entropy", "kl", *MARGINS, "aux_loss"),
+    measured=(*LOGITS, "num_tokens"),
     shown=(MARGIN,),
 )
 
@@ -167,6 +182,7 @@ ORPO = _without_reference(
 _contrastive = functools.partial(
     _without_reference,
     trainer="trl.experimental.cpo:CPOTrainer",
+    parting=_parting_without_reference,
     config="trl.experimental.cpo:CPOConfig",
     logged=(*MARGINS, ACCURACY[0], "nll_loss"),
 )
@@ -178,6 +194,7 @@ RM = Method(
     config="trl:RewardConfig",
     encode=encoding("scored pair"),
     reward_head="answer",
+    parting=lambda args: "pairs",
     options=_options("center_rewards_coefficient"),
     overrides=(PreparedRows,),
     logged=("accuracy", "margin", "min_reward", "mean_reward", "max_reward"),

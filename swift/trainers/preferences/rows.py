@@ -92,7 +92,7 @@ class AnswerEncoder(Encoder):
                 yield [prompt, [columns["chosen"], rejected], tools, columns.get("margin")]
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Any) -> Ids:
-        return self.template.encode_text(self.template.render(messages, tools=tools))
+        return self.template.encode_pieces([self.template.render(messages, tools=tools)], messages)[0]
 
     def _with_ends(self, sequences: list[Ids], start: int) -> tuple[list[Ids], int]:
         """The sequences with begin and end tokens, which TRL's trainers of CPO and ORPO add if they are missing."""

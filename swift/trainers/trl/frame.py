@@ -16,12 +16,14 @@ from swift.models.template import Template
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
+from swift.trainers.images import ImageCollator
 from swift.trainers.parallel.sequence import SharedRows
 from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
 from swift.trainers.trl.method import Method, named
 from swift.trainers.trl.own_metrics import OwnMetrics
+from swift.trainers.trl.parts import InParts
 
 SAME_IN_TRAINERS = (
     "neftune_noise_alpha", "use_liger_kernel", "torch_compile", "torch_compile_backend",
@@ -31,10 +33,12 @@ SAME_IN_TRAINERS = (
 
 
 @functools.cache
-def trainer_class(method: Method, *, shares_rows: bool = False) -> type[AtomicTrainer]:
-    """The method's trainer with atomic checkpoints, which are complete or do not exist."""
+def trainer_class(method: Method, *, shares_rows: bool = False) -> type[Any]:
+    """The method's trainer with atomic checkpoints, which are complete or do not exist, and steps in parts."""
     trainer, shared = named(method.trainer), (SharedRows,) if shares_rows else ()
-    return type(f"Atomic{trainer.__name__}", (*shared, *method.overrides, OwnMetrics, AtomicTrainer, trainer), {})
+    return type(
+        f"Atomic{trainer.__name__}", (*shared, *method.overrides, OwnMetrics, AtomicTrainer, InParts, trainer), {}
+    )
 
 
 def build_trainer(
@@ -52,7 +56,8 @@ def build_trainer(
     parts: Mapping[str, Any] | None = None,
 ) -> AtomicTrainer:
     """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
-    options = {**_options(args, folder, evaluates=val is not None), **method.options(args)}
+    vision, parts = template.vision, dict(parts or {})
+    options = {**_options(args, folder, evaluates=val is not None, sees=vision is not None), **method.options(args)}
     if isinstance(val, dict) and not is_of_one(args.metric_for_best_model, val):
         options["metric_for_best_model"] = None  # the metric of no set: there is no best checkpoint
     if getattr(args, "early_stopping_patience", None):
@@ -60,6 +65,10 @@ def build_trainer(
     arguments = on_one_device(named(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
+    if vision is not None:
+        assert method.collator is not None, "a method whose rows may have images"
+        vision.attach(model)
+        parts["data_collator"] = ImageCollator(named(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     chosen = trainer_class(method) if group is None else trainer_class(method, shares_rows=True)
@@ -75,9 +84,11 @@ def build_trainer(
         run_settings=settings,
         save_total_limit=args.save_total_limit,
         async_save=args.async_save,
+        stochastic_rounding=args.master_weights == "bf16_stochastic",
         **({"sequence_group": group} if group is not None else {}),
-        **(parts or {}),
+        **parts,
     )
+    trainer.parting = method.parting(args)
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:
             parameter.data = data
@@ -85,13 +96,16 @@ def build_trainer(
     return trainer
 
 
-def _options(args: Any, folder: Path, *, evaluates: bool) -> dict[str, Any]:
+def _options(args: Any, folder: Path, *, evaluates: bool, sees: bool) -> dict[str, Any]:
     """The settings as keyword arguments of TrainingArguments."""
     on_gpu = torch.cuda.is_available()
     offloads = getattr(args, "activation_offloading", False)
-    precision = {"bf16": on_gpu and args.torch_dtype == "bfloat16", "fp16": on_gpu and args.torch_dtype == "float16"}
+    precision = {
+        "bf16": bool(args.autocast) or (on_gpu and args.torch_dtype == "bfloat16"),
+        "fp16": on_gpu and args.torch_dtype == "float16",
+    }
     return {
-        **training_options(args, folder, evaluates=evaluates),
+        **training_options(args, folder, evaluates=evaluates, sees=sees),
         "max_steps": args.max_steps,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "dataloader_drop_last": args.dataloader_drop_last,

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, join_problems
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from swift.models.policy import Head
     from swift.models.template import Template
+    from swift.trainers.trl.parts import Parting
 
 Encoded: TypeAlias = "tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset] | None, list[str]]"
 """Training rows, evaluation rows (by name if there are several sets, None without any), and lines to print."""
@@ -26,12 +27,17 @@ def _nothing(*_: Any) -> dict[str, Any]:
     return {}
 
 
+def _never(_: Any) -> Parting:
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """A training method.
 
     trainer, config: their classes, as `module:name`.
     encode: settings and chat template -> rows.
+    collator: TRL's, of the rows that `encode` makes, as `module:name`; needed for rows with images.
     plain: whether rows are documents, so that the tokenizer needs no chat template.
     reward_head: of the model to train; None for a language model.
     model_dropout: whether the model keeps the dropout of its config; without it, the model and a frozen copy differ by
@@ -41,6 +47,7 @@ class Method:
     options: settings -> keyword arguments of `config` that only this method has.
     parts: prepares the model; settings and model -> keyword arguments of `trainer` that only this method has, such as
         a reference model.
+    parting: settings -> how a batch may be computed in parts without a change of the gradient, if memory runs out.
     overrides: mixins that come before `trainer` in the order of classes.
     logged: metrics in its training log lines beside those of every method.
     measured: metrics of its evaluations beside those that it logs and those of every method.
@@ -50,6 +57,7 @@ class Method:
     trainer: str
     config: str
     encode: Callable[[Any, Template], Encoded]
+    collator: str | None = None
     plain: bool = False
     reward_head: Head | None = None
     model_dropout: bool = False
@@ -57,6 +65,7 @@ class Method:
     shares_rows: bool = True
     options: Callable[[Any], dict[str, Any]] = _nothing
     parts: Callable[[Any, Any], dict[str, Any]] = _nothing
+    parting: Callable[[Any], Parting] = _never
     overrides: tuple[type, ...] = ()
     logged: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
@@ -89,8 +98,12 @@ def rows_of(args: Any, method: Method, template: Template) -> Encoded:
     """`Method.encode`, and a check of the metric that selects the best checkpoint.
 
     Raises:
-        ConfigError: wrong data, or a metric that no evaluation of the method has.
+        ConfigError: wrong data, a setting that does not go with images, or a metric that no evaluation has.
     """
+    if template.vision is not None:
+        from swift.trainers.images import vision_problems
+
+        join_problems(vision_problems(args))
     train, val, lines = method.encode(args, template)
     metric = name = args.metric_for_best_model.removeprefix("eval_")
     if isinstance(val, dict):

@@ -97,7 +97,7 @@ def run(resolved: Resolved) -> int:
                     settings=start.settings,
                     parts=parts,
                 )
-                opened.steps = lambda: trainer.state.global_step
+                opened.steps, trainer.say = (lambda: trainer.state.global_step), opened.say
                 trap.check(resolved.command, collectives, start)  # log-probs of a reference may take long
                 trainer.train(resume_from_checkpoint=str(start.checkpoint) if start.checkpoint else None)
                 if stop.interrupted:
@@ -149,6 +149,7 @@ def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
 
 def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
     """`Method.parts`, after a check that the method can train the model, which may be without weights."""
+    from swift.models.router_loss import router_coefficient
     from swift.models.tuners import check_head
 
     if args.sequence_parallel_size > 1 and not method.shares_rows:
@@ -156,13 +157,14 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
             f"--sequence_parallel_size: {args.sequence_parallel_size}: not with this method; use 1, with --deepspeed "
             "or --fsdp if memory is short"
         )
-    balanced = getattr(args, "router_aux_loss_coef", None) != 0 and hasattr(
-        model.config.get_text_config(), "output_router_logits"
-    )
+    coefficient = getattr(args, "router_aux_loss_coef", None)
+    if coefficient:
+        router_coefficient(coefficient, model)
+    balanced = coefficient != 0 and hasattr(model.config.get_text_config(), "output_router_logits")
     if args.sequence_parallel_size > 1 and balanced:
         raise ConfigError(
             f"--sequence_parallel_size: {args.sequence_parallel_size}: this model's router has a loss of whole rows; "
-            "use 1, or, in swift sft, --router_aux_loss_coef 0"
+            "use 1, or --router_aux_loss_coef 0 if the method has it"
         )
     require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":

@@ -62,4 +62,5 @@ def build(spec: EngineSpec) -> TransformersEngine:
         cache_bytes=int(options["cache_bytes"]),
         reload=load,
         keeps_base=spec.lora,
+        returns_routes=spec.returns_routes,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ from torch import nn
 
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.models.attention.choice import choose_attention
+from swift.models.attention.interface import transformers_model
+from swift.models.autocast import autocast_dtype, autocasting
+from swift.models.routing import routing_of
 from swift.models.sharded import device_of, is_sharded
+from swift.models.vision import vision_of
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     Ack,
@@ -37,7 +42,7 @@ from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.running import RunningRequests, SoFar
 from swift.rollout.engines.states import StatefulEngine
 from swift.rollout.engines.stepped import SteppedEngine
-from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun
+from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun, state_bytes, takes_padding
 from swift.rollout.engines.transformers.sampling import Row
 from swift.rollout.engines.transformers.weights import InPlaceWeights, MergedAdapter
 from swift.rollout.seeds import sample_uniforms
@@ -62,6 +67,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         cache_bytes: maximum size of the key/value cache; a fixed number keeps batch shapes reproducible.
         reload: loads the weights of version 0 again; None if `model` is the trainer's.
         keeps_base: whether level 2 of `sleep` keeps the weights, because only adapters are synced.
+        returns_routes: whether completions have the experts of their tokens.
 
     Attributes:
         obstacle: reason why the model uses its own attention and cache, which is slower; None if it is packed.
@@ -83,12 +89,13 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         cache_bytes: int = 2 << 30,
         reload: Callable[[], nn.Module] | None = None,
         keeps_base: bool = False,
+        returns_routes: bool = False,
     ) -> None:
         super().__init__()
         self._reset_states()
         self.tokenizer, self.eos_token_ids = tokenizer, sorted(set(eos_token_ids))
         self.max_rows, self.cache_bytes = max_rows, cache_bytes
-        self.keeps_base = keeps_base
+        self.keeps_base, self._returns_routes = keeps_base, returns_routes
         self.counters = EngineCounters()
         self._reload = reload
         self._guides: guided.GuideFactory | None = None
@@ -97,6 +104,8 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._step = threading.Lock()  # held during a decode step
         self._may_have_room = self._is_sharded = False
         self._use_model(model)
+        self._pads, self._gives_positions = False, hasattr(self._config, "rope_parameters")
+        self._state_bytes = 0
         has_copy, can_guide = reload is not None, tokenizer is not None and guided.available()
         parameter = next(model.parameters())
         self.capabilities = Capabilities(
@@ -104,13 +113,15 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
             logprob_support="truncated",
             shares_weights=not has_copy,
             max_model_len=int(max_model_len or getattr(self._config, "max_position_embeddings", None) or 1 << 30),
-            dtype=dtype_name(parameter.dtype),
+            dtype=dtype_name(autocast_dtype(model) or parameter.dtype),
             devices=(str(parameter.device),),
             lora=has_copy,
             sleep_levels=(0, 1, 2) if has_copy else (0,),
             in_flight_updates=True,
             guided=can_guide,
+            images=vision_of(model) is not None,
             sampling_fields=(*PLAIN_FIELDS, "structured_outputs") if can_guide else PLAIN_FIELDS,
+            routes=returns_routes,
         )
         if self.obstacle is not None:
             self._try_own_cache()
@@ -120,6 +131,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._config = model.config.get_text_config()  # type: ignore[union-attr, operator]
         self.vocab_size = self._config.vocab_size
         self.obstacle = choose_attention(model)
+        self._routing = routing_of(model) if self._returns_routes else None
         self._shapes = [parameter.shape for parameter in model.parameters()]
         self._device = self.device
         self._adapter: MergedAdapter | None = None
@@ -207,7 +219,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
             if was_training:
                 self.model.eval()
             # training uses the parameters that are gathered here, so they must not be inference tensors
-            with torch.no_grad() if self._is_sharded else torch.inference_mode():
+            with torch.no_grad() if self._is_sharded else torch.inference_mode(), autocasting(self.model):
                 yield
         finally:
             if was_training:
@@ -243,17 +255,18 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._may_have_room = False
         token_bytes = kv_token_bytes(self._config, width=next(self.model.parameters()).element_size())
         slots = max(1, self.cache_bytes // max(1, token_bytes))
-        rule = BatchRule(self.max_rows, slots, one_length=self.obstacle is not None)
+        one_length = self.obstacle is not None and not self._pads
+        rule = BatchRule(self.max_rows, slots, one_length, self._state_bytes // max(1, token_bytes))
         rows = rule.first(waiting) if self._run is None else rule.joining(waiting, self._run)
         for row in rows:
             row.started = True
-        arguments = (rows, self.tokenizer, self.device, self.counters)
+        arguments = (rows, self.tokenizer, self.device, self.counters, self._routing)
         if self._run is not None:
             self._run.join(rows)
         elif self.obstacle is None:
             self._run = BatchRun(*arguments)
         else:
-            self._run = OwnCacheRun(*arguments, rotary=hasattr(self._config, "rope_parameters"))
+            self._run = OwnCacheRun(*arguments, positions=self._gives_positions)
 
     def _drop_requests(self) -> None:
         """Drop all requests after a failure."""
@@ -261,7 +274,10 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._running = RunningRequests()
 
     def _try_own_cache(self) -> None:
-        """Raises ConfigError if the model's own cache does not have the common interface of transformers."""
+        """Find out how the model's own cache can be used.
+
+        Raises ConfigError if it does not have the common interface of transformers.
+        """
         request = Request("trial", [0, 0], SamplingParams(max_new_tokens=2))
         try:
             list(self.sample([request]))
@@ -271,6 +287,11 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
                 f"({type(error).__name__}: {first_line(error)}); choose a decoder with a key/value cache"
             ) from error
         self.counters = EngineCounters()
+        positions = "position_ids" in signature(transformers_model(self.model).base_model.forward).parameters
+        with self._inference():
+            self._pads = takes_padding(self.model, self.device, positions=positions)
+            self._state_bytes = state_bytes(self.model, self.device)
+        self._gives_positions = positions if self._pads else self._gives_positions
 
     # --- weights ----------------------------------------------------------------------------------------------
 

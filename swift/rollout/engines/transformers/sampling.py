@@ -33,13 +33,14 @@ class Row(Running):
     """A request in a batch.
 
     budget: maximum number of tokens. ends: tokens that end it. uniforms: [budget] float64, one for each token. guide:
-    matcher of guided decoding, or None.
+    matcher of guided decoding, or None. first: position of its first token.
     """
 
     budget: int = 0
     ends: frozenset[int] = frozenset()
     uniforms: np.ndarray = field(default_factory=lambda: np.empty(0))
     guide: Any = None
+    first: int = 0
     started: bool = False
     ended: bool = False
 
@@ -119,7 +120,8 @@ class BatchSampler:
         """Repetition penalty (arXiv:1909.05858, eq. 13), then frequency and presence penalty as in OpenAI's API."""
         if self.counts_RV is None:
             self.counts_RV = _counted([row.token_ids for row in self.rows], logits_RV)
-            self.prompt_RV = _counted([row.request.prompt_ids for row in self.rows], logits_RV) > 0
+            prompts = [[token for token in row.request.prompt_ids if token >= 0] for row in self.rows]  # not of images
+            self.prompt_RV = _counted(prompts, logits_RV) > 0
         assert self.prompt_RV is not None
         sampled_RV = self.counts_RV > 0
         repeated_RV = torch.where(logits_RV > 0, logits_RV / self.repetition_R1, logits_RV * self.repetition_R1)

@@ -7,7 +7,9 @@ truncation. The trainer's state in the same process (environment, process group)
 its random generators; callers that sample restore them once per phase (`same_randomness`).
 
 A step samples one token of every running request with one version of the weights, so versions change between tokens
-only. Requests that are paused during an update are prefilled again with the new weights when they resume.
+only. vLLM returns tokens when a completion has ended. Whoever needs them before, such as an update, which ends the
+tokens of a version, reads vLLM's own lists (`_collect`). Requests that are paused during an update are prefilled again
+with the new weights when they resume.
 
 On a CPU vLLM has no sleep mode: the engine returns the KV cache's pages to the system, and weights stay resident.
 """
@@ -19,11 +21,14 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from swift.data.image_store import images_shown
+from swift.data.images import open_image
 from swift.errors import (
     ConfigError,
     EngineDead,
@@ -34,6 +39,7 @@ from swift.errors import (
     Unsupported,
     first_line,
 )
+from swift.models.vision import as_written, has_images, placeholder_ids, resized
 from swift.rollout.engines.base import EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.expected_weights import ExpectedWeights, few, merged_adapters, model_config
 from swift.rollout.engines.process import bind_to_cores, same_randomness
@@ -57,6 +63,13 @@ CLOSE_S = 10
 """Maximum wait of `close` for the step in progress, in seconds."""
 
 
+@dataclass(slots=True)
+class _Running(Running):
+    """One request. internal_id: its id in vLLM."""
+
+    internal_id: str = ""
+
+
 class VLLMEngine(SteppedEngine, StatefulEngine):
     """See the module's docstring."""
 
@@ -68,8 +81,9 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self.counters = EngineCounters()
         self._vllm = load_vllm()
         self._on_cpu = bool(self._vllm.platform.is_cpu())
-        self._running: RunningRequests[Running] = RunningRequests()
+        self._running: RunningRequests[_Running] = RunningRequests()
         self._ready: deque[Completion] = deque()
+        self._problems: list[Exception] = []  # of requests that have ended without a completion
         self._reset_states()
         self._single_copy: SingleCopy | None = None
         self._sharing_ended = ""  # reason why the single copy ended
@@ -78,6 +92,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self.executor = start.executor_of(spec)
         self._config = model_config(spec)
         self.vocab_size = self._config.get_text_config().vocab_size
+        self._banned = placeholder_ids(self._config) if spec.sees else []
         bind_to_cores(spec.cores if self.executor != "mp" else ())
         self._llm: Any = None
         start.groups.enter()
@@ -171,11 +186,12 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self._check_usable()
         self.check_length(request)
         adapter = self._adapters.current
-        self._running.insert(Running(request, None if adapter is None else adapter.version))
+        running = _Running(request, None if adapter is None else adapter.version)
+        self._running.insert(running)
         try:
-            self._llm.add_request(
+            running.internal_id = self._llm.add_request(
                 request.request_id,
-                {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version {self.version}"},
+                {**self._prompt(request), "cache_salt": f"version {self.version}"},
                 self._parameters(request),
                 lora_request=None if adapter is None else adapter.request,
             )
@@ -184,30 +200,57 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             self._llm.abort_request([request.request_id])  # vLLM may have added a part of it
             name = request.request_id
             raise RequestRefused(name, f"request: {name}: vLLM refuses it ({first_line(error)})") from error
+        if has_images(request.prompt_ids):
+            self._check_seen(running)
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """A prompt as vLLM takes it: it writes the tokens of images itself."""
+        if not has_images(request.prompt_ids):
+            return {"prompt_token_ids": list(request.prompt_ids)}
+        images = request.images or images_shown(request.prompt_ids)
+        pixels = [resized(open_image(shown.image), self.spec.max_pixels) for shown in images]
+        return {"prompt_token_ids": as_written(request.prompt_ids, images), "multi_modal_data": {"image": pixels}}
+
+    def _check_seen(self, running: _Running) -> None:
+        """Raises RequestRefused: vLLM has written other tokens for images than the trainer will train on."""
+        request = running.request
+        seen = self._llm.output_processor.request_states[running.internal_id].prompt_token_ids
+        ours = [token if token >= 0 else None for token in request.prompt_ids]
+        if [None if token in self._banned else token for token in seen] != ours:
+            self._llm.abort_request([request.request_id])
+            self._running.take(request.request_id)
+            raise RequestRefused(
+                request.request_id,
+                f"request: {request.request_id}: vLLM makes {len(seen)} tokens of its prompt with images, the trainer "
+                f"{len(request.prompt_ids)}; give both the same --max_pixels, or use --infer_backend transformers",
+            )
 
     def _parameters(self, request: Request) -> Any:
-        room, ends = self.room(request), self.spec.eos_token_ids
-        return settings.sampling_parameters(self._vllm, request.sampling, room=room, end_token_ids=ends)
+        return settings.sampling_parameters(
+            self._vllm,
+            request.sampling,
+            room=self.room(request),
+            end_token_ids=self.spec.eos_token_ids,
+            banned_ids=self._banned,
+        )
 
     def advance(self) -> list[Completion] | None:
         """Make a decode step unless completions are ready; returns those that have ended.
 
-        An error of one request is raised after the outputs of all requests are stored.
+        An error of one request is raised after the outputs of all requests are stored and delivered.
         """
         self._check_alive()
         self._end_aborted()
         if not self._ready:
-            if not self._running or self._paused:
+            if not self._problems and (not self._running or self._paused):
                 return None
-            self._check_usable()
-            problems = []
-            for output in self._outputs():
-                try:
+            if not self._problems:
+                self._check_usable()
+                for output in self._outputs():
                     self._take(output)
-                except Exception as error:  # vLLM returns the tokens of the other requests only once
-                    problems.append(error)
-            if problems:
-                raise problems[0]
+            if self._problems:
+                problem, self._problems = self._problems[0], []
+                raise problem
         ended = list(self._ready)
         self._ready.clear()
         return ended
@@ -223,33 +266,69 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         except Exception as error:
             self._dead = f"a decode step failed ({type(error).__name__}: {first_line(error)})"
             raise EngineDead(f"engine: vllm: {self._dead}; rebuild the engine") from error
-        self.counters.decode_steps += bool(outputs)
+        scheduler = self._llm.engine_core.engine_core.scheduler
+        self.counters.decode_steps += bool(outputs or scheduler.running)  # not if all requests wait
         return outputs
 
     def _take(self, output: Any) -> None:
-        """Add a step's output to its request; a request that ends with it becomes ready."""
-        running = self._running.get(output.request_id)
+        """Make a request that has ended ready."""
+        running = self._running.take(output.request_id)
         if running is None:
             return  # it was aborted
-        part, first = output.outputs[0], not running.token_ids
-        tokens = list(part.token_ids)
-        try:
-            logprobs = [entry[token].logprob for token, entry in zip(tokens, part.logprobs or (), strict=True)]
-            running.add(tokens, logprobs, self.version)
-            if most := running.request.sampling.top_logprobs:
-                running.tops += [settings.likeliest(entry, most) for entry in part.logprobs or ()]
-        except (NumericError, ValueError):  # the request ends without a completion
-            self._running.take(output.request_id)
-            self._llm.abort_request([output.request_id])
-            raise
-        if first and tokens:
-            self.counters.prefill_tokens += len(running.request.prompt_ids) - (output.num_cached_tokens or 0)
-        self.counters.decode_rows += bool(tokens)
-        if output.finished:
-            self._running.take(output.request_id)
+        part = output.outputs[0]
+        if self.spec.returns_routes and part.routed_experts is not None:
+            running.routes = [part.routed_experts]  # of aborted requests there are none
+        if self._add(running, part.token_ids, part.logprobs, output.num_cached_tokens):
             self._ready.append(running.completion(REASONS.get(part.finish_reason, "error")))
 
+    def _add(self, running: _Running, token_ids: Sequence[int], logprobs: Any, num_cached_tokens: int | None) -> bool:
+        """Add to a request the tokens that it does not have yet; False if they are wrong (`_problems`).
+
+        Args:
+            running: the request.
+            token_ids: all of its tokens.
+            logprobs: see `settings.sampled`.
+            num_cached_tokens: tokens of its prompt that were not computed.
+        """
+        first, most = len(running.token_ids), running.request.sampling.top_logprobs
+        try:
+            if len(logprobs) != len(token_ids):
+                raise ValueError(f"{len(logprobs)} log-probs of {len(token_ids)} tokens")
+            new, sampled, tops = settings.sampled(token_ids, logprobs, first=first, most=most)
+            running.add(new, sampled, self.version)
+        except (NumericError, ValueError) as error:
+            self._problems.append(error)
+            return False
+        running.tops += tops
+        self.counters.decode_rows += len(new)
+        if new and not first:
+            self.counters.prefill_tokens += len(running.request.prompt_ids) - (num_cached_tokens or 0)
+        return True
+
+    def _collect(self, running: _Running) -> bool:
+        """Add to an unfinished request what vLLM has sampled for it with the current version of the weights.
+
+        False if that is wrong.
+        """
+        state = None if self._llm is None else self._llm.output_processor.request_states.get(running.internal_id)
+        if state is None:
+            return True
+        held = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+        return self._add(running, *held, state.num_cached_tokens)
+
+    def _collect_all(self) -> None:
+        """Before another version of the weights, which what was sampled until now does not have."""
+        wrong = [name for name, running in self._running.items() if not self._collect(running)]
+        if wrong:
+            self._llm.abort_request(wrong)
+        for name in wrong:
+            self._running.take(name)
+
     def so_far(self, request_id: str) -> SoFar:
+        running = self._running.get(request_id)
+        if running is not None and not self._collect(running):
+            self._llm.abort_request([request_id])
+            self._running.take(request_id)
         return self._running.so_far(request_id)
 
     def abort_submitted(self, request_ids: Collection[str] | None) -> None:
@@ -269,9 +348,10 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     def _end_aborted(self) -> None:
         """End the requests that `abort` named; their completions are the tokens so far."""
         ended = self._running.take_aborted()
+        right = [running for running in ended if self._collect(running)]
         if ended and not self._invalid and not self._dead:
             self._llm.abort_request([running.request.request_id for running in ended])
-        self._ready.extend(running.completion("abort") for running in ended)
+        self._ready.extend(running.completion("abort") for running in right)
 
     # --- weights ----------------------------------------------------------------------------------------------
 
@@ -298,6 +378,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     def update(self, stream: WeightStream) -> Ack:
         if self._single_copy is not None:  # an update would write into the trainer's parameters
             raise EngineError("engine: vllm: its weights are the trainer's own memory; separate them before an update")
+        self._collect_all()
         return super().update(stream)
 
     def _load(self, stream: WeightStream) -> str:
@@ -365,6 +446,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             self._sharing_ended = "the trainer's parameters have moved to other memory"
             logger.warning("vllm: %s; updates are copied from now on", self._sharing_ended)
             return None
+        self._collect_all()
         try:
             self._weights_arrived(version)
         except EngineError as error:
@@ -398,6 +480,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             raise Unsupported(
                 f"weights: adapter version {version} for vllm: {few(problems)}; --vllm_enable_lora false merges it"
             )
+        self._collect_all()
         in_use = {running.pinned for running in self._running.values()}
         ack = self._adapters.load(self._llm, adapter, version, in_use=in_use)
         self._reset_awake_caches()
@@ -406,6 +489,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
 
     def drop_adapter(self) -> None:
         self._check_takes_adapters()
+        self._collect_all()
         self._adapters.drop(self._llm)
         self._reset_awake_caches()
         self.version = self._base_version

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from swift.rollout.arguments import EXTRA_FIELDS
+from swift.rollout.engines.running import SoFar
 from swift.rollout.engines.spec import USUAL_NUM_SEQS, EngineSpec
 from swift.rollout.engines.vllm.versions import lora_rank_at_least
 from swift.types import Alternatives, SamplingParams
@@ -23,6 +24,8 @@ CPU_KV_BYTES = 4 << 30
 """Maximum size of the KV cache on a CPU; requests that do not fit wait."""
 CPU_KV_MINIMUM = 16 << 20
 """Minimum size of the KV cache on a CPU."""
+IMPOSSIBLE = -1e30
+"""What is added to the logit of a token that is never sampled."""
 HELD_ADAPTERS = 2
 """Number of adapters that vLLM holds: the current one and the one before it."""
 
@@ -100,6 +103,11 @@ def engine_arguments(
             "max_loras": HELD_ADAPTERS,
             "max_cpu_loras": HELD_ADAPTERS,
         }
+    if spec.returns_routes:
+        arguments["enable_return_routed_experts"] = True
+    if spec.sees:
+        # images by Pillow, as in the trainer; backend="pil" would be refused for the processor of videos
+        arguments["mm_processor_kwargs"] = {"use_fast": False}
     if spec.limit_mm_per_prompt is not None:
         arguments["limit_mm_per_prompt"] = spec.limit_mm_per_prompt
     return arguments | {name.replace("-", "_"): value for name, value in spec.engine_kwargs.items()}
@@ -113,15 +121,29 @@ def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
 
 
 def sampling_parameters(
-    vllm: SimpleNamespace, wanted: SamplingParams, *, room: int, end_token_ids: Sequence[int]
+    vllm: SimpleNamespace,
+    wanted: SamplingParams,
+    *,
+    room: int,
+    end_token_ids: Sequence[int],
+    banned_ids: Sequence[int] = (),
 ) -> Any:
     """A request's `SamplingParams` of vLLM; a regular expression overrides `structured_outputs`.
+
+    Args:
+        vllm: the package.
+        wanted: what the request asks for.
+        room: maximum number of tokens.
+        end_token_ids: tokens that end a completion.
+        banned_ids: tokens that are never sampled; see `swift.models.vision.placeholder_ids`.
 
     Raises TypeError or ValueError for values that vLLM refuses.
     """
     extra = dict(wanted.extra)
-    if "logit_bias" in extra:  # the keys of a JSON object are strings
-        extra["logit_bias"] = {int(token): float(bias) for token, bias in extra["logit_bias"].items()}
+    # the keys of a JSON object are strings
+    biases = {int(token): float(bias) for token, bias in extra.pop("logit_bias", {}).items()}
+    if biases := biases | dict.fromkeys(banned_ids, IMPOSSIBLE):
+        extra["logit_bias"] = biases
     if "structured_outputs" in extra:
         extra["structured_outputs"] = vllm.StructuredOutputsParams(**extra["structured_outputs"])
     if wanted.regex is not None:
@@ -144,9 +166,20 @@ def sampling_parameters(
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         logprobs=wanted.top_logprobs,
-        output_kind=vllm.DELTA,
+        flat_logprobs=True,  # lists of numbers; by default vLLM makes objects for each token
+        output_kind=vllm.FINAL_ONLY,  # outputs of each token would take longer than a small model's step on a GPU
         **extra,
     )
+
+
+def sampled(token_ids: Sequence[int], logprobs: Any, *, first: int, most: int) -> SoFar:
+    """The tokens of a completion from number `first`, their log-probs, and the `most` likeliest at their positions.
+
+    logprobs: vLLM's FlatLogprobs of all its tokens; the sampled token is the first of its position.
+    """
+    places = range(first, min(len(token_ids), len(logprobs)))
+    tops = [likeliest(logprobs[place], most) for place in places] if most else []
+    return [token_ids[i] for i in places], [logprobs.logprobs[logprobs.start_indices[i]] for i in places], tops
 
 
 def likeliest(entry: Mapping[int, Any], most: int) -> Alternatives:

@@ -29,7 +29,7 @@ from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
 from swift.rollout.engines.spec import EngineSpec, visible_devices
 from swift.rollout.engines.vllm import settings
-from swift.rollout.engines.vllm.versions import quiet_logs
+from swift.rollout.engines.vllm.versions import no_routes, quiet_logs
 from swift.rollout.weights.base import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ def capabilities(vllm: SimpleNamespace, llm: Any, spec: EngineSpec, config: Any,
         sampling_fields=settings.sampling_fields(vllm),
         quantization=str(model.quantization or ""),
         seeds_are_slow=not on_cpu,  # a kernel for each seeded row
+        images=spec.sees,
+        routes=spec.returns_routes,
     )
 
 
@@ -110,6 +112,8 @@ def arguments_for(
         kv_bytes = settings.cpu_kv_bytes(spec, token_bytes, limit, available_bytes())
     arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
     known = {argument.name for argument in dataclasses.fields(vllm.EngineArgs)}
+    if spec.returns_routes and (reason := no_routes(vllm.version, on_cpu=on_cpu)):
+        raise ConfigError(f"--moe_router_replay: rollout: {reason}")
     for name in (key.replace("-", "_") for key in spec.engine_kwargs):
         if name not in known:
             near = suggest(name, sorted(known))

@@ -26,13 +26,15 @@ from swift.errors import ResourceError
 
 OLDEST, NEWEST = (0, 26), (0, 32)
 """First and last supported minor version."""
+WITH_ROUTES = (0, 30)
+"""First minor version that returns the experts of tokens."""
 
 SYMBOLS = {
     "EngineArgs": "vllm.engine.arg_utils:EngineArgs",
     "LLMEngine": "vllm.v1.engine.llm_engine:LLMEngine",
     "UsageContext": "vllm.usage.usage_lib:UsageContext",
     "SamplingParams": "vllm.sampling_params:SamplingParams",
-    "DELTA": "vllm.sampling_params:RequestOutputKind.DELTA",
+    "FINAL_ONLY": "vllm.sampling_params:RequestOutputKind.FINAL_ONLY",
     "StructuredOutputsParams": "vllm.sampling_params:StructuredOutputsParams",
     "LoRARequest": "vllm.lora.request:LoRARequest",
     "BaseLayerWithLoRA": "vllm.lora.layers.base:BaseLayerWithLoRA",
@@ -98,6 +100,16 @@ def load_vllm() -> SimpleNamespace:
         raise ResourceError(f"vllm: {version} has no {', '.join(missing)}; {HINT}")
     found.reloads_under_adapters = hasattr(found.BaseLayerWithLoRA, "load_weights")
     return found
+
+
+def no_routes(version: str, *, on_cpu: bool) -> str:
+    """Why this vLLM does not return the experts of tokens, "" if it does."""
+    found, wanted = re.match(r"(\d+)\.(\d+)", version), ".".join(map(str, WITH_ROUTES))
+    if found is None or (int(found[1]), int(found[2])) < WITH_ROUTES:
+        return f"vLLM {version} does not return the experts that it chooses; install {wanted} or newer, or use trainer"
+    if on_cpu:  # "Model Runner V2 requires Triton"
+        return "vLLM returns no experts on a CPU; --infer_backend transformers, or use trainer"
+    return ""
 
 
 def pack_experts_anew(model: Any) -> None:

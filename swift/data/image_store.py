@@ -1,0 +1,104 @@
+"""The images of this process: messages name each by its digest, and token ids name all of a prompt at once.
+
+A placeholder in the token ids of a prompt is a negative number made of the digests of the prompt's images. So two
+prompts that differ in nothing but an image differ in their ids, wherever ids are compared, stored or sent, and ids
+alone say which pixels belong to them (`swift.models.vision`).
+
+Every process that reads rows fills its own store. The pixels under a name never change, as it is made of them; where
+an image was read from twice, the later place counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from swift.data.images import encoded
+from swift.types import Image, ShownImage
+
+NAME_TOKENS, NAME_BITS = 4, 31
+"""Placeholders that name the images of a prompt, and bits of each; further ones repeat them."""
+
+_images: dict[str, Image] = {}
+_shown: dict[tuple[int, ...], tuple[ShownImage, ...]] = {}
+_prompts: dict[tuple[int, ...], tuple[Image, ...]] = {}
+
+
+def remember(images: Sequence[Image]) -> None:
+    """Keep the images of a prompt."""
+    _images.update({image.digest: image for image in images})
+    if images:
+        _prompts[name_of(images)] = tuple(images)
+
+
+def remember_shown(shown: Sequence[ShownImage]) -> None:
+    """Keep how prompts show these images, for engines that write their tokens themselves (`images_shown`).
+
+    An image may be shown in another way among others.
+    """
+    _shown[name_of([one.image for one in shown])] = tuple(shown)
+
+
+def images_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Image, ...]:
+    """The images of a chat in their order; one that is there twice is named twice."""
+    return tuple(
+        _images[part["image"]]
+        for turn in messages
+        if isinstance(turn.get("content"), list)
+        for part in turn["content"]
+        if part["type"] == "image"
+    )
+
+
+def with_files(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chat for files: each image has its digest, and its path if it was read from one."""
+
+    def shown(part: Mapping[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return dict(part)
+        image = _images[part["image"]]
+        return {"type": "image", **({"path": image.path} if image.path else {}), "digest": image.digest}
+
+    return [
+        {**turn, "content": [shown(part) for part in turn["content"]]}
+        if isinstance(turn.get("content"), list)
+        else dict(turn)
+        for turn in messages
+    ]
+
+
+def name_of(images: Sequence[Image]) -> tuple[int, ...]:
+    """The `NAME_TOKENS` negative numbers, of int32, that name images in their order."""
+    joint = hashlib.sha256("".join(image.digest for image in images).encode()).digest()
+    parts = (int.from_bytes(joint[4 * i : 4 * i + 4]) for i in range(NAME_TOKENS))
+    return tuple(-1 - (part & ((1 << NAME_BITS) - 1)) for part in parts)
+
+
+def images_named(ids: Iterable[int]) -> tuple[Image, ...]:
+    """The images that the token ids of a prompt name; () for a text."""
+    name = tuple(itertools.islice((token for token in ids if token < 0), NAME_TOKENS))
+    if not name:
+        return ()
+    if len(name) < NAME_TOKENS:  # fewer placeholders than that
+        name = next(known for known in _prompts if known[: len(name)] == name)
+    return _prompts[name]
+
+
+def images_shown(ids: Iterable[int]) -> tuple[ShownImage, ...]:
+    """The images that the token ids of a prompt name, as `Vision.encode` has shown them."""
+    images = images_named(ids)
+    return _shown.get(name_of(images)) or tuple(ShownImage(image, -1, ()) for image in images)
+
+
+def images_sent(ids: Iterable[int]) -> tuple[ShownImage, ...]:
+    """The same with their bytes, for another process.
+
+    Raises ConfigError: see `swift.data.images.encoded`.
+    """
+    return tuple(
+        replace(shown, image=replace(shown.image, path=None, content=encoded(shown.image)))
+        for shown in images_shown(ids)
+    )

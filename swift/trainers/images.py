@@ -1,0 +1,68 @@
+"""Images in training: settings that do not work with a model that sees, and batches of TRL's trainers.
+
+Rows of token ids name their images (`swift.models.vision`). TRL pads them to batches as it does with texts, on the
+right; then ids are turned back, and the pixels of each row stand beside them. TRL's own batches of images are not used:
+they pad prompts on the left and move the rows afterwards, in which some processors mark other tokens as images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from swift.models.vision import Vision
+
+WHOLE = "a model that sees images"
+
+
+def vision_problems(args: Any) -> list[str]:
+    """What does not work yet in the training of a model that is loaded with its vision tower, one line each."""
+    problems = []
+    if args.streaming:
+        problems.append(f"--streaming: true: {WHOLE} gets rows that are all read at the start; leave it out")
+    problems += [
+        f"--{name}: true: rows with images are not packed yet; use --{name} false"
+        for name in ("packing", "padding_free")
+        if getattr(args, name, False)
+    ]
+    trained = not (args.freeze_vit and args.freeze_aligner)
+    if args.deepspeed and args.shards_weights:
+        problems.append(f"--deepspeed: {args.deepspeed}: not with {WHOLE}; use zero2, or --fsdp full_shard")
+    elif args.sharded_by and trained:  # a process whose rows have no images would not take part
+        value = getattr(args, args.sharded_by)
+        problems.append(f"--{args.sharded_by}: {value}: not with a tower that is trained; leave it out")
+    if args.sequence_parallel_size > 1:
+        problems.append(f"--sequence_parallel_size: {args.sequence_parallel_size}: not with {WHOLE}; use 1")
+    if args.tuner_type not in ("lora", "full"):
+        problems.append(f"--tuner_type: {args.tuner_type}: not with {WHOLE}; use lora or full")
+    if getattr(args, "rlhf_type", None) == "kto" and args.precompute_ref_log_probs:
+        problems.append(f"--precompute_ref_log_probs: true: TRL computes them without images; not with {WHOLE}")
+    return problems
+
+
+@dataclass(frozen=True)
+class ImageCollator:
+    """Batches of rows whose ids name images.
+
+    collator: of TRL, for the same rows without images. Its ids are `input_ids`, and `KL_input_ids` of KTO, whose rows
+    are other answers to the same prompts.
+    """
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    vision: Vision
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch of the collator, with what the model takes beside ids."""
+        batch = self.collator(rows)
+        for prefix in ("KL_", ""):
+            ids: Tensor | None = batch.get(f"{prefix}input_ids")
+            if ids is None:
+                continue
+            named = ids.tolist()
+            kinds = self.vision.token_kinds(named, "cpu")
+            batch |= {f"{prefix}{name}": value for name, value in kinds.items()}
+            batch[f"{prefix}input_ids"] = ids.masked_fill(ids < 0, self.vision.placeholder)
+        return {**batch, **self.vision.features(named, "cpu")}

@@ -1,0 +1,205 @@
+"""Whole runs of GRPO on prompts with and without images."""
+
+import base64
+import json
+from itertools import pairwise
+
+import pytest
+import vlms
+from cli_runs import Cli, assert_close, assert_resumes, completion_rows, log_rows, sampled
+from safetensors.torch import load_file
+
+from swift.trainers.checkpoint import list_checkpoints
+
+pytestmark = pytest.mark.slow
+
+FLAGS = {"max_steps": 2, "beta": 0.04, "num_iterations": 2, "columns": None, "max_length": 256}
+LORA = {"tuner_type": "lora", "target_modules": "all-linear", "learning_rate": 1e-2}
+PLUGIN = """
+from swift.plugin import ORM, orms
+
+
+class Seen(ORM):
+    def __call__(self, completions, images, solution, **kwargs):
+        assert all(len(shown) == int(number) % 3 for shown, number in zip(images, solution))
+        assert all(image.mode == "RGB" for shown in images for image in shown)
+        return [len(text) % 5 + sum(image.width for image in shown) / 100 for text, shown in zip(completions, images)]
+
+
+orms["seen"] = Seen
+"""
+"""Rows have as many images as their number leaves when divided by three."""
+ROWS = """
+import swift.models.attention.choice as choice
+
+choice.choose_attention = lambda model: "planted"
+choice._forking_gap = lambda model: "planted"
+"""
+"""A plugin: no model passes a trial."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A dataset: rows with an image, with two, with none; as files beside it, and as bytes."""
+    folder = tmp_path_factory.mktemp("rows")
+    for seed in range(5):
+        (folder / f"{seed}.png").write_bytes(vlms.image(seed, 64, 64 if seed % 2 else 96))
+    lines = []
+    for number in range(1, 13):
+        names = [f"{(number + place) % 5}.png" for place in range(number % 3)]
+        row = {"messages": [{"role": "user", "content": "<image>" * len(names) + f"is it {number}?"}]}
+        if number % 2:
+            names = [f"data:image/png;base64,{base64.b64encode((folder / one).read_bytes()).decode()}" for one in names]
+        lines.append(json.dumps({**row, "images": names, "solution": str(number)}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    (folder / "seen.py").write_text(PLUGIN)
+    return folder
+
+
+@pytest.fixture
+def seeing(material, rows, tmp_path):
+    """Runs of a family on those rows."""
+    opened = []
+
+    def of(family, **text):
+        base = tmp_path / family
+        base.mkdir()
+        vlms.build_vlm(base, family, **text)
+        opened.append(Cli(base, material[1], tmp_path))
+        return opened[-1].__enter__()
+
+    yield of
+    for cli in opened:
+        cli.__exit__()
+
+
+@pytest.fixture
+def data(rows):
+    """Flags of a run on the rows."""
+    return {**FLAGS, "dataset": rows / "rows.jsonl", "external_plugins": rows / "seen.py", "reward_funcs": "seen"}
+
+
+def with_plugin(cli, data, text):
+    (cli.folder / "plugin.py").write_text(text)
+    return {**data, "external_plugins": [data["external_plugins"], cli.folder / "plugin.py"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3_vl", LORA),
+        pytest.param("qwen3_5", LORA, marks=pytest.mark.long),
+        pytest.param("idefics3", {}, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_is_that_of_rows(seeing, data, family, flags):
+    cli = seeing(family)
+    streamed = cli.finish("streamed", **data, **flags)
+    assert "prompts are not shared" not in cli.printed and "images <- images" in cli.printed
+    rows = cli.finish("rows", **with_plugin(cli, data, ROWS), **flags)
+    assert "prompts are not shared" in cli.printed
+    assert sampled(streamed) == sampled(rows)
+    assert len(log_rows(streamed)) == data["max_steps"]
+    assert_close(streamed, rows, "loss", "grad_norm", "kl")
+    shown = [row["prompt"].count("<image ") for row in completion_rows(streamed)]
+    assert {0, 1, 2} >= set(shown) != {0}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        pytest.param("qwen2_5_vl", marks=pytest.mark.long),
+        pytest.param("qwen3_vl", marks=pytest.mark.long),
+        pytest.param("idefics3", marks=pytest.mark.long),
+        pytest.param("internvl", marks=pytest.mark.long),
+        pytest.param("llava_onevision", marks=pytest.mark.long),
+        pytest.param("qwen3_5", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.long
+def test_what_rows_are_sampled_with_is_what_they_are_trained_with(seeing, data, family):
+    cli = seeing(family)
+    folder = cli.finish("rows", **data)
+    assert max(row["mismatch/logp_abs_diff_max"] for row in log_rows(folder)) < 1e-5
+
+
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_full_tuning_keeps_every_tensor_and_resumes_to_the_last_bit(seeing, data, frozen):
+    cli = seeing("qwen3_vl")
+    parts = {} if frozen else {"freeze_vit": "false", "freeze_aligner": "false"}
+    flags = {**data, "max_steps": 4, "tuner_type": "full", **parts}
+    straight = cli.finish("straight", **flags)
+    checkpoint = list_checkpoints(straight)[-1]
+    before, after = (load_file(folder / "model.safetensors") for folder in (cli.model, checkpoint))
+    assert before.keys() == after.keys()
+    moved = {name for name in after if not before[name].equal(after[name])}
+    assert any("language_model" in name for name in moved)
+    assert any("visual.blocks" in name for name in moved) == any("merger" in name for name in moved) == (not frozen)
+    assert (checkpoint / "preprocessor_config.json").exists()
+    assert_resumes(cli, straight, 2, **flags)
+
+
+TOWER = {"freeze_vit": "false", "freeze_aligner": "false", "max_steps": 6}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "flags",
+    [{}, TOWER, {"deepspeed": "zero2"}, {"fsdp": "full_shard"}, {"fsdp": "full_shard", **LORA}],
+    ids=["ddp", "tower", "zero2", "fsdp", "fsdp lora"],
+)
+def test_two_processes_take_the_steps_of_one(seeing, data, flags):
+    """Some micro-batches have no images, so that the tower has no gradient there, or is not computed."""
+    cli = seeing("qwen3_vl")
+    data = {**data, **flags, "learning_rate": 1e-5}
+    alone = {name: value for name, value in data.items() if name not in ("fsdp", "deepspeed")}
+    one = cli.finish("one", **alone)
+    two = cli.finish("two", variables={"NPROC_PER_NODE": 2}, **data, gradient_accumulation_steps=1)
+    assert sampled(two) == sampled(one)
+    assert_close(two, one, "loss", "grad_norm", "kl")
+
+
+@pytest.mark.long
+def test_equal_texts_with_other_images_are_other_prompts(seeing, data):
+    cli = seeing("qwen3_vl")
+    content = [vlms.image(seed, 64, 64) for seed in range(4)]
+    turns = [{"role": "user", "content": "<image>What is it?"}]
+    lines = [
+        {"messages": turns, "images": [f"data:;base64,{base64.b64encode(one).decode()}"], "solution": "1"}
+        for one in content
+    ]
+    (cli.folder / "equal.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    folder = cli.finish("equal", **{**data, "dataset": cli.folder / "equal.jsonl", "num_iterations": 1})
+    found = completion_rows(folder)
+    assert len({row["prompt_id"] for row in found}) == len({row["prompt"] for row in found}) > 1
+    assert max(row["mismatch/logp_abs_diff_max"] for row in log_rows(folder)) < 1e-5
+    texts = {}
+    for row in found:
+        texts.setdefault(row["prompt_id"], []).append(row["completion"])
+    assert all(one != other for one, other in pairwise(texts.values()))
+
+
+SYNCS = {"max_steps": 3, "num_iterations": 1, "learning_rate": 1e-3, "use_vllm": "true", "max_pixels": 80 * 80}
+APART = {"vllm_mode": "dedicated"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3_vl", {"vllm_mode": "colocate", "tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false"}),
+        ("qwen3_vl", {**APART, **LORA}),
+        ("qwen2_5_vl", APART),
+        ("idefics3", {"vllm_mode": "colocate"}),
+        ("internvl", {"vllm_mode": "colocate"}),
+    ],
+)
+def test_vllm_samples_with_what_the_trainer_sees(seeing, data, family, flags):
+    """Three updates of all weights reach the engine, in this process or as a Ray actor, which gets the images, too."""
+    pytest.importorskip("torchvision", reason="vLLM needs torchvision for models that see", exc_type=Exception)
+    cli = seeing(family, **vlms.VLLM)
+    folder = cli.finish("vllm", **{**data, **SYNCS, **flags})
+    assert [row["mismatch/logp_abs_diff_max"] < 1e-4 for row in log_rows(folder)] == [True] * SYNCS["max_steps"]
+    assert any("<image " in row["prompt"] for row in completion_rows(folder))
+    assert max(row["grad_norm"] for row in log_rows(folder)) > 0
