@@ -1,0 +1,226 @@
+"""How many of other people's training scripts start here: `swift ... --dry_run true` for each shell script of a folder.
+
+    python benchmarks/foreign_scripts.py /path/to/ms-swift/examples --root /path/to/ms-swift --out counted.json
+
+Flags are those of the script. Models become tiny ones of the same kind (text, experts, images), datasets small ones
+with the rows of the method, and paths that are not below `--root` temporary folders; `--root` is the working folder, so
+plugin files and DeepSpeed configurations of the project are its own. A script that names its model by a path of its
+author's counts as one of texts.
+
+Packages that `--pretend` names seem installed. Per script: `ok`, `here` (refused for what this machine lacks: a package
+or an accelerator), `refused`, or `bad` (a traceback, or no answer in time), with the lines that the user sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swift.arguments.imports import ms_swift, shell
+from swift.arguments.values import show
+from swift.errors import ConfigError
+
+MODELS = ("model", "model_id_or_path", "ref_model", "reward_model", "teacher_model", "sft_model", "base_model")
+DATASETS = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
+FOLDERS = ("output_dir", "logging_dir")
+DROPPED = ("load_args", "model_type", "template", "use_hf", "hub_token")
+"""Flags about the files that are exchanged."""
+EXPERTS = re.compile(r"moe|-a\d+(\.\d+)?b|mixtral|gpt-oss", re.IGNORECASE)
+HERE = re.compile(
+    r"not installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install", re.IGNORECASE
+)
+SECONDS = 180
+USER, ANSWER = {"role": "user", "content": "How much is 2 + 3?"}, {"role": "assistant", "content": "5"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a script."""
+
+    script: str
+    kind: str
+    verdict: str
+    lines: list[str]
+
+
+def main() -> None:
+    """Tries every script, prints a table of reasons, and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--root", type=Path, help="working folder of the scripts; default: the folder")
+    parser.add_argument("--only", default="", help="scripts whose path has this text")
+    parser.add_argument("--skip", nargs="*", default=["megatron", "ascend"], help="names of folders that are left out")
+    parser.add_argument("--pretend", nargs="*", default=["flash_attn", "swanlab", "wandb"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    folder, results = options.folder.resolve(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = Parts(Path(temporary))
+        os.chdir(options.root or folder)
+        sys.path.append(str(seeming(options.pretend, Path(temporary) / "packages")))
+        import swift.cli.dry_run
+        import swift.models.policy
+        import swift.trainers.grpo.prepare  # noqa: F401  (read once, for all children)
+
+        for path in sorted(folder.rglob("*.sh")):
+            name = str(path.relative_to(folder))
+            if options.only not in name or {*path.parts} & {*options.skip}:
+                continue
+            for result in tried(name, path, parts):
+                results.append(result)
+                print(f"{result.verdict:8} {result.kind:6} {name}", *result.lines, sep="\n    ", flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    table = collections.Counter((result.kind, result.verdict) for result in results)
+    for (kind, verdict), number in sorted(table.items()):
+        print(f"{kind:8} {verdict:8} {number}")
+
+
+class Parts:
+    """Tiny models and datasets in a temporary folder, each made when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def model(self, name: str) -> Path:
+        """A model of the same kind as the one of this name."""
+        from swift.models.tiny import build_tiny
+
+        arch = "qwen3_vl" if ms_swift.SEES.search(name) else "qwen3_moe" if EXPERTS.search(name) else "qwen3"
+        path = self.folder / arch
+        if not path.exists():
+            build_tiny(path, size="nano", arch=arch)
+            for file in path.glob("*config.json"):  # lengths are those of the script
+                text = re.sub(r'("(max_position_embeddings|model_max_length)": )\d+', r"\g<1>262144", file.read_text())
+                file.write_text(text)
+        return path
+
+    def dataset(self, method: str, sees: bool, labels: int | None) -> Path:
+        """Rows of a method, 64 of them."""
+        path = self.folder / f"{method}-{sees}-{labels}.jsonl"
+        if not path.exists():
+            path.write_text("".join(json.dumps(row(method, sees, labels, at)) + "\n" for at in range(64)))
+        return path
+
+
+def seeming(names: Sequence[str], folder: Path) -> Path:
+    """A folder with an empty package of each name."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").touch()
+    return folder
+
+
+def row(method: str, sees: bool, labels: int | None, at: int) -> dict[str, Any]:
+    """One row that the method can read."""
+    import base64
+
+    from PIL import Image
+
+    user = dict(USER, content=f"{'<image>' if sees else ''}How much is {at} + 3?")
+    answer = dict(ANSWER, content=str(at + 3))
+    images = {}
+    if sees:
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64), (at, 0, 0)).save(file, "PNG")
+        images = {"images": [f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"]}
+    if labels is not None:
+        return {"messages": [user], "label": at % max(labels, 2), **images}
+    if method == "rlhf":
+        return {"messages": [user], "solution": answer["content"], **images}
+    more = {"kto": {"label": at % 2 == 0}, "rm": {"rejected_response": "no"}}.get(method, {})
+    if method in ("dpo", "orpo", "cpo", "simpo", "ipo"):
+        more = {"rejected_response": "no"}
+    return {"messages": [user, answer], **more, **images}
+
+
+def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
+    """The dry run of the one command of a script that trains; nothing if none does."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not re.search(r"swift\s+(sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", text):
+        return
+    model = re.search(r"--model(?:_id_or_path)?[ =]+(\S+)", text)
+    kind = "images" if model and (ms_swift.SEES.search(model[1]) or ms_swift.HEARS.search(model[1])) else "text"
+    try:
+        script = shell.read_script(str(path), text)
+        words = [script.command, *words_of(script, parts, kind == "images"), "--dry_run", "true"]
+    except ConfigError as error:
+        yield Result(name, kind, "refused", error.problems)
+        return
+    yield Result(name, kind, *answered(words, script.environment))
+
+
+def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
+    """The flags of a script, with our models, datasets and folders."""
+    given = {item.spelling: show(item.raw) for item in script.given}
+    labels = 2 if given.get("task_type") in ("seq_cls", "reranker") else None
+    for item in script.given:
+        values = [show(value) for value in item.raw] if isinstance(item.raw, list) else [show(item.raw)]
+        if item.spelling in DROPPED:
+            continue
+        if item.spelling in MODELS:
+            values = [str(parts.model(value)) for value in values]
+        elif item.spelling in DATASETS:
+            values = [f"{parts.dataset(script.mode, sees, labels)}{count(value)}" for value in values]
+        elif item.spelling in FOLDERS:
+            values = [str(parts.folder / "output")]
+        yield f"--{item.spelling}"
+        yield from values
+
+
+def count(dataset: str) -> str:
+    """`#500` of a dataset, with at most our number of rows."""
+    found = re.search(r"#(\d+)$", dataset)
+    return f"#{min(int(found[1]), 64)}" if found else ""
+
+
+def answered(words: Sequence[str], environment: dict[str, str]) -> tuple[str, list[str]]:
+    """The verdict about a command, tried in a process of its own, and the lines of its refusal."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run, args=(list(words), environment, sender))
+    process.start()
+    sender.close()
+    code, text = receiver.recv() if receiver.poll(SECONDS) else (None, f"no answer in {SECONDS} s")
+    process.kill()
+    process.join()
+    lines = [line for line in text.splitlines() if line.strip()]
+    if code == 0:
+        return "ok", []
+    if code is None or "Traceback" in text:
+        return "bad", lines[-30:]
+    problems = [line for line in lines if line.startswith("swift: error: ")]
+    return ("here" if all(map(HERE.search, problems)) else "refused"), problems
+
+
+def run(words: list[str], environment: dict[str, str], sender: Any) -> None:
+    """The command in this process; sends its code, and what it wrote to stderr."""
+    from swift.cli.main import main as swift
+
+    os.environ.update({name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"})
+    errors = io.StringIO()
+    code: int | None = None
+    with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+        try:
+            code = swift(words)
+        except BaseException:
+            errors.write(traceback.format_exc())
+    sender.send((code, errors.getvalue()))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
