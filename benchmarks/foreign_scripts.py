@@ -167,6 +167,8 @@ def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
     """The flags of a script, with our models, datasets and folders."""
     given = {item.spelling: show(item.raw) for item in script.given}
     labels = 2 if given.get("task_type") in ("seq_cls", "reranker") else None
+    if "torch_dtype" not in given:
+        yield from ("--torch_dtype", "bfloat16")  # what it is on their machines
     for item in script.given:
         values = [show(value) for value in item.raw] if isinstance(item.raw, list) else [show(item.raw)]
         if item.spelling in DROPPED:

@@ -93,6 +93,7 @@ def launches(folder):
     return {step: {row["group_id"] for row in rows if row["step"] == step} for step in range(1, STEPS + 1)}
 
 
+@pytest.mark.long
 def test_each_step_but_the_first_is_one_step_off_policy_and_says_so(straight):
     rows = log_rows(straight)
     assert (

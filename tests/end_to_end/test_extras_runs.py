@@ -67,6 +67,7 @@ def test_a_function_that_passes_everything_on_is_the_run_without_it_bit_for_bit(
     assert_same_run(own, plain)
 
 
+@pytest.mark.long
 def test_what_a_function_changes_of_torch_is_put_back_before_the_step(cli, functions):
     flags = {"max_steps": 1, "save_steps": 1}
     plain = cli.finish("plain", **flags)

@@ -63,6 +63,7 @@ def test_the_reward_rises_with_a_gym_that_the_run_starts_and_ends(cli, verified)
     assert "serving" in log.read_text()
 
 
+@pytest.mark.long
 def test_a_gym_of_the_run_that_dies_ends_it_with_its_last_lines(cli, verified):
     run = cli.start("dies", **started_by_run(verified), max_steps=10_000)
     run.reach(2)

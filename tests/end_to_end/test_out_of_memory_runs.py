@@ -35,7 +35,7 @@ def plugins(cli):
     return [cli.material / "odd_plugin.py", cli.folder / "short.py"]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_nothing_is_sampled_twice_and_the_steps_are_the_same(cli, plugins, processes):
     ranks = {"NPROC_PER_NODE": processes}
     ample = cli.finish("ample", variables=ranks, external_plugins=plugins, **FLAGS)

@@ -70,6 +70,7 @@ def frozen(cli, tmp_path):
     return run
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", [pytest.param("generate", marks=pytest.mark.long), "train"])
 def test_a_process_that_stands_still_ends_and_leaves_its_stacks(frozen, phase):
     code, (line,), folder, took = frozen(f"{phase}:0")

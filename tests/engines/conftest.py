@@ -25,10 +25,10 @@ def engine_folders(tmp_path_factory):
 
 
 def marks_of(backend, case):
-    """Starts and ends of actors take long; one of their backends is looked at each time."""
+    """Starts and ends of actors take long: `test_actor_weights.py` and `test_actor_faults.py` have short ones."""
     if backend.name == "transformers":
         return []
-    long = backend.name in ("actor-transformers", "pool") or (case.startswith("c22") and backend.name == "actor-vllm")
+    long = backend.name in ("actor-transformers", "actor-vllm", "pool")
     return [pytest.mark.slow, *([pytest.mark.long] if long else [])]
 
 

@@ -60,6 +60,7 @@ def test_calls_are_answered_while_it_samples(start):
         assert "joins/0" in tokens(stream)
 
 
+@pytest.mark.long
 def test_200_requests_whose_actor_is_killed_twice_come_back_once_as_if_nothing_had_happened(start):
     worker = start(step_s=0.05)
     wanted, tensors = requests(200), two_layers(3)
@@ -168,6 +169,7 @@ def test_beyond_its_restarts_the_engine_is_dead_and_shows_its_log(start):
         list(worker.sample(requests(1)))
 
 
+@pytest.mark.long
 def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
     worker = start(step_s=0.05, timeouts={"misses": 3})
     wanted, came = requests(12), []
@@ -183,6 +185,7 @@ def test_a_worker_that_is_stopped_is_replaced_in_bounded_time(start):
     assert wait_for(lambda: not alive(stopped))
 
 
+@pytest.mark.long
 def test_an_update_that_takes_too_long_fails_and_says_where_it_is(start):
     worker = start(timeouts={"sync_s": 1.0}, bucket_s=30.0)
     assert worker.capabilities

@@ -110,7 +110,8 @@ def test_after_each_update_the_sampler_is_the_trainer(trainer, transport):
         assert trainer.gap(worker) <= TOLERANCE
 
 
-@pairs(("qwen2", "broadcast"))
+@pytest.mark.long
+@pairs()
 def test_a_worker_that_was_replaced_has_the_last_update_and_takes_the_next(trainer, transport):
     (worker,) = trainer.workers
     trainer.clients[0].weight_transport = transport

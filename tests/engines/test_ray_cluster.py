@@ -179,6 +179,7 @@ def caught(pid):
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
+@pytest.mark.long
 def test_a_local_cluster_asks_for_its_token_even_if_ray_was_imported_without_one():
     """As vLLM does; Ray reads its environment at that moment."""
     code = """

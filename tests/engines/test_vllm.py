@@ -299,6 +299,7 @@ def test_a_cache_that_was_not_reset_holds_nothing_for_other_weights(engine, mode
     assert drift(engine, model, [request("after", prompt, tokens=4)]) <= LIMIT
 
 
+@pytest.mark.long
 def test_requests_kept_over_a_rebuild_end_with_abort(engine):
     engine.submit(request("kept", tokens=50))
     engine.pause()
@@ -391,6 +392,7 @@ def test_memory_that_cannot_be_released_is_said_in_one_line(engine, monkeypatch)
 # --- start and end: engines of their own ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_cannot_start_is_refused_with_the_flag(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"--vllm_engine_kwargs: max_num_seq: .*nearest: max_num_seqs"):
         build_engine(spec(folder, engine_kwargs={"max_num_seq": 3}))

@@ -22,7 +22,9 @@ def engine_of(model, folder):
     return build_engine(spec_of(folder, dtype="float32"))
 
 
-@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])  # whose experts vLLM pads, or not
+@pytest.mark.parametrize(
+    "arch", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long)]
+)  # whose experts vLLM pads, or not
 def test_lora_on_experts_is_sampled_with_after_every_sync(small_model, tmp_path, monkeypatch, arch):
     model = small_model(arch, **ENGINE_SIZES, **EXPERTS[arch][0]).eval()
     engine = engine_of(model, tmp_path)

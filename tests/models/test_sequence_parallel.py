@@ -10,7 +10,7 @@ from preloaded import run_ranks
 from swift.models.attention.sequence_parallel import SequenceGroup, head_shares
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharing")
     run_ranks([sequence_parallel_worker.__file__, folder], folder, count=request.param)

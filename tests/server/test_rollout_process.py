@@ -261,6 +261,7 @@ def test_a_server_whose_engines_may_not_be_started_again_ends_with_code_4(nano_f
     assert server.left() == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_vllm_server_samples_what_the_trainer_would(tmp_path, monkeypatch):
     pytest.importorskip("vllm")

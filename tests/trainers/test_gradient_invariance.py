@@ -121,6 +121,7 @@ def test_one_process_has_one_gradient(single, name):
     assert_equal(single, name, whole(single, name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_processes_have_the_gradient_of_one(single, two_ranks, name):
     layouts = len(CUTS) + 1 + (len(BY_TOKENS) if limited(name) else 0)
@@ -171,6 +172,7 @@ def test_in_float64_the_gradients_are_equal(single, double, name):
     assert relative(whole(single, name), whole(double, name)) < FP32  # and fp32 is right, not only consistent
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", AMPLIFIED)
 def test_vespo_amplifies_the_rounding_of_log_probs_by_its_kernel_and_no_more(single, two_ranks, name):
     """Its weight is `exp(a s - l e^s)` of a sum over the sequence, so what another attention kernel rounds differently
@@ -230,6 +232,7 @@ def gradient_on_paper(bench, batch, setting):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
+@pytest.mark.long
 def test_the_gradients_come_from_as_many_passes_as_named(single, two_ranks):
     for found in (single, two_ranks):
         assert [found["dapo, first update", layout.passes, layout.kind][1] for layout in CUTS] == [1, 2, 4, 8]

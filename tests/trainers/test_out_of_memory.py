@@ -71,7 +71,7 @@ def test_many_times_on_one_device(bench, batch, whole, drawn, least):
     assert times >= least
 
 
-@pytest.mark.parametrize(("count", "least"), [(8, 10), pytest.param(32, 50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("count", "least"), [(4, 5), pytest.param(32, 50, marks=pytest.mark.long)])
 def test_many_times_on_two_ranks(bench, batch, whole, nano_folders, tmp_path, count, least):
     drawn = list(cases(2, count, ranks=2))
     found = on_two_ranks(tmp_path / "two", nano_folders["qwen2"], batch, drawn)

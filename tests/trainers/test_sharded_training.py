@@ -130,6 +130,8 @@ LONG = {
     "zero3-skipping-sharing", "fsdp-lora-sharing", "fsdp-experts-sharing", "fsdp-objective-sharing",
     "resumed fsdp-sharing", "ddp-balanced", "zero3-balanced", "fsdp-balanced", "ddp-replayed", "zero3-replayed",
     "fsdp-replayed", "ddp-replayed-trainer", "zero3-replayed-trainer", "fsdp-replayed-trainer",
+    "zero3", "zero3-on-shards", "zero3-lora", "fsdp", "fsdp-skipping", "fsdp-sharing", "ddp-sharing", "plain zero2",
+    "plain ddp", "cycled ddp",
 }  # fmt: skip
 """Runs beside which a shorter one shows the same."""
 
@@ -186,37 +188,35 @@ def common(nano_folders, folder, experts):
     }
 
 
+class Runs(dict):
+    """Runs by name, launched together with those of their kind when one is looked at."""
+
+    def __init__(self, folder, common, processes, tasks, kind):
+        super().__init__()
+        self.folder, self.common, self.processes, self.tasks, self.kind = folder, common, processes, tasks, kind
+
+    def __missing__(self, name):
+        kind = self.kind(name)
+        chosen = {other: task for other, task in self.tasks.items() if self.kind(other) == kind}
+        folder = self.folder / f"{self.processes}-{len(self)}"
+        made = launch(folder, self.processes, list(chosen.values()), **self.common)
+        self.update(zip(chosen, made, strict=True))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def alone(common, folder):
     """Each kind of run in one process; and one process under ZeRO."""
     tasks = {**KINDS, "under zero2": {**FULL, "deepspeed": "zero2"}}
-    return dict(zip(tasks, launch(folder / "alone", 1, list(tasks.values()), **common), strict=True))
-
-
-class Runs(dict):
-    """Runs in two processes by name, launched together with those of their kind when one is looked at."""
-
-    def __init__(self, folder, common):
-        super().__init__()
-        self.folder, self.common, self.tasks = folder, common, all_tasks(folder)
-
-    def __missing__(self, name):
-        kind = sharded, long = self.kind(name)
-        if long:
-            self["fsdp" if sharded else "zero2"]  # short ones, some of which are resumed
-        chosen = {other: task for other, task in self.tasks.items() if self.kind(other) == kind}
-        made = launch(self.folder / f"launch-{len(self)}", 2, list(chosen.values()), **self.common)
-        self.update(zip(chosen, made, strict=True))
-        return self[name]
-
-    def kind(self, name):
-        """A process has one of the two libraries."""
-        return "fsdp" in self.tasks[name], name in LONG or name == "plain zero2"
+    short = {kind for name, (kind, _) in RUNS.items() if name not in LONG}
+    return Runs(folder, common, 1, tasks, lambda name: name in short)
 
 
 @pytest.fixture(scope="module")
 def sharded(common, folder):
-    return Runs(folder, common)
+    """Runs in two processes; a process has one of the two libraries."""
+    tasks = all_tasks(folder)
+    return Runs(folder, common, 2, tasks, lambda name: ("fsdp" in tasks[name], name in LONG))
 
 
 def assert_same_training(ours, theirs, tolerance):
@@ -320,11 +320,12 @@ def test_a_frozen_copy_is_sharded_as_the_policy_is_unless_it_moves(sharded, name
     assert sharded[name]["share"] == (1.0 if whole else pytest.approx(0.5, abs=0.05))
 
 
+@pytest.mark.long
 def test_one_process_under_zero_is_one_process(alone):
     assert_same_training(alone["under zero2"], alone["full"], tolerance=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["objective", "objective-lora"])
+@pytest.mark.parametrize("kind", ["objective", pytest.param("objective-lora", marks=pytest.mark.long)])
 def test_everything_in_the_objective_acted(alone, kind):
     logs = alone[kind]["logs"]
     assert len({row["entropy_coef"] for row in logs}) > 1
