@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
-    "sft/fits.sh": "NPROC_PER_NODE=2 \\\nswift sft \\\n  --model Qwen/Qwen3-8B \\\n  --dataset 'AI/alpaca#500' # rows\n",
+    "sft/fits.sh": "NPROC_PER_NODE=2 \\\nswift sft \\\n  --model Qwen/Qwen3-8B \\\n  --dataset 'd#500' # rows\n",
     "sft/sees.sh": "swift sft --model Qwen/Qwen2.5-VL-7B-Instruct --dataset who/charts\n",
-    "rl/unknown.sh": "swift rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --dataset d --reward_funcs accuracy --no_flag 1\n",
+    "rl/unknown.sh": "swift rlhf --rlhf_type grpo --model Qwen3-8B --dataset d --reward_funcs accuracy --no_flag 1\n",
     "rl/misses.sh": "swift rlhf --rlhf_type dpo --model Qwen/Qwen3-8B --dataset d --report_to swanlab\n",
     "megatron/left_out.sh": "swift sft --model m --dataset d\n",
     "infer.sh": "swift infer --model m\n",

@@ -26,6 +26,7 @@ def run(command, tmp_path, **more):
     )
 
 
+@pytest.mark.long
 def test_an_error_in_two_processes_is_told_once(command, tmp_path):
     done = run([*command, "--dataset", "raws.jsonl"], tmp_path, NPROC_PER_NODE="2")
     assert done.returncode == 2

@@ -401,7 +401,10 @@ CHECKPOINTS = {
 TABLE = {**MODES, **FLAGS, **CONFIGS, **DATA, **REWARDS, **BATCHES, **MODELS, **ADAPTERS, **CHECKPOINTS}
 
 
-@pytest.mark.parametrize("name", TABLE)
+LONG = {"ranks that take for ever"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in TABLE])
 def test_a_wrong_input_is_told_in_lines_and_leaves_nothing(name, desk, capfd):
     refused_without_a_trace(desk, TABLE[name], capfd)
 

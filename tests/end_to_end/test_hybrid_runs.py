@@ -52,7 +52,7 @@ def plugin(cli, text):
 
 @pytest.mark.parametrize(
     ("arch", "flags"),
-    [("qwen3_5_text", LORA), ("lfm2", {})],
+    [("qwen3_5_text", LORA), pytest.param("lfm2", {}, marks=pytest.mark.long)],
 )
 def test_a_run_is_that_of_rows(hybrids, arch, flags):
     cli = hybrids(arch)
@@ -89,7 +89,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(hybrids):
             marks=pytest.mark.long,
         ),
         pytest.param("nemotron_h", {"fsdp": "full_shard", **LORA}, marks=pytest.mark.long),
-        ("lfm2", {}),
+        pytest.param("lfm2", {}, marks=pytest.mark.long),
     ],
 )
 def test_two_processes_take_the_steps_of_one(hybrids, arch, flags):

@@ -132,7 +132,8 @@ def test_last_passes_over_a_damaged_checkpoint(cli):
     assert_same_run(torn, straight)
 
 
-@pytest.mark.parametrize("mask", [pytest.param("022", marks=pytest.mark.long), "077"])
+@pytest.mark.long
+@pytest.mark.parametrize("mask", ["022", "077"])
 def test_what_a_run_writes_is_as_readable_as_the_umask_allows(cli, mask):
     code, _ = behind(cli, "sh", "-c", f'umask {mask}; exec "$@"', "sh", output="run", max_steps=2)
     assert code == 0

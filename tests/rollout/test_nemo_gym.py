@@ -430,6 +430,7 @@ def started(log):
     return psutil.Process(int(log.read_text().split("started ")[1].split()[0]))
 
 
+@pytest.mark.long
 def test_a_command_ends_with_all_that_it_has_started(tmp_path):
     child = Child("gym", [sys.executable, "-c", PARENT])
     try:

@@ -75,6 +75,7 @@ def two_ranks(tmp_path):
         process.kill()
 
 
+@pytest.mark.long
 def test_ranks_that_are_suspended_together_go_on_and_one_that_is_stopped_is_named_in_seconds(two_ranks):
     first, second = ranks = two_ranks("waits")
     for rank in ranks:
