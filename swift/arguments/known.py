@@ -41,7 +41,7 @@ _REFUSED = _names(
 
 _KNOWN = _names(
     """
-    acc_strategy agent_template aligner_lr
+    acc_strategy agent_template
     bbox_format
     cached_dataset cached_val_dataset callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
@@ -67,7 +67,7 @@ _KNOWN = _names(
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt truncation unsloth use_cpu
     use_galore use_q_galore use_ray val_dataset_shuffle
-    vf_coef vit_attn_impl vit_gradient_checkpointing vit_lr vllm_disable_cascade_attn
+    vf_coef vit_attn_impl vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
     vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
     vllm_use_async_engine whiten_rewards write_batch_size zero_hpz_partition_size

@@ -29,6 +29,7 @@ CALLED_ROWS = 4
 def dry_run_rlhf(resolved: Resolved) -> int:
     """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_policy
+    from swift.models.towers import rate_lines
     from swift.models.tuners import expert_lines
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
@@ -49,7 +50,7 @@ def dry_run_rlhf(resolved: Resolved) -> int:
         from swift.trainers.grpo.build import reference_of
         from swift.trainers.grpo.routes import require_experts
 
-        parts.lines += expert_lines(policy, args)
+        parts.lines += [*expert_lines(policy, args), *rate_lines(policy, args)]
         require_shareable(policy, args)
         router_coefficient(args.router_aux_loss_coef, policy)
         require_experts(policy, args.moe_router_replay)
@@ -69,6 +70,7 @@ def dry_run_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models import load_chat
     from swift.models.policy import check_policy
+    from swift.models.towers import rate_lines
     from swift.models.tuners import expert_lines
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.trl.method import method_of, rows_of
@@ -88,7 +90,7 @@ def dry_run_trl(resolved: Resolved) -> int:
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model)
-        adapter = expert_lines(model, args)
+        adapter = [*expert_lines(model, args), *rate_lines(model, args)]
     show(resolved, [*where, plan, *lines, *adapter])
     return 0
 

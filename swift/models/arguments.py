@@ -207,11 +207,20 @@ class TunerArguments(ImageArguments, QuantArguments):
     freeze_llm: bool = flag(False, everyday=False)
     """The same for the language model of a model that sees."""
 
+    vit_lr: float | None = flag(above=0, everyday=False, unset="learning_rate")
+    """Peak learning rate of the vision tower."""
+
+    aligner_lr: float | None = flag(above=0, everyday=False, unset="learning_rate")
+    """Peak learning rate of the layers between the tower and the language model."""
+
     gradient_checkpointing: bool = flag(True)
     """Whether the backward pass recomputes activations: less memory, a third more time."""
 
     gradient_checkpointing_kwargs: dict[str, Any] = flag({}, everyday=False, needs="gradient_checkpointing")
     """Options of torch's checkpointing, such as `{"use_reentrant": false}`."""
+
+    vit_gradient_checkpointing: bool | None = flag(everyday=False, unset="gradient_checkpointing")
+    """Whether the backward pass recomputes activations of the vision tower."""
 
     @property
     def tuner_dropout(self) -> float:

@@ -22,6 +22,12 @@ TOWERS = ("vision_config", "audio_config", "thinker_config")
 """Keys of config.json for the towers of a multimodal checkpoint."""
 
 
+OF_TOWERS: dict[str, Any] = {
+    "freeze_vit": True, "freeze_aligner": True, "freeze_llm": False, "vit_lr": None, "aligner_lr": None,
+    "vit_gradient_checkpointing": None, "max_pixels": None,
+}  # fmt: skip
+"""Settings of models with a vision tower, and their defaults."""
+
 ALIGNERS = re.compile(r"(^|\.)(\w*merger\w*|\w*projector|connector|embed_vision|modality_projection|aligner)(\.|$)")
 """Names of the modules between a tower and the language model."""
 
@@ -60,14 +66,15 @@ def frozen_modules(model: Any, args: TunerArguments) -> list[str]:
 
 
 def frozen_parameters(model: Any, args: TunerArguments) -> set[str]:
-    """Names of the parameters that settings keep as they are; one beside all parts counts to the aligner."""
+    """Names of the parameters that settings keep as they are; none of a language model."""
     frozen = frozen_parts(model, args)
-    parts = parts_of(model) if frozen else {}
-    return {
-        name
-        for name, _ in model.named_parameters()
-        if frozen and parts.get(name.rpartition(".")[0], "aligner") in frozen
-    }
+    return {name for name, part in parts_of_parameters(model).items() if part in frozen} if frozen else set()
+
+
+def parts_of_parameters(model: Any) -> dict[str, Part]:
+    """The part of each parameter of a whole model by its name; one beside all modules counts to the aligner."""
+    parts = parts_of(model)
+    return {name: parts.get(name.rpartition(".")[0], "aligner") for name, _ in model.named_parameters()}
 
 
 def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
@@ -79,9 +86,8 @@ def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
     settings: dict[Part, bool] = {"vit": args.freeze_vit, "aligner": args.freeze_aligner, "llm": args.freeze_llm}
     if loads_whole(model.config, args):
         return {part for part, frozen in settings.items() if frozen}
-    usual: dict[str, Any] = {"freeze_vit": True, "freeze_aligner": True, "freeze_llm": False}
-    for name, default in usual.items():
-        if (value := getattr(args, name)) != default:
+    for name, usual in OF_TOWERS.items():
+        if (value := getattr(args, name)) != usual:
             raise no_tower(name, value)
     return set()
 

@@ -66,11 +66,14 @@ def load_policy(
         ConfigError: missing or incomplete files, unknown architecture, several start adapters for an adapter.
         ResourceError: an attention implementation whose package is not installed.
     """
+    from swift.models.towers import recompute_tower
+
     source = locate(args)
     refuse_part(load_config(source.base, args), source.base, args, HEADS[reward_head][0])
     model = load_base(source.base, args, device=device, model_dropout=model_dropout, reward_head=reward_head)
     if hasattr(model.config, "quantization_config") and is_quantised(model):  # by --quant_method, or in its files
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
+    recompute_tower(model, args)
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = merge_in(model, folder)
@@ -297,6 +300,8 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     Raises:
         ConfigError, ResourceError: see `load_policy`.
     """
+    from swift.models.towers import recompute_tower
+
     source = locate(args, require_weights=weights)
     config = load_config(source.base, args)
     refuse_part(config, source.base, args, HEADS[reward_head][0])
@@ -308,6 +313,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         model = _from_config(config, args, reward_head)
     if hasattr(config, "quantization_config"):
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
+    recompute_tower(model, args)
     if args.tuner_type == "full":
         for folder in source.adapters:
             model = merge_in(model, folder)

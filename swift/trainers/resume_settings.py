@@ -32,7 +32,7 @@ FIXED = frozenset(
         "quant_method", "quant_bits",
         "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "freeze_parameters", "freeze_parameters_regex",
         "freeze_parameters_ratio", "trainable_parameters", "trainable_parameters_regex",
-        "freeze_vit", "freeze_aligner", "freeze_llm", "max_pixels",
+        "freeze_vit", "freeze_aligner", "freeze_llm", "max_pixels", "vit_lr", "aligner_lr",
         "ref_model", "dataset", "columns", "system", "dataset_shuffle", "split_dataset_ratio", "streaming",
         "shuffle_buffer_size", "split", "packing", "packing_strategy", "packing_length", "padding_free",
         "group_by_length", "loss_scale", "disable_ignore_empty_think", "assistant_only_loss",

@@ -113,6 +113,7 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(
         ("--deepspeed zero3", "--deepspeed: zero3: not with a model that sees images; use zero2"),
         ("--fsdp full_shard --freeze_vit false", "--fsdp: full_shard: not with a tower that is trained"),
         ("--deepspeed zero2 --freeze_aligner false", "--deepspeed: zero2: not with a tower that is trained"),
+        ("--vit_lr 0.1", "--vit_lr: 0.1: nothing is trained there; use --freeze_vit false"),
         ("--tuner_type ia3", "--tuner_type: ia3: not with a model that sees images"),
         ("--multi_turn_scheduler math_tip_trick --max_turns 2", "makes completions of texts only"),
         ("--streaming true --max_steps 1", "--streaming: true: a model that sees images"),
@@ -147,7 +148,16 @@ def test_bad_rows_of_a_model_that_sees(row, problem, seeing, desk, capfd):
 
 
 @pytest.mark.parametrize(
-    "setting", ["--freeze_vit false", "--freeze_aligner false", "--freeze_llm true", "--max_pixels 9"]
+    "setting",
+    [
+        "--freeze_vit false",
+        "--freeze_aligner false",
+        "--freeze_llm true",
+        "--max_pixels 9",
+        "--vit_lr 0.1",
+        "--aligner_lr 0.1",
+        "--vit_gradient_checkpointing false",
+    ],
 )
 def test_settings_of_towers_need_one(setting, desk, capfd):
     words = [*command(desk, "grpo", PLAIN), *setting.split()]

@@ -127,7 +127,7 @@ def test_what_rows_are_sampled_with_is_what_they_are_trained_with(seeing, data, 
 @pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_full_tuning_keeps_every_tensor_and_resumes_to_the_last_bit(seeing, data, frozen):
     cli = seeing("qwen3_vl")
-    parts = {} if frozen else {"freeze_vit": "false", "freeze_aligner": "false"}
+    parts = {} if frozen else {"freeze_vit": "false", "freeze_aligner": "false", "vit_lr": 1e-4, "aligner_lr": 1e-3}
     flags = {**data, "max_steps": 4, "tuner_type": "full", **parts}
     straight = cli.finish("straight", **flags)
     checkpoint = list_checkpoints(straight)[-1]

@@ -78,10 +78,12 @@ SCRIPTS = {
     ),
     "images": (
         """MAX_PIXELS=1003520 \\
-        swift rlhf --rlhf_type dpo --model nano-VL --dataset pictures.jsonl --freeze_vit true --freeze_aligner true
+        swift rlhf --rlhf_type dpo --model nano-VL --dataset pictures.jsonl --freeze_vit true --freeze_aligner false \\
+          --aligner_lr 1e-5 --vit_gradient_checkpointing false
         """,
         "dpo",
-        {"model": "nano-VL", "max_pixels": 1003520, "freeze_vit": True},
+        {"model": "nano-VL", "max_pixels": 1003520, "freeze_vit": True, "aligner_lr": 1e-5,
+         "vit_gradient_checkpointing": False},
         set(),
     ),
     "quoted operators": (

@@ -184,6 +184,13 @@ def test_models_on_padded_rows_are_refused_in_a_line(plan):
     assert "cannot be traced yet (no rotary positions: models on padded rows are not planned yet)" in err
 
 
+@pytest.mark.parametrize("setting", ["--max_pixels 9", "--vit_lr 0.1"])
+def test_settings_of_towers_need_one(plan, setting):
+    code, _, err = plan(QWEN2, f"{RUN} {setting} --device l4")
+    name, value = setting.split()
+    assert code == 2 and f"{name}: {value}" in err and "the model has no vision tower here; leave it out" in err
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_a_model_that_sees_is_planned_with_its_tower_but_without_images(tmp_path, capsys, family):
     build_vlm(tmp_path, family)

@@ -1,5 +1,7 @@
 """Supervised tuning of models that see: plain forward passes are the measure."""
 
+from collections import Counter
+
 import pytest
 import torch
 import vlms
@@ -8,6 +10,11 @@ from safetensors.torch import load_file
 from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 
 from swift.arguments import parse
+from swift.errors import ConfigError
+from swift.models.attention.interface import transformers_model
+from swift.models.multimodal import parts_of_parameters
+from swift.models.policy import load_policy
+from swift.models.towers import rate_lines
 from swift.trainers.checkpoint import list_checkpoints
 
 ASKED, ANSWER = turn("user", "<image>What?"), turn("assistant", "a b")
@@ -75,7 +82,13 @@ def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", ["--tuner_type lora", f"--tuner_type full {TOWERS}"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tuner_type lora",
+        f"--tuner_type full {TOWERS} --vit_lr 1e-3 --aligner_lr 1e-4 --vit_gradient_checkpointing true",
+    ],
+)
 def test_a_run_resumes_to_the_last_bit(flags, settings, tmp_path):
     more = [flags, "--max_steps 4 --per_device_train_batch_size 1"]
     run = assert_resumes_exactly(lambda *saving: settings(*more, *saving))
@@ -131,3 +144,89 @@ def test_rows_with_images_are_split_off_for_evaluation(settings, tmp_path):
     trainer = trainer_of(settings("--split_dataset_ratio 0.3 --eval_steps 1"), tmp_path / "run")
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (2, 1)
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+OWN = "--learning_rate 10 --vit_lr 2 --aligner_lr 5"
+PLAIN_STEP = "--optim sgd --weight_decay 0 --lr_scheduler_type constant --max_grad_norm 0 --max_steps 1"
+RATES = {"llm": 10, "vit": 2, "aligner": 5}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.long)])
+def test_each_part_moves_by_its_rate(family, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(TOWERS, OWN, PLAIN_STEP, family=family), tmp_path / "run")
+    trainer.train()
+    plain, learnt = Plain(vlm_folders(family)), []
+    for row in ROWS:
+        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
+        learnt.append(logprobs[answers_in(plain, ids)[1:]])
+    (-torch.cat(learnt).mean()).backward()
+    parts, moved = parts_of_parameters(plain.model), dict(trainer.model.named_parameters())
+    gaps = Counter()
+    norms = Counter()
+    for name, parameter in plain.model.named_parameters():
+        if parameter.grad is not None:
+            step, expected = moved[name].detach() - parameter.detach(), -RATES[parts[name]] * parameter.grad
+            gaps[parts[name]] += float((step - expected).square().sum())
+            norms[parts[name]] += float(expected.square().sum())
+    assert set(norms) == set(RATES)
+    assert all(gaps[part] < 1e-10 * norms[part] for part in RATES)
+    assert trainer.state.log_history[0]["learning_rate"] == RATES["llm"]
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_cpu"])
+def test_groups_keep_the_settings_of_the_optimizer(optim, settings, tmp_path):
+    flags = f"--vit_lr 1e-3 --learning_rate 1e-2 --weight_decay 0.3 --optim {optim}"
+    trainer = trainer_of(settings(TOWERS, flags), tmp_path / "run")
+    parts = parts_of_parameters(trainer.model)
+    named = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    found = [
+        (group["lr"], group["weight_decay"], {parts[named[one]] for one in group["params"]})
+        for group in trainer.create_optimizer().param_groups
+    ]
+    others, tower = {"llm", "aligner"}, {"vit"}
+    assert found == [(1e-2, 0.3, others), (1e-2, 0.0, others), (1e-3, 0.3, tower), (1e-3, 0.0, tower)]
+
+
+def test_an_adapter_has_groups_too(settings):
+    args = settings(TOWERS, OWN, "--tuner_type lora").args
+    policy = load_policy(args)
+    (line,) = rate_lines(policy, args)
+    parts = parts_of_parameters(transformers_model(policy))
+    sizes = Counter()
+    for name, one in transformers_model(policy).named_parameters():
+        sizes[parts[name]] += one.numel() * one.requires_grad
+    assert line == "learning rates: " + ", ".join(
+        f"{part} {rate:g} ({sizes[part]} parameters)" for part, rate in RATES.items()
+    )
+
+
+def test_the_rate_of_a_part_that_is_frozen_is_refused(settings):
+    args = settings("--freeze_vit false --aligner_lr 1e-3").args
+    with pytest.raises(
+        ConfigError, match=r"--aligner_lr: 0\.001: nothing is trained there; use --freeze_aligner false"
+    ):
+        rate_lines(load_policy(args), args)
+
+
+def computed(trainer):
+    """How often a block of the tower and one of the language model are computed in a step."""
+    calls = Counter()
+    for name, module in trainer.model.named_modules():
+        if name.endswith(("visual.blocks.0.mlp", "layers.0.mlp")):
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name.split(".")[1]]))
+    trainer.train()
+    return dict(calls)
+
+
+@pytest.mark.parametrize(("model", "tower"), [(True, False), (False, True), (True, None)])
+def test_a_tower_is_computed_again_by_itself(model, tower, settings, tmp_path):
+    given = "" if tower is None else f"--vit_gradient_checkpointing {str(tower).lower()}"
+    flags = [TOWERS, PLAIN_STEP, "--gradient_checkpointing", str(model).lower(), given.split()]
+    trainer = trainer_of(settings(*flags), tmp_path / "run")
+    assert computed(trainer) == {"visual": 1 + (model if tower is None else tower), "language_model": 1 + model}
+    usual = trainer_of(settings(TOWERS, PLAIN_STEP), tmp_path / "usual")
+    usual.train()
+    assert all(
+        one.equal(other) for one, other in zip(trainer.model.parameters(), usual.model.parameters(), strict=True)
+    )
+    assert trainer.model.is_gradient_checkpointing == model

@@ -63,13 +63,14 @@ def run(resolved: Resolved) -> int:
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         with collector_resting():
+            from swift.models.towers import rate_lines
             from swift.models.tuners import expert_lines
             from swift.observability.curves import Curves
             from swift.trainers.trl.callbacks import LogLines, StopOnSignal
             from swift.trainers.trl.frame import build_trainer
 
             model, parts = load_model(args, method)  # before the folder: a failed start leaves no files
-            lines += expert_lines(model, args)
+            lines += [*expert_lines(model, args), *rate_lines(model, args)]
         trap.check(resolved.command, collectives, start)
         with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
             folder, curves = opened.folder, None
