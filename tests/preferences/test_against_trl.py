@@ -81,7 +81,9 @@ def test_loss_and_gradient_of_the_first_step_are_trls(settings, case, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("case", TRL)
 def test_steps_of_several_micro_batches_are_trls(settings, case, tmp_path):
-    mine, bare = pair_of(settings, case, tmp_path, "--gradient_accumulation_steps", "2", "--save_strategy", "no")
+    # softmax takes no notice of the keys' biases: their gradients are rounding, of which Adam would make whole steps
+    flags = "--gradient_accumulation_steps 2 --save_strategy no --adam_epsilon 1e-3"
+    mine, bare = pair_of(settings, case, tmp_path, flags)
     for trainer in (mine, bare):
         trainer.train()
     weights, theirs = (dict(one.model.named_parameters()) for one in (mine, bare))
