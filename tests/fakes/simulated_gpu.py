@@ -19,6 +19,7 @@ There are no streams, no times and no compiled kernels. FSDP2 and DeepSpeed run 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -31,7 +32,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -199,15 +200,40 @@ class SimulatedGpu(TorchDispatchMode):
         return run(operation, args, kwargs or {})
 
 
+@functools.cache
+def is_composite(operation):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd")
+
+
+@functools.cache
+def has_aliases(operation):
+    """Whether it views or changes an operand."""
+    return any(argument.alias_info is not None for argument in operation._schema.arguments)
+
+
+def tensors_of(values):
+    """Those among operands, which are values and lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+def each(function, value):
+    """The function of an operand or a result, or of all in a list: a fast `tree_map`."""
+    return type(value)(each(function, one) for one in value) if type(value) in (list, tuple) else function(value)
+
+
 def run(operation, args, kwargs):
     """One operation, on the host; results are on the device if an operand is, or if it was asked for."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), "CompositeImplicitAutograd"):
+    if is_composite(operation):
         with SimulatedGpu():  # in inference mode such operations arrive before they are taken apart
             made = operation.decompose(*args, **kwargs)
         if made is not NotImplemented:
             return made
     LEDGER.operations += 1
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = list(tensors_of((args, list(kwargs.values()))))
     there = [tensor for tensor in tensors if isinstance(tensor, CudaTensor)]
     here = [tensor for tensor in tensors if not isinstance(tensor, CudaTensor) and tensor.device.type == "cpu"]
     if operation is aten._to_copy.default:
@@ -223,7 +249,7 @@ def run(operation, args, kwargs):
         check(operation, args, kwargs, here)
     device = kwargs.get("device")
     asked = is_cuda(device)
-    plain, settings = tree_map(host_of, (args, kwargs))
+    plain, settings = each(host_of, args), {name: each(host_of, value) for name, value in kwargs.items()}
     if asked:
         settings["device"] = "cpu"
     pin = settings.pop("pin_memory", None)
@@ -234,8 +260,8 @@ def run(operation, args, kwargs):
         return made
     of_a_weight = operation.is_view and torch.is_inference_mode_enabled() and not tensors[0].is_inference()
     with torch.inference_mode(False) if of_a_weight else contextlib.nullcontext():  # such a view is like its base
-        made = tree_map(on_device, made)
-    return return_and_correct_aliasing(operation, args, kwargs, made) if there else made
+        made = each(on_device, made)
+    return return_and_correct_aliasing(operation, args, kwargs, made) if there and has_aliases(operation) else made
 
 
 def check(operation, args, kwargs, here):

@@ -4,7 +4,7 @@ import base64
 import json
 
 import pytest
-from gpu_runs import BUDGET, EBFT, GRPO, LONG, SPLIT, STEPS, TWO, beyond
+from gpu_runs import BUDGET, CHECKED, EBFT, GRPO, LONG, SPLIT, STEPS, TWO, beyond
 from hybrids import hybrid
 from vlms import build_vlm, image
 
@@ -16,7 +16,6 @@ GRADIENTS = "transfer.py to_host"
 @pytest.mark.parametrize(
     ("flags", "more"),
     [
-        pytest.param("--tuner_type full --torch_dtype float32 --beta 0", {}, id="full"),
         pytest.param(
             "--tuner_type full --torch_dtype bfloat16 --beta 0.04 --num_iterations 2",
             {SPLIT: 2 * STEPS},  # log-probs of the reference, and of the first iteration
@@ -25,28 +24,34 @@ GRADIENTS = "transfer.py to_host"
         pytest.param("--tuner_type lora", {}, id="lora"),
         pytest.param("--tuner_type lora --use_dora true --gradient_checkpointing true", {}, id="dora-recomputed"),
         pytest.param(
-            "--tuner_type full --off_policy_sequence_mask_delta 0.2 --rollout_importance_sampling_mode token_truncate",
+            "--tuner_type full --loss_type dapo --dynamic_sample true --off_policy_sequence_mask_delta 0.2 "
+            "--rollout_importance_sampling_mode token_truncate",
             {},
-            id="corrections",
+            id="dapo-dynamic-corrections",
         ),
-        pytest.param("--tuner_type full --loss_type dapo --dynamic_sample true", {}, id="dapo-dynamic"),
-        pytest.param("--tuner_type full --offload_model true --offload_optimizer true", {}, id="offload"),
         pytest.param(
             "--tuner_type full --torch_dtype bfloat16 --optim adamw_cpu", {GRADIENTS: STEPS}, id="optimizer-on-the-host"
         ),
         pytest.param(
-            "--tuner_type full --top_entropy_quantile 0.5",
+            "--tuner_type full --offload_model true --offload_optimizer true --top_entropy_quantile 0.5",
             {SPLIT: 2 * STEPS},  # log-probs of the reference, and the entropies
-            id="top-entropy",
+            id="offload-top-entropy",
         ),
         pytest.param("--tuner_type full --use_adaptive_entropy true", {}, id="adaptive-entropy", marks=LONG),
     ],
 )
 def test_grpo_waits_once_a_step(on_gpu, flags, more):
-    code, err, found = on_gpu(f"{GRPO} {flags}")
+    keeps_budget(*on_gpu(f"{GRPO} {flags}"), more)
+
+
+def test_a_run_that_checks_parity_first_waits_once_a_step(on_gpu):
+    keeps_budget(*on_gpu(f"{CHECKED} --tuner_type full --torch_dtype float32 --beta 0"))
+
+
+def keeps_budget(code, err, found, more=()):
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
-    assert beyond(found, {**BUDGET, **more}) == {}
+    assert beyond(found, BUDGET | dict(more)) == {}
 
 
 @pytest.mark.parametrize(
@@ -55,11 +60,8 @@ def test_grpo_waits_once_a_step(on_gpu, flags, more):
 def test_completions_that_continue_from_states_keep_the_budget(on_gpu, tmp_path, arch):
     model = build_tiny(tmp_path / "model", size="nano")
     hybrid(arch, vocab_size=263).save_pretrained(model)
-    code, err, found = on_gpu(f"{GRPO} --tuner_type full --torch_dtype float32 --beta 0", model=model)
-    assert code == 0, err[-3000:]
+    keeps_budget(*on_gpu(f"{GRPO} --tuner_type full --torch_dtype float32 --beta 0", model=model))
     assert "padded rows" not in (on_gpu.folder / "stdout.txt").read_text()
-    assert found["steps"] == STEPS
-    assert beyond(found, BUDGET) == {}
 
 
 def test_images_reach_the_tower_without_pageable_copies(on_gpu, tmp_path):
@@ -71,17 +73,13 @@ def test_images_reach_the_tower_without_pageable_copies(on_gpu, tmp_path):
             asked = [{"role": "user", "content": f"<image>say {number}"}]
             file.write(json.dumps({"messages": asked, "images": shown}) + "\n")
     flags = "--tuner_type full --torch_dtype float32 --beta 0 --freeze_vit false --max_length 200"
-    code, err, found = on_gpu(f"{GRPO} {flags}", model=build_vlm(tmp_path / "model", "idefics3"), dataset=rows)
-    assert code == 0, err[-3000:]
-    assert found["steps"] == STEPS
-    assert beyond(found, {**BUDGET, "scoring.py _scoring_forward.<locals>.forward": 1000}) == {}
+    model = build_vlm(tmp_path / "model", "idefics3")
+    more = {"scoring.py _scoring_forward.<locals>.forward": 1000}
+    keeps_budget(*on_gpu(f"{CHECKED} {flags}", model=model, dataset=rows), more)
 
 
 def test_shards_of_fsdp_keep_the_budget(on_gpu):
-    code, err, found = on_gpu(f"{GRPO} --fsdp full_shard --tuner_type full")
-    assert code == 0, err[-3000:]
-    assert found["steps"] == STEPS
-    assert beyond(found, BUDGET) == {}
+    keeps_budget(*on_gpu(f"{GRPO} --fsdp full_shard --tuner_type full"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from gpu_runs import BUDGET, EBFT, GRPO, LONG, STEPS, TWO, beyond
+from gpu_runs import BUDGET, CHECKED, DECODE, EBFT, GRPO, LONG, STEPS, TWO, beyond
 from safetensors.torch import load_file
 from torch import equal
 
@@ -31,7 +31,7 @@ def test_ebft_waits_once_a_step_and_for_its_features(on_gpu):
     code, err, found = on_gpu(f"rlhf --rlhf_type ebft {EBFT} --tuner_type full --ebft_ce_coef 0.1")
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
-    assert beyond(found, {**BUDGET, FEATURES: STEPS, "batch.py BatchRun.step": STEPS * 16}) == {}
+    assert beyond(found, {**BUDGET, FEATURES: STEPS, DECODE: STEPS * 16}) == {}
 
 
 def test_strided_ebft_waits_once_a_micro_batch(on_gpu, tmp_path):
@@ -102,7 +102,7 @@ def test_activations_that_wait_on_the_host_change_nothing(on_gpu, command):
 
 
 def test_a_resumed_run_ends_with_the_same_weights(on_gpu):
-    command = f"{GRPO} --tuner_type lora --torch_dtype bfloat16 --save_steps 2"
+    command = f"{CHECKED} --tuner_type lora --torch_dtype bfloat16 --save_steps 2"
     code, err, _ = on_gpu(command)
     assert code == 0, err[-3000:]
     end = on_gpu.folder / "out" / "checkpoint-3"

@@ -1,11 +1,12 @@
 """What a token of a micro-batch takes in memory, by which a run on an accelerator chooses its micro-batches."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_runs import GRPO, on_gpu
+from gpu_runs import GRPO, LONG, on_gpu
 
 from swift.arguments import parse
 from swift.arguments.derived import Machine
@@ -30,10 +31,14 @@ def words_of(folder, **flags):
     return [*WORDS.split(), "--model", str(folder), *given]
 
 
-@pytest.mark.parametrize("recomputes", ["true", "false"])
-@pytest.mark.parametrize("tuner", ["full", "lora"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_what_a_step_with_more_tokens_takes_more(nano_folders, tuner, recomputes, dtype):
+SHORT = [("full", "float32", "true"), ("lora", "bfloat16", "false")]
+ALL = itertools.product(("full", "lora"), ("float32", "bfloat16"), ("true", "false"))
+
+
+@pytest.mark.parametrize(
+    ("tuner", "dtype", "recomputes"), [pytest.param(*one, marks=[] if one in SHORT else LONG) for one in ALL]
+)
+def test_it_is_what_a_step_with_more_tokens_takes_more(nano_folders, tuner, dtype, recomputes):
     flags = {"tuner_type": tuner, "gradient_checkpointing": recomputes, "torch_dtype": dtype}
     words = words_of(nano_folders["qwen3"], **flags)
     args = parse(words[0], words[1:], {}, machine=Machine(True, 1)).args

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gpu_runs import EBFT, GRPO, LONG, on_gpu
+from gpu_runs import EBFT, GRPO, LONG, TOKENS, on_gpu
 from hybrids import hybrid
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,9 +20,9 @@ from swift.rollout.samples import TrainSample
 
 __all__ = ["on_gpu"]
 
-QUIET = "--parity_check off --log_entropy false"
+QUIET = "--log_entropy false"
 """Entropies for the log would be computed in every tenth step, of which one is traced, and none is measured."""
-WITHOUT = GRPO.replace(" --num_generations 4", "").replace(" --max_completion_length 8", "")
+WITHOUT = GRPO.replace(" --num_generations 4", "").replace(f" --max_completion_length {TOKENS}", "")
 RUNS = {
     "grpo": f"{WITHOUT.replace(' --max_tokens_per_micro_batch 60', '')} {QUIET}",
     "ebft": f"rlhf --rlhf_type ebft {EBFT.replace(' --max_completion_length 16', '')} {QUIET}",
@@ -159,7 +159,7 @@ def compare(on_gpu, model, monkeypatch, method, given):
     return [*bytes_, *([(found["feature_bytes"], cost.features)] if cost.features else [])]
 
 
-@pytest.mark.parametrize(("method", "given"), [*settings("grpo", 1, 2), *settings("sft", 1, 1), *settings("dpo", 1, 1)])
+@pytest.mark.parametrize(("method", "given"), [*settings("grpo", 1, 1), *settings("dpo", 1, 1)])
 def test_some_settings(on_gpu, model, monkeypatch, method, given):
     for measured, foreseen in compare(on_gpu, model, monkeypatch, method, given):
         assert foreseen == pytest.approx(measured, rel=0.1)
@@ -187,8 +187,9 @@ DORA = {"use_dora": "true", "tuner_type": "lora", "num_generations": 4, "max_com
 DORA |= {"max_tokens_per_micro_batch": 400, "vocabulary": 263, "optim": "adamw_torch_fused"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=LONG)])
-@pytest.mark.parametrize("recomputes", ["false", pytest.param("true", marks=LONG)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("recomputes", ["false", "true"])
 def test_dora(on_gpu, model, monkeypatch, dtype, recomputes):
     given = DORA | {"torch_dtype": dtype, "gradient_checkpointing": recomputes}
     for measured, foreseen in compare(on_gpu, model, monkeypatch, "grpo", given):
@@ -200,7 +201,9 @@ MANY = {"grpo": 26, "ebft": 8, "sft": 8, "dpo": 8, "ipo": 1, "kto": 3, "orpo": 2
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("method", "given"), [one for method, count in MANY.items() for one in settings(method, 2, count)]
+    ("method", "given"),
+    [*settings("grpo", 1, 2)[1:], *settings("sft", 1, 1)]
+    + [one for method, count in MANY.items() for one in settings(method, 2, count)],
 )
 def test_sixty_settings(on_gpu, model, monkeypatch, method, given):
     for measured, foreseen in compare(on_gpu, model, monkeypatch, method, given):

@@ -20,7 +20,9 @@ SINGLE = "--bnb_4bit_use_double_quant false --torch_dtype bfloat16"
 FP4 = "--bnb_4bit_quant_type fp4 --torch_dtype float32 --gradient_checkpointing true"
 
 
-@pytest.mark.parametrize("flags", ["--torch_dtype bfloat16", SINGLE, pytest.param(FP4, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "flags", ["--torch_dtype bfloat16", *(pytest.param(one, marks=pytest.mark.long) for one in (SINGLE, FP4))]
+)
 def test_packed_weights_and_their_scales_are_counted(tmp_path, flags):
     if not list(OPTIONAL.glob("bitsandbytes-*")):
         pytest.skip(f"no bitsandbytes in {OPTIONAL}; make install puts it there")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from unittest import mock
 
@@ -24,6 +25,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 320, "num_ke
 STREAM = [TokenSequence(list(range(12)), list(range(40))) for _ in range(4)]
 
 
+@functools.cache
 def held(kind: str, world: World, *, tied: bool = False, frozen: bool = False) -> dict[str, int]:
     """Bytes after each part of two steps, and their peaks."""
     device, found = torch.device(kind), {}
