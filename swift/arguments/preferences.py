@@ -54,20 +54,28 @@ class KTOArguments(KTOParameters, RouterArguments, ActivationArguments, Preferen
 class ORPOArguments(BetaArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type orpo`: supervised tuning with an odds ratio of pairs, without a reference."""
 
+    SEES: ClassVar[bool] = True
+
 
 @dataclass(kw_only=True)
 class SimPOArguments(SimPOParameters, PreferenceArguments):
     """`swift rlhf --rlhf_type simpo`: length-normalised preference optimization of pairs, without a reference."""
+
+    SEES: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)
 class CPOArguments(CPOParameters, PreferenceArguments):
     """`swift rlhf --rlhf_type cpo`: contrastive preference optimization of pairs, without a reference."""
 
+    SEES: ClassVar[bool] = True
+
 
 @dataclass(kw_only=True)
 class RewardModelArguments(RewardParameters, ActivationArguments, PreferenceArguments):
     """`swift rlhf --rlhf_type rm`: a reward model from pairs."""
+
+    SEES: ClassVar[bool] = True
 
 
 @dataclass(kw_only=True)

@@ -31,6 +31,7 @@ def run(resolved: Resolved) -> int:
 
 def score(args: Any, source: ModelSource) -> int:
     """Scores every row of the dataset; returns the exit code."""
+    from swift.data.image_store import with_files
     from swift.data.loading import load_rows
     from swift.data.steps import STEPS
     from swift.devices import own_device
@@ -47,9 +48,10 @@ def score(args: Any, source: ModelSource) -> int:
         raise ConfigError("--adapters: several on a reward model; merge them with `swift merge-lora`")
     result_path = infer.new_file(args.result_path, args)
     found = find_reward_model(source)
-    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="judged")
-    device = own_device()
     model = open_reward_model(found, args.trust_remote_code)
+    sees = model.vision is not None
+    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="judged", images=sees)
+    device = own_device()
     model.load(device, pick_dtype(args.torch_dtype, device), args)
 
     def chat_of(example: Example) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def score(args: Any, source: ModelSource) -> int:
             *prompt, answer = chats[index]
             line = {
                 "row": number,
-                "messages": prompt,
+                "messages": with_files(prompt),
                 "response": answer["content"],
                 "score": scores[index] if scores[index] == scores[index] else None,
             }

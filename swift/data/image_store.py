@@ -10,9 +10,10 @@ an image was read from twice, the later place counts.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,16 +55,35 @@ def images_in(messages: Sequence[Mapping[str, Any]]) -> tuple[Image, ...]:
 
 
 def with_files(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A chat for files: each image has its digest, and its path if it was read from one."""
+    """A chat for people: each image has its digest, and its path if it was read from one."""
+    return _with_images(
+        messages, lambda image: {**({"path": image.path} if image.path else {}), "digest": image.digest}
+    )
 
-    def shown(part: Mapping[str, Any]) -> dict[str, Any]:
-        if part["type"] != "image":
-            return dict(part)
-        image = _images[part["image"]]
-        return {"type": "image", **({"path": image.path} if image.path else {}), "digest": image.digest}
 
+def with_contents(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chat as a row of a dataset that lies anywhere: each image is a data URL.
+
+    Raises ConfigError: see `swift.data.images.encoded`.
+    """
+
+    def shown(image: Image) -> dict[str, Any]:
+        return {"image": f"data:application/octet-stream;base64,{base64.b64encode(encoded(image)).decode()}"}
+
+    return _with_images(messages, shown)
+
+
+def _with_images(
+    messages: Sequence[Mapping[str, Any]], shown: Callable[[Image], dict[str, Any]]
+) -> list[dict[str, Any]]:
     return [
-        {**turn, "content": [shown(part) for part in turn["content"]]}
+        {
+            **turn,
+            "content": [
+                {"type": "image", **shown(_images[part["image"]])} if part["type"] == "image" else dict(part)
+                for part in turn["content"]
+            ],
+        }
         if isinstance(turn.get("content"), list)
         else dict(turn)
         for turn in messages

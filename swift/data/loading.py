@@ -20,7 +20,7 @@ from swift.data.columns import ColumnPlan
 from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
 from swift.data.hub import load_hub
-from swift.data.image_store import images_in, remember
+from swift.data.image_store import remember, with_contents
 from swift.data.images import ImageSource
 from swift.data.interleave import interleave
 from swift.data.media import read_media
@@ -142,11 +142,6 @@ def load_rows(args: DataArguments, split: Split, *, purpose: Purpose = "chat", i
     if not splits_off:
         return _load(args, split, purpose, images)
     rows = _load(args, "train", purpose, images)
-    if purpose == "prompt" and any(images_in(example.messages) for example in rows.examples):
-        raise ConfigError(
-            f"--split_dataset_ratio: {args.split_dataset_ratio:g}: rows with images cannot be split off into a file "
-            "yet; give --val_dataset"
-        )
     train, val = split_examples(rows.examples, args.split_dataset_ratio, args.data_seed)
     if split == "val":  # the notes are in the report of the training split
         return Rows(val, DataReport("val", mappings=rows.report.mappings))
@@ -178,13 +173,14 @@ def split_examples(examples: Sequence[Example], ratio: float, seed: int) -> tupl
 
 
 def write_examples(examples: Iterable[Example], path: str | Path) -> None:
-    """One JSON object per line, UTF-8, so that loading the file gives the same rows (and ids) again."""
+    """One JSON object per line, UTF-8, so that loading the file gives the same rows (and ids, images) again."""
     with Path(path).open("wb") as lines:
         for example in examples:
+            row = {**example.row, "messages": with_contents(example.messages)}
             try:
-                line = json.dumps(example.row, ensure_ascii=False).encode()
+                line = json.dumps(row, ensure_ascii=False).encode()
             except UnicodeEncodeError:  # half of a surrogate pair, which only JSON's escapes can represent
-                line = json.dumps(example.row).encode()
+                line = json.dumps(row).encode()
             lines.write(line + b"\n")
 
 

@@ -16,7 +16,8 @@ from swift.errors import ConfigError
 if TYPE_CHECKING:
     from swift.models.arguments import CheckpointArguments, TunerArguments
 
-Part = Literal["vit", "aligner", "llm"]
+Part = Literal["vit", "aligner", "llm", "head"]
+"""Parts of a whole model; the head of a reward model is none that can be frozen."""
 
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 """Keys of config.json for the towers of a multimodal checkpoint."""
@@ -34,10 +35,15 @@ ALIGNERS = re.compile(r"(^|\.)(\w*merger\w*|\w*projector|connector|embed_vision|
 
 def loads_whole(config: Any, args: CheckpointArguments) -> bool:
     """Whether a checkpoint with this config is loaded with its vision tower."""
+    return args.SEES and is_whole(config)
+
+
+def is_whole(config: Any) -> bool:
+    """Whether a config is that of a model of images and text."""
     from transformers import AutoModelForImageTextToText
 
     seen = type(config) in AutoModelForImageTextToText._model_mapping
-    return args.SEES and seen and getattr(config, "vision_config", None) is not None
+    return seen and getattr(config, "vision_config", None) is not None
 
 
 def parts_of(model: Any) -> dict[str, Part]:
@@ -48,6 +54,8 @@ def parts_of(model: Any) -> dict[str, Part]:
     for name, _ in model.named_modules():
         if name == inside or name.startswith((f"{inside}.", "lm_head")):
             parts[name] = "llm"
+        elif name.startswith("score"):
+            parts[name] = "head"
         elif name and not inside.startswith(f"{name}."):
             parts[name] = "aligner" if ALIGNERS.search(name) else "vit"
     return parts
@@ -132,12 +140,10 @@ def refuse_part(config: Any, folder: Path, args: CheckpointArguments, loader: st
         )
 
 
-def refuse_towers(
-    written: Mapping[str, Any], name: str, flag: str = "--model", args: CheckpointArguments | None = None
-) -> None:
+def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model", *, sees: bool) -> None:
     """Refuses, by its config.json, a multimodal checkpoint whose text part no class of transformers loads alone.
 
-    args: those of a mode that may load it whole.
+    sees: whether it may be loaded whole.
 
     Raises:
         ConfigError: see there.
@@ -145,7 +151,7 @@ def refuse_towers(
     from transformers import CONFIG_MAPPING
 
     found, model_type = [tower for tower in TOWERS if written.get(tower) is not None], written.get("model_type")
-    if args is not None and args.SEES and found == ["vision_config"] and _is_known_whole(model_type):
+    if sees and found == ["vision_config"] and _is_known_whole(model_type):
         return
     if found and not (model_type in CONFIG_MAPPING and is_part(CONFIG_MAPPING[model_type])):
         raise ConfigError(

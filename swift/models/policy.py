@@ -181,6 +181,10 @@ def load_base(
 
 def class_of(config: Any, args: CheckpointArguments, reward_head: Head | None) -> str:
     """The class of transformers that makes the model."""
+    from swift.models.reward_classes import ensure_reward_class
+
+    if reward_head == "answer":
+        ensure_reward_class(config)
     whole = reward_head is None and loads_whole(config, args)
     return "AutoModelForImageTextToText" if whole else HEADS[reward_head][0]
 
@@ -207,7 +211,7 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     written = read_json(folder / "config.json")
-    refuse_towers(written, str(folder), args=args)
+    refuse_towers(written, str(folder), sees=args.SEES)
     model_type = _architecture(args.model_type, CONFIG_MAPPING) if args.model_type else written.get("model_type")
     if model_type not in CONFIG_MAPPING and "auto_map" in written and not args.trust_remote_code:
         raise ConfigError(

@@ -154,7 +154,7 @@ class Template:
             RefusedChat: see `encode_prompt`.
         """
         self.check_tools(messages, tools)
-        ids = self.encode_text(self.render(messages, tools=tools))
+        ids = self.encode_pieces([self.render(messages, tools=tools)], messages)[0]
         if not set(ids[-_END_TOKENS:]) & set(self.stop_token_ids):
             ids.append(int(self.tokenizer.eos_token_id))
         return ids

@@ -38,7 +38,7 @@ def rate_lines(policy: Any, args: Any) -> list[str]:
         name = RATES[next(iter(rates))]
         raise no_tower(name, getattr(args, name))
     model = transformers_model(policy)
-    sizes: dict[Part, int] = {"llm": 0, "vit": 0, "aligner": 0}
+    sizes: dict[Part, int] = {"llm": 0, "head": 0, "vit": 0, "aligner": 0}
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for name, part in parts_of_parameters(model).items():
         sizes[part] += trained[name].numel() if name in trained else 0

@@ -69,6 +69,16 @@ def take_trained(args: Any, given: Collection[str]) -> list[str]:
     return [*lines, *(f"warning: {file}: {value}; give it as a flag" for value in left)]
 
 
+def trained_pixels(*folders: Path) -> int | None:
+    """The `max_pixels` that the first of these folders with a record was trained with.
+
+    Raises:
+        ConfigError: see `take_trained`.
+    """
+    file = next((folder / RECORD for folder in folders if (folder / RECORD).is_file()), None)
+    return None if file is None else _typed(file, read_json(file), "max_pixels", int)
+
+
 def _typed(file: Path, recorded: dict[str, Any], name: str, kind: type) -> Any:
     value = recorded.get(name)
     if value is not None and not isinstance(value, kind):

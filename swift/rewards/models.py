@@ -24,6 +24,8 @@ from swift.types import Completion, RolloutGroup
 if TYPE_CHECKING:
     import torch
 
+    from swift.models.vision import Vision
+
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 64
@@ -74,7 +76,7 @@ def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--r
     from swift.models.multimodal import refuse_towers
 
     config = read_json(folder / "config.json")
-    refuse_towers(config, model, flag)
+    refuse_towers(config, model, flag, sees=True)
     architecture = (config.get("architectures") or ["unknown"])[0]
     head, wanted = head_of(folder), 1
     if adapter is not None and read_json(adapter / "adapter_config.json").get("task_type") in ("SEQ_CLS", "TOKEN_CLS"):
@@ -109,6 +111,8 @@ class RewardModel:
         from swift.models.source import has_tokenizer
         from swift.models.template import Template
         from swift.models.tokenizer import read_tokenizer
+        from swift.models.trained import trained_pixels
+        from swift.models.vision import Vision, load_processor
 
         self.name, self.source = source.name, source
         self.num_truncated = 0
@@ -118,12 +122,23 @@ class RewardModel:
         own = source.adapter if source.adapter is not None and has_tokenizer(source.adapter) else None
         with attributed_to("--reward_model"):
             tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
+            config = _whole_config(source.folder)
+            processor: Any = None if config is None else load_processor(source.folder, config, tokenizer)
+        if own is None and getattr(processor, "chat_template", None):
+            tokenizer.chat_template = processor.chat_template
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "
                 f"completions cannot be rendered for it; add chat_template.jinja to the folder"
             )
         self._template = Template(tokenizer)
+        self.vision: Vision | None = None
+        """Of a model that sees the images of chats."""
+        if processor is not None:
+            folders = [source.folder] if source.adapter is None else [source.adapter, source.folder]
+            pixels = trained_pixels(*folders)
+            self.vision = Vision(source.folder, processor, config, self._template.render, max_pixels=pixels)
+            self._template.vision = self.vision
         self._own, self._own_padding = own is not None, tokenizer.pad_token_id
         self._max_tokens = int(tokenizer.model_max_length)
         self._trust_remote_code = trust_remote_code
@@ -139,6 +154,8 @@ class RewardModel:
         """
         self._model = _load(self.source, device, dtype, self._trust_remote_code, quantised)
         self._device = device
+        if self.vision is not None:
+            self.vision.attach(self._model)
         config = self._model.config.get_text_config()
         self._max_tokens = min(self._max_tokens, getattr(config, "max_position_embeddings", None) or self._max_tokens)
         if self._own:  # the head was trained with it, and reads the last token that is no padding
@@ -193,6 +210,8 @@ class RewardModel:
     def encode(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a finished chat, truncated on the left to the model's context; counts truncated chats."""
         ids = self._token_ids(chat)
+        if len(ids) > self._max_tokens and min(ids) < 0:
+            raise RefusedChat(f"{len(ids)} tokens with images, more than the {self._max_tokens} of its context")
         self.num_truncated += len(ids) > self._max_tokens
         return ids[-self._max_tokens :]
 
@@ -209,10 +228,15 @@ class RewardModel:
 
         width = max(len(row) for row in rows)
         pad_id = 0 if self._padding is None else self._padding
-        ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=self._device)
+        padded = [row + [pad_id] * (width - len(row)) for row in rows]
+        inputs = {}
+        if self.vision is not None:
+            inputs = {**self.vision.token_kinds(padded, self._device), **self.vision.features(rows, self._device)}
+            padded = [self.vision.visible(row) for row in padded]
+        ids = torch.tensor(padded, device=self._device)
         mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self._device)
         with torch.inference_mode():
-            return self._model(input_ids=ids, attention_mask=mask).logits
+            return self._model(input_ids=ids, attention_mask=mask, **inputs).logits
 
 
 class ProcessRewardModel(RewardModel):
@@ -250,16 +274,30 @@ def judges_steps(source: RewardModelSource) -> bool:
     return head_of(source.folder, *([source.adapter] if source.adapter else [])) == "step"
 
 
+def _whole_config(folder: Path) -> Any:
+    """The config of a model that sees images; None for another."""
+    from transformers import AutoConfig
+
+    from swift.models.multimodal import is_whole
+
+    if not read_json(folder / "config.json").get("vision_config"):
+        return None
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return config if is_whole(config) else None
+
+
 def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remote_code: bool, quantised: Any) -> Any:
     import transformers
 
     from swift.models.policy import HEADS, quiet_loading
     from swift.models.quantisation import is_quantised_layer, prepare_quantised, quantisation_config
+    from swift.models.reward_classes import ensure_reward_class
     from swift.models.tuners import adapter_errors, with_adapter
 
     kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
     config = quantisation_config(quantised, dtype) if getattr(quantised, "quant_method", None) else None
     placed = {} if config is None else {"quantization_config": config, "device_map": {"": device}}
+    ensure_reward_class(_whole_config(source.folder))
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
         model, info = getattr(transformers, kind).from_pretrained(
             source.folder,
@@ -328,6 +366,15 @@ class RewardModels:
         """A problem for each model that can score none of these groups; needs no weights."""
         chats = [_finished(group, item) for group in groups for item in group.completions]
         return [problem for model in self._models if (problem := model.refusal(chats))]
+
+    def blind(self) -> list[str]:
+        """A problem for each model that reads texts only."""
+        return [
+            f"--reward_model: {model.name}: reads texts only, and the policy sees images; use one that sees them, or "
+            "reward functions"
+            for model in self._models
+            if model.vision is None
+        ]
 
     def load(self, args: Any, device: torch.device | str) -> None:
         """Reads the weights of all models onto `device`."""

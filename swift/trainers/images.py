@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from swift.models.vision import Vision
+from swift.models.vision import Vision, vision_of
+from swift.trainers.rows import IGNORED
 
 WHOLE = "a model that sees images"
 
@@ -66,3 +67,47 @@ class ImageCollator:
             batch |= {f"{prefix}{name}": value for name, value in kinds.items()}
             batch[f"{prefix}input_ids"] = ids.masked_fill(ids < 0, self.vision.placeholder)
         return {**batch, **self.vision.features(named, "cpu")}
+
+
+@dataclass(frozen=True)
+class ImagePairCollator:
+    """Batches of chosen and rejected rows, each with its `input_ids`, whose ids name images.
+
+    Their placeholders become `IGNORED`, in `SeesPairs` they are turned back: ORPO's loss counts the tokens of prompts.
+
+    collator: of TRL, for the same rows without images.
+    """
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    vision: Vision
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch of the collator, and as `images` what the model takes beside the ids of all its rows."""
+        batch = self.collator(rows)
+        ids: list[list[int]] = [row[f"{answer}_input_ids"] for answer in ("chosen", "rejected") for row in rows]
+        width = max(map(len, ids))
+        kinds = self.vision.token_kinds([[*row, *[0] * (width - len(row))] for row in ids], "cpu")
+        for name in ("chosen_input_ids", "rejected_input_ids"):
+            batch[name] = batch[name].masked_fill(batch[name] < 0, IGNORED)
+        return {**batch, "images": {**kinds, **self.vision.features(ids, "cpu")}}
+
+
+class SeesPairs:
+    """Mixin before TRL's trainers of CPO and ORPO, whose forward pass takes ids alone."""
+
+    def __init__(self, *, model: Any, **arguments: Any) -> None:
+        super().__init__(model=model, **arguments)  # type: ignore[call-arg]
+        self._vision = vision_of(model)
+        if self._vision is not None:
+            self.data_collator = ImagePairCollator(self.data_collator, self._vision)  # type: ignore[has-type]
+
+    def concatenated_forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        """As TRL's, with images."""
+        if self._vision is None:
+            return super().concatenated_forward(model, batch)  # type: ignore[misc]
+        placeholder = self._vision.placeholder
+
+        def seen(ids: Tensor, **named: Any) -> Any:
+            return model(ids.masked_fill(ids == IGNORED, placeholder), **batch["images"], **named)
+
+        return super().concatenated_forward(seen, batch)  # type: ignore[misc]

@@ -22,7 +22,7 @@ MODES = {
     "sft": (["sft"], {"messages": CHAT}),
     "pt": (["pt"], {"text": "What? <image>"}),
 }
-SEEING = ("grpo", "sft", "dpo", "kto")
+SEEING = ("grpo", "sft", "dpo", "kto", "rm")
 """Modes that take images, if their model does."""
 PICTURE = "data:image/png;base64," + base64.b64encode(vlms.image()).decode()
 PLAIN = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]}
@@ -117,7 +117,6 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(
         ("--tuner_type ia3", "--tuner_type: ia3: not with a model that sees images"),
         ("--multi_turn_scheduler math_tip_trick --max_turns 2", "makes completions of texts only"),
         ("--streaming true --max_steps 1", "--streaming: true: a model that sees images"),
-        ("--split_dataset_ratio 0.5", "--split_dataset_ratio: 0.5: rows with images"),
         ("--max_length 20", "--max_length: 20: a prompt with images of | cannot be cut"),
         ("--beta 0.1 --ref_model {text}", "--ref_model: | one sees images and one does not"),
     ],
@@ -227,8 +226,8 @@ BESIDE = {
 def test_nor_beside_the_model_that_is_trained(name, dry, desk, capfd):
     mode, flags = BESIDE[name]
     words = [*command(desk, mode, PLAIN, dry=dry), *flags.split(), whole(desk, "gemma3")]
-    problem = "one sees images and one does not" if "reference" in name else "a multimodal checkpoint (gemma3 with"
-    refused(words, f"gemma3: | {problem}", capfd)
+    problems = {"a teacher": "a multimodal checkpoint (gemma3 with", "a reward model": "has no score head"}
+    refused(words, f"gemma3: | {problems.get(name, 'one sees images and one does not')}", capfd)
 
 
 def test_nor_by_a_server(desk, capfd):
@@ -238,9 +237,7 @@ def test_nor_by_a_server(desk, capfd):
 
 @pytest.mark.parametrize("tuner", ["full", "lora"])
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
-@pytest.mark.parametrize(
-    "mode", [mode for mode in MODES if mode not in ("rm", *SEEING)]
-)  # whose classes have the tower
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SEEING])
 def test_a_checkpoint_that_would_lose_its_tower_is_not_trained(mode, dry, tuner, desk, multimodal, capfd):
     plain = PLAIN if mode != "pt" else {}
     words = [*command(desk, mode, plain, model=multimodal, dry=dry), "--tuner_type", tuner]

@@ -1,16 +1,20 @@
 """Datasets as the command line gives them: counts, splits, strictness, the system prompt."""
 
+import base64
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import vlms
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from refusals import problems_of
 from row_files import jsonl, settings
 
+from swift.data.image_store import images_in
+from swift.data.images import encoded
 from swift.data.loading import Example, load_rows, split_examples, write_examples
 from swift.data.spec import parse_spec
 from swift.data.stream import ExampleStream
@@ -246,6 +250,28 @@ def test_written_rows_load_as_the_same_rows(tmp_path):
     again = prompts(tmp_path / "val_dataset.jsonl")
     assert list(again) == list(rows)
     assert [e.digest for e in again.examples] == [e.digest for e in rows.examples]
+
+
+def test_written_rows_bring_their_images(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.png").write_bytes(vlms.image(0))
+    url = f"data:image/png;base64,{base64.b64encode(vlms.image(1)).decode()}"
+    lines = [
+        {"messages": [{"role": "user", "content": "<image>, <image>?"}], "images": ["a.png", url], "n": 1},
+        {"messages": [{"role": "user", "content": "none"}], "images": [], "n": 2},
+    ]
+
+    def loaded(file):
+        return load_rows(settings(file), "train", purpose="prompt", images=True)
+
+    rows = loaded(jsonl(tmp_path / "data" / "a.jsonl", lines))
+    write_examples(rows.examples, tmp_path / "val_dataset.jsonl")
+    (tmp_path / "data" / "a.png").unlink()
+    again = loaded(tmp_path / "val_dataset.jsonl")
+    assert list(again) == list(rows)
+    assert [e.digest for e in again.examples] == [e.digest for e in rows.examples]
+    found = [encoded(image) for image in images_in(again.examples[0].messages)]
+    assert found == [vlms.image(0), vlms.image(1)]
 
 
 def test_evaluation_rows_are_loaded_where_training_rows_are_streamed(ten):

@@ -2,13 +2,20 @@
 
 import base64
 import json
+import shutil
 from itertools import pairwise
 
 import pytest
+import torch
 import vlms
 from cli_runs import Cli, assert_close, assert_resumes, completion_rows, log_rows, sampled
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from swift.arguments import parse
+from swift.data.loading import load_rows
+from swift.models.reward_classes import ensure_reward_class
+from swift.rewards.models import RewardModel, RewardModelSource
 from swift.trainers.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -158,6 +165,34 @@ def test_two_processes_take_the_steps_of_one(seeing, data, flags):
     two = cli.finish("two", variables={"NPROC_PER_NODE": 2}, **data, gradient_accumulation_steps=1)
     assert sampled(two) == sampled(one)
     assert_close(two, one, "loss", "grad_norm", "kl")
+
+
+@pytest.mark.long
+def test_a_reward_model_gets_the_images_of_prompts_and_split_rows_keep_theirs(seeing, data, tmp_path):
+    cli = seeing("qwen3_vl")
+    judge = shutil.copytree(cli.model, tmp_path / "judge")
+    ensure_reward_class(AutoConfig.from_pretrained(judge))
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).save_pretrained(judge)
+    flags = {**data, "reward_model": judge, "max_steps": 2, "eval_steps": 1, "val_dataset": None}
+    folder = cli.finish("judged", **flags, split_dataset_ratio=0.3)
+    model = RewardModel(RewardModelSource("judge", judge, None), False)
+    model.load("cpu", torch.float32)
+    prompts = load_rows(parsed(data["dataset"]), "train", purpose="prompt", images=True).examples
+    asked = {number: one.messages for one in prompts if (number := one.columns["solution"])}
+    found = completion_rows(folder)
+    chats = [[*asked[row["columns"]["solution"]], {"role": "assistant", "content": row["completion"]}] for row in found]
+    assert [row["rewards"]["judge"] for row in found] == pytest.approx(model.score(chats), rel=1e-4, abs=1e-5)
+    held_out = load_rows(parsed(folder / "val_dataset.jsonl"), "train", purpose="prompt", images=True).examples
+    assert len(held_out) == 4
+    assert {one.digest for one in held_out} < {one.digest for one in prompts}
+    assert {row["split"] for row in found} == {"train", "eval"}
+
+
+def parsed(file):
+    return parse(
+        "rlhf", ["--rlhf_type", "grpo", "--model", "m", "--reward_funcs", "format", "--dataset", str(file)], {}
+    ).args
 
 
 @pytest.mark.long

@@ -7,9 +7,13 @@ import torch
 import vlms
 from image_rows import Plain, assert_same_gradients, data_url, turn
 from torch.nn.functional import logsigmoid
-from trl_runs import argv_of, assert_resumes_exactly, trainer_of, written
+from trl_runs import argv_of, assert_resumes_exactly, trained, trainer_of, written
 
 from swift.arguments import parse
+from swift.data.loading import load_rows
+from swift.models.vision import placeholder_ids, resized
+from swift.rewards.models import open_reward_models
+from swift.trainers.checkpoint import list_checkpoints
 
 PAIRS = [
     {"messages": [turn("user", "<image>What?")], "images": [data_url(0)], "chosen": "a b", "rejected": "c"},
@@ -103,8 +107,124 @@ def test_kto_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
     assert_same_gradients(trainer.model, plain.model, most=2e-6)
 
 
+SHORT = ("qwen3_vl", "idefics3")
+MODELS = [family if family in SHORT else pytest.param(family, marks=pytest.mark.long) for family in vlms.FAMILIES]
+
+
+def answered(plain, row, answer):
+    """Log-probs of a chosen row's tokens that stand for no image, as TRL ends rows, and of those of the answer."""
+    prompt, end = row["messages"], plain.tokenizer.eos_token
+    alone, whole = (
+        plain.text(prompt, add_generation_prompt=True),
+        plain.text([*prompt, turn("assistant", answer)]) + end,
+    )
+    ids, logprobs = plain.logprobs(whole, row["images"])
+    texts = torch.tensor([token not in placeholder_ids(plain.model.config) for token in ids[1:]])
+    return logprobs[texts], logprobs[-len(plain.ids(whole.removeprefix(alone))) :]
+
+
+def loss_of(method, plain):
+    """The loss of a method as its paper has it, with its settings here."""
+    whole, chosen, rejected = [], [], []
+    for row in PAIRS:
+        text, answer = answered(plain, row, row["chosen"])
+        whole, chosen = [*whole, text], [*chosen, answer]
+        rejected.append(answered(plain, row, row["rejected"])[1])
+    if method == "cpo":
+        gained = torch.stack([0.1 * (good.sum() - bad.sum()) for good, bad in zip(chosen, rejected, strict=True)])
+        return -logsigmoid(gained).mean() - torch.cat(chosen).mean()
+    good, bad = (torch.stack([answer.mean() for answer in answers]) for answers in (chosen, rejected))
+    if method == "simpo":
+        return -logsigmoid(2 * (good - bad) - 1).mean() - torch.cat(chosen).mean()
+    odds = good - bad - (torch.log1p(-good.exp()) - torch.log1p(-bad.exp()))
+    return -torch.cat(whole).mean() - 0.1 * logsigmoid(odds).mean()
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("method", ["orpo", "simpo", "cpo"])
+def test_methods_without_a_reference_are_those_of_plain_rows(method, family, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(method, TOWERS, family=family), tmp_path / "run")
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
+    loss.backward()
+    plain = Plain(vlm_folders(family))
+    expected = loss_of(method, plain)
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert_same_gradients(trainer.model, plain.model, most=2e-6)
+
+
+def score(plain, head, row, answer):
+    """The head's value at the last token of an answer."""
+    made = plain.processed(plain.text([*row["messages"], turn("assistant", answer)]), row["images"])
+    return head @ plain.model.model(**made).last_hidden_state[0, -1]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_reward_model_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings("rm", TOWERS, family=family), tmp_path / "run")
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
+    loss.backward()
+    plain = Plain(vlm_folders(family))
+    head = trainer.model.score.weight[0].detach().clone().requires_grad_()
+    scores = [[score(plain, head, row, row[answer]) for answer in ("chosen", "rejected")] for row in PAIRS]
+    expected = -torch.stack([logsigmoid(good - bad) for good, bad in scores]).mean()
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert_same_gradients(trainer.model.model, plain.model.model, most=4e-6)  # scores are nearly equal at the start
+    assert torch.dist(trainer.model.score.weight.grad[0], head.grad) < 4e-6 * head.grad.norm()
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", pytest.param("ipo", marks=pytest.mark.long), "kto"])
+@pytest.mark.parametrize(
+    ("family", "tuner"),
+    [
+        ("qwen3_vl", "full"),
+        ("qwen3_vl", "lora"),
+        pytest.param("idefics3", "full", marks=pytest.mark.long),
+        pytest.param("gemma3", "lora", marks=pytest.mark.long),
+        pytest.param("qwen2_5_vl", "full", marks=pytest.mark.long),
+    ],
+)
+def test_a_trained_reward_model_scores_what_it_sees(family, tuner, settings, vlm_folders, tmp_path):
+    """As `--reward_model` of grpo does, with images as large as in training, and a row without any among others."""
+    run = trained(settings("rm", f"--tuner_type {tuner} --max_pixels 4096 --max_steps 2", family=family))
+    flags = ["--rlhf_type grpo --reward_model", str(list_checkpoints(run)[-1])]
+    own = {"--model": vlm_folders(family), "--dataset": tmp_path / "rows.jsonl"}
+    models = open_reward_models(parse("rlhf", argv_of(own, *flags), {}).args)
+    (model,) = models._models
+    model.load("cpu", torch.float32)
+    rows = load_rows(settings("rm").args, "train", purpose="pair", images=True).examples
+    found = model.score([[*row.messages, row.columns["chosen"][0]] for row in rows])
+    plain = Plain(vlm_folders(family))
+    plain.processor = SmallImages(plain.processor)
+    plain.model.model = model._model.model
+    with torch.no_grad():
+        expected = [float(score(plain, model._model.score.weight[0], row, row["chosen"])) for row in PAIRS]
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert models.blind() == []
+
+
+class SmallImages:
+    """A processor whose images have at most 4096 pixels."""
+
+    def __init__(self, processor):
+        self.processor = processor
+
+    def __call__(self, *, images, **more):
+        return self.processor(images=images and [resized(image, 4096) for image in images], **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        "dpo",
+        pytest.param("ipo", marks=pytest.mark.long),
+        "kto",
+        pytest.param("orpo", marks=pytest.mark.long),
+        pytest.param("rm", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_resumes_to_the_last_bit(method, settings):
     more = ["--tuner_type lora --max_steps 4 --per_device_train_batch_size 2"]
     assert_resumes_exactly(lambda *saving: settings(method, *more, *saving))

@@ -57,6 +57,7 @@ def test_scores_are_the_heads_output_for_the_rendered_chat(folder, group):
     with torch.no_grad():
         assert row == [pytest.approx(model(input_ids=ids).logits[0, 0].item(), abs=1e-5)]
     assert not any(parameter.requires_grad for parameter in models._models[0]._model.parameters())
+    assert "reads texts only" in models.blind()[0]
 
 
 def test_a_model_sees_the_turns_of_a_trajectory_up_to_the_last_answer(folder, group):

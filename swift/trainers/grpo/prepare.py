@@ -95,13 +95,16 @@ def prepare(
     template = load_chat(args)
     if template.vision is not None:
         join_problems(_vision_problems(args, placement))
+    reward_models = models.open_reward_models(args) if collectives.is_main else None
+    if template.vision is not None and reward_models is not None:
+        join_problems(reward_models.blind())
     rewards = RewardPipeline(
         args,
         seed=args.seed,
         max_completion_length=args.max_completion_length,
         decode=lambda ids: template.decode(ids, skip_special_tokens=False),
         tokenizer_path=template.tokenizer.name_or_path,
-        reward_models=models.open_reward_models(args) if collectives.is_main else None,
+        reward_models=reward_models,
     )
     toolbox = None
     if args.rollout_tools:
@@ -170,8 +173,6 @@ def _vision_problems(args: Any, placement: Placement) -> list[str]:
         )
     elif placement.mode not in ("in_process", "server") and find_spec("torchvision") is None:
         problems.append(f"--use_vllm: true: vLLM needs torchvision for {WHOLE}; pip install torchvision")
-    if args.reward_model:
-        problems.append(f"--reward_model: {args.reward_model[0]}: reads texts only; use reward functions")
     return [*problems, *vision_problems(args)]
 
 

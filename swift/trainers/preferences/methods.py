@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import counted
+from swift.trainers.images import SeesPairs
 from swift.trainers.preferences.reference import ReferenceInCheckpoint, reference_parts
 from swift.trainers.preferences.rows import encoding
 from swift.trainers.trl.method import Encoded, Method
@@ -169,7 +170,7 @@ KTO = Method(
 _without_reference = functools.partial(
     Method,
     encode=encoding("labelled pair"),
-    overrides=(UnmappedRows,),
+    overrides=(SeesPairs, UnmappedRows),
     measured=LOGITS,
     shown=(ACCURACY, MARGIN),
 )
@@ -193,6 +194,7 @@ RM = Method(
     trainer="trl:RewardTrainer",
     config="trl:RewardConfig",
     encode=encoding("scored pair"),
+    collator="trl.trainer.reward_trainer:DataCollatorForPreference",
     reward_head="answer",
     parting=lambda args: "pairs",
     options=_options("center_rewards_coefficient"),

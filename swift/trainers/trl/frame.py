@@ -67,9 +67,9 @@ def build_trainer(
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
     if vision is not None:
-        assert method.collator is not None, "a method whose rows may have images"
         vision.attach(model)
-        parts["data_collator"] = ImageCollator(named(method.collator)(template.pad_token_id), vision)
+        if method.collator is not None:
+            parts["data_collator"] = ImageCollator(named(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     chosen = trainer_class(method) if group is None else trainer_class(method, shares_rows=True)
@@ -90,7 +90,7 @@ def build_trainer(
         **({"sequence_group": group} if group is not None else {}),
         **parts,
     )
-    trainer.parting = method.parting(args)
+    trainer.parting = method.parting(args) if vision is None else ""  # pixels are not in rows
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:
             parameter.data = data

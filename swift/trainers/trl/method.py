@@ -37,7 +37,7 @@ class Method:
 
     trainer, config: their classes, as `module:name`.
     encode: settings and chat template -> rows.
-    collator: TRL's, of the rows that `encode` makes, as `module:name`; needed for rows with images.
+    collator: TRL's, of the rows that `encode` makes, as `module:name`; for rows with images, if they are single.
     plain: whether rows are documents, so that the tokenizer needs no chat template.
     reward_head: of the model to train; None for a language model.
     model_dropout: whether the model keeps the dropout of its config; without it, the model and a frozen copy differ by
