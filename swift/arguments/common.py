@@ -90,7 +90,7 @@ def float16_problems(args: Any) -> Iterator[str]:
             "--optim: adamw_cpu: cannot undo the loss scaling of --torch_dtype float16; "
             "use --torch_dtype bfloat16, or --optim adamw"
         )
-    has_head = getattr(args, "rlhf_type", None) in ("rm", "prm")
+    has_head = getattr(args, "rlhf_type", None) in ("rm", "prm") or hasattr(args, "num_labels")
     if not args.deepspeed and (args.tuner_type == "full" or args.modules_to_save or has_head):
         yield (
             "--torch_dtype: float16: its loss scaling does not work where float16 weights themselves are trained; "

@@ -29,9 +29,12 @@ _SAME = {
 _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
-    "use_data_producer experts_impl"
+    "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args"
 )
-"""Flags that change no result here, whatever their value."""
+"""Flags that change no result here, whatever their value; some belong to a flag that is refused."""
+
+_OF_REFUSED = ("galore_", "adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_", "lisa_step_")
+"""Beginnings of flags that have an effect with a tuner, a start or a switch only that is refused."""
 
 _REFUSED = _names(
     "device_map enable_thinking add_non_thinking_prefix "
@@ -41,22 +44,21 @@ _REFUSED = _names(
 
 _KNOWN = _names(
     """
-    acc_strategy agent_template
+    acc_strategy
     bbox_format
-    cached_dataset cached_val_dataset callbacks channels cliprange cliprange_value
+    callbacks channels cliprange cliprange_value
     create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
-    eval_use_evalscope exist_ok fourier_n_frequency
+    exist_ok
     fsdp_config gamma gkd_logits_topk
     hqq_axis ignore_data_skip include_num_input_tokens_seen
-    label_smoothing_factor lam liger_loss lisa_activated_layers lisa_step_interval
+    label_smoothing_factor lam liger_loss
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
-    lora_ga_batch_size lora_ga_direction lora_ga_iters lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
-    lora_modules lorap_lr_ratio max_concurrency max_epochs max_memory max_model_len
+    lora_modules lorap_lr_ratio max_concurrency max_memory max_model_len
     merge_device_map metric missing_eos_penalty model_kwargs
-    new_special_tokens no_cuda
-    norm_bbox num_labels num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model optimizer
-    optim_target_modules predict_with_generate problem_type profile
+    no_cuda
+    label_names norm_bbox num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model
+    optim_target_modules profile
     quant_batch_size
     quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
@@ -73,21 +75,41 @@ _KNOWN = _names(
     vllm_use_async_engine whiten_rewards write_batch_size zero_hpz_partition_size
     """
 )
-_FAMILIES = (
-    "fipo_", "chord_", "rlsd_", "sdar_", "galore_", "adalora_", "reft_", "llamapro_",
-    "fourier_", "lisa_", "sglang_", "megatron_",
-)  # fmt: skip
+_FAMILIES = ("fipo_", "chord_", "rlsd_", "sdar_", "lisa_", "sglang_", "megatron_", *_OF_REFUSED)
+
+TASKS = {
+    "embedding": "embedding models are",
+    "reranker": "rerankers are",
+    "generative_reranker": "rerankers are",
+}
+"""Values of `--task_type` that nothing here trains -> beginning of the reason."""
 
 _REPLACED = {
+    "cached_dataset": "give --dataset: its rows are tokenised once, and kept in HF_DATASETS_CACHE",
+    "cached_val_dataset": "give --val_dataset: its rows are tokenised once, and kept in HF_DATASETS_CACHE",
+    "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE",
+    "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
+    "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
+    "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
+    "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
     "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
 }
 """Known flags -> what to do instead."""
 
+_WHY = {
+    "tuner_backend": "adapters are PEFT's here",
+    "lisa_activated_layers": "layers are trained or frozen for a whole run (--freeze_parameters)",
+    "use_galore": "gradients are not projected here, which needs the package galore_torch",
+}
+"""Known flags -> why they are not supported."""
+
 _VALUES = {
     "rlhf_type": "ppo",
     "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
+    "attn_impl": "flash_attention_3 flash_attention_4",
+    "loss_scale": "hermes react qwen agentflan alpha_umi ignore_think_prefix",
 }
 _MODES = {
     "train": "swift sft, or swift rlhf --rlhf_type grpo",
@@ -118,15 +140,17 @@ def is_replaced(name: str) -> bool:
 
 def changes_nothing(name: str, text: str) -> bool:
     """Whether the value `text` of a known flag has no effect, or the effect that swift always has."""
-    if name in _SPEED:
+    if name in _SPEED or name.startswith(_OF_REFUSED):
         return True
     if same := _SAME.get(name):
         return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
-    return name not in _REFUSED and name not in _REPLACED and text.lower() in _OFF
+    return name not in _REFUSED and text.lower() in _OFF
 
 
 def refusal(name: str) -> str:
     """The text of an error line about a known flag."""
+    if name in _WHY:
+        return f"{_WHY[name]}; leave it out"
     return f"known in ms-swift, not supported here; {_REPLACED.get(name, 'leave it out')}"
 
 

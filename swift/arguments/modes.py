@@ -11,7 +11,7 @@ from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
 from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
-from swift.arguments.sft import PTArguments, SFTArguments
+from swift.arguments.sft import ClassifierArguments, PTArguments, SFTArguments
 from swift.arguments.values import show
 from swift.data.arguments import DataArguments
 from swift.flags import REQUIRED, flag
@@ -236,7 +236,7 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal[
-        "rlhf", "sft", "pt", "infer", "export", "reward-test", "rollout",
+        "rlhf", "sft", "seq_cls", "pt", "infer", "export", "reward-test", "rollout",
         "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft", "ebft_strided",
     ] = flag("rlhf")  # fmt: skip
     """Mode, or method of rlhf, whose settings are described."""
@@ -264,6 +264,7 @@ MODES: dict[str, type] = {
     "ebft": EBFTArguments,
     "ebft_strided": StridedArguments,
     "sft": SFTArguments,
+    "seq_cls": ClassifierArguments,
     "pt": PTArguments,
     "infer": InferArguments,
     "export": ExportArguments,
@@ -283,10 +284,15 @@ METHODS: tuple[str, ...] = (*PREFERENCES, "ebft", "ebft_strided")
 
 
 def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
-    """The mode of a command: `rlhf` is that of its `--rlhf_type`, and strided EBFT one of its own."""
+    """The mode of a command: `rlhf` is that of its `--rlhf_type`; strided EBFT and classifiers are modes of their own.
+
+    As in ms-swift, a number of labels is enough to ask for a classifier.
+    """
+    given = {item.spelling: show(item.raw) for layer in layers for item in layer}  # the highest layer is the last
+    if command == "sft" and given.get("task_type", "seq_cls" if "num_labels" in given else "") == "seq_cls":
+        return "seq_cls"
     if command != "rlhf":
         return command
-    given = {item.spelling: show(item.raw) for layer in layers for item in layer}  # the highest layer is the last
     mode = given.get("rlhf_type", command)
     if (mode, given.get("ebft_mode")) == ("ebft", "strided"):
         mode = "ebft_strided"
@@ -296,5 +302,5 @@ def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
 def command_of(mode: str) -> str:
     """The words after `swift` that start a mode."""
     if mode not in METHODS:
-        return mode
+        return "sft --task_type seq_cls" if mode == "seq_cls" else mode
     return f"rlhf --rlhf_type {'ebft --ebft_mode strided' if mode == 'ebft_strided' else mode}"

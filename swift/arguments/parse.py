@@ -95,6 +95,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine
     variables = {**environ, **environment}
 
     mode = mode_of(mode, [file.given, line.given])
+    _refuse_task([*file.given, *line.given])
     cls = settings_class(mode)
     reader = Reader(mode, cls, flags_of(cls))
     reader.problems += line.problems + file.problems
@@ -136,6 +137,15 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine
         environment=environment,
         config=line.config,
     )
+
+
+def _refuse_task(given: Iterable[Given]) -> None:
+    """Raises ConfigError with one line, for a kind of model of which all other flags would be refused, too."""
+    for item in given:
+        if item.spelling == "task_type" and (what := known.TASKS.get(show(item.raw))):
+            raise ConfigError(
+                f"{item.subject}: {show(item.raw)}: {what} not trained here; use sentence-transformers or ms-swift"
+            )
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
+from swift.models.labels import Labels, Problem
 from swift.trainers.arguments import ActivationArguments, RouterArguments
 
 LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
@@ -22,6 +23,9 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
 
     max_length: int | None = flag(at_least=1, unset="the model's context, with packing 2048 tokens at most")
     """Maximum length of a row in tokens. Longer chats are left out and counted."""
+
+    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False)
+    """Rows above max_length: left out, or cut at this side. Rows with images are left out in any case."""
 
     packing: bool = flag(False)
     """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
@@ -77,6 +81,9 @@ class SFTArguments(LanguageModelingArguments):
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
     token. ignore_empty_think leaves out empty thoughts. `loss` of a message has precedence."""
 
+    agent_template: str | None = flag(group="Data", everyday=False, unset="that of the chat template")
+    """Format of tools and calls. The chat template writes them; another format than its own is refused."""
+
     disable_ignore_empty_think: bool = flag(False, everyday=False)
     """Whether empty thoughts count where the chat template can switch thinking off; by default they are left out."""
 
@@ -108,7 +115,65 @@ class SFTArguments(LanguageModelingArguments):
 class PTArguments(LanguageModelingArguments):
     """`swift pt`: pre-training on plain text; the loss counts all tokens."""
 
+    GROUP: ClassVar[str] = "Data"
+
+    truncation_strategy: Literal["delete", "left", "right", "split"] = flag(  # type: ignore[assignment]
+        "delete", everyday=False
+    )
+    """Documents above max_length: left out, cut at this side, or split into several rows."""
+
     def problems(self) -> Iterator[str]:
         for name in ("system", "template", "chat_template_kwargs"):
             if value := getattr(self, name):
                 yield f"--{name}: {value}: plain text has no chat template; leave it out, or use swift sft"
+
+
+@dataclass(kw_only=True)
+class ClassifierArguments(TrainerModeArguments):
+    """`swift sft --task_type seq_cls`: classifiers and regression, with a head of labels on the model."""
+
+    GROUP: ClassVar[str] = "Objective"
+    USUAL_DROPOUT: ClassVar[float] = 0.05
+
+    task_type: Literal["seq_cls"] = flag("seq_cls")
+    """Kind of model: seq_cls is a classifier."""
+
+    num_labels: int | None = flag(at_least=1, unset="1 in regression")
+    """Number of labels: classes 0 to num_labels - 1, or numbers of a row."""
+
+    problem_type: Problem | None = flag(unset="regression with one label, else single_label_classification")
+    """Loss: cross-entropy of one class of a row, binary cross-entropy of each of several, or mean squared error."""
+
+    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
+    """Maximum length of a text in tokens. Longer rows are left out and counted."""
+
+    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", group="Data", everyday=False)
+    """Texts above max_length: left out, or cut at this side."""
+
+    use_chat_template: bool | None = flag(group="Data", unset="true if the tokenizer has one")
+    """Whether a text is rendered by the chat template, as a prompt. Otherwise contents are tokenised as they are."""
+
+    @property
+    def labels(self) -> Labels:
+        """The labels of the head."""
+        return Labels.of(self.num_labels, self.problem_type)
+
+    def problems(self) -> Iterator[str]:
+        if self.num_labels is None and self.problem_type != "regression":
+            yield "--num_labels: missing: a classifier has a number of classes; give --num_labels N"
+        if self.num_labels == 1 and self.problem_type == "single_label_classification":
+            yield "--num_labels: 1: one class teaches nothing; use 2 or more, or --problem_type regression"
+        for name in ("template", "chat_template_kwargs"):
+            if (value := getattr(self, name)) and self.use_chat_template is False:
+                yield f"--{name}: {value}: contradicts --use_chat_template false; drop one of the two"
+        if self.tuner_type == "vera":
+            yield "--tuner_type: vera: PEFT cannot keep it out of the head, which is trained in full; use lora"
+        metric = (self.metric_for_best_model or "loss").rpartition("_")[2]
+        if metric in ("accuracy", "f1", "mse") and metric not in self._metrics:
+            yield f"--metric_for_best_model: {metric}: not measured; there are: {', '.join(self._metrics)}, loss"
+
+    @property
+    def _metrics(self) -> tuple[str, ...]:
+        return {"regression": ("mse",), "single_label_classification": ("accuracy",)}.get(
+            self.labels.problem, ("accuracy", "f1")
+        )

@@ -68,7 +68,6 @@ def dry_run_rlhf(resolved: Resolved) -> int:
 
 def dry_run_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
-    from swift.models import load_chat
     from swift.models.policy import check_policy
     from swift.models.towers import rate_lines
     from swift.models.tuners import expert_lines
@@ -85,7 +84,7 @@ def dry_run_trl(resolved: Resolved) -> int:
         *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
     ]
     method = method_of(resolved.mode)
-    train, _, lines = rows_of(args, method, load_chat(args, plain=method.plain))
+    train, _, lines = rows_of(args, method, method.template(args))
     plan = plan_line(args, train, launcher.world_size(os.environ))
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:

@@ -1,8 +1,9 @@
-"""`swift infer`: answers of a language model, or scores of a reward model.
+"""`swift infer`: answers of a language model, scores of a reward model, or labels of a classifier.
 
 A reward model judges the answers of a dataset: chats, or for a process reward model also its own kind of rows. Each row
 gives one JSON object, as with a language model: row, messages (the prompt), response, score, step_scores of a process
-reward model, and columns. The scores are those that GRPO would get.
+reward model, and columns. The scores are those that GRPO would get. A classifier reads prompts, or chats with answers:
+row, messages, label, probabilities of its classes, and columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,56 @@ def run(resolved: Resolved) -> int:
         ConfigError, ResourceError: see `swift.rollout.infer.run`; also settings that scores do not have.
     """
     source = locate(resolved.args)
-    return infer.run(resolved) if head_of(source.base, *source.adapters) is None else score(resolved.args, source)
+    head = head_of(source.base, *source.adapters)
+    if head is None:
+        return infer.run(resolved)
+    _require_rows(resolved.args, source)
+    return classify(resolved, source) if head == "label" else score(resolved.args, source)
+
+
+def _require_rows(args: Any, source: ModelSource) -> None:
+    """Raises ConfigError: settings that models with a head of scores do not have."""
+    if not args.val_dataset and not args.dataset:
+        raise ConfigError(f"--model: {source.base}: it has scores and does not chat; give rows with --val_dataset")
+    if args.infer_backend != "transformers":
+        raise ConfigError(f"--infer_backend: {args.infer_backend}: scores come from transformers; leave it out")
+    if args.template or args.chat_template_kwargs:
+        raise ConfigError("--template: such a model reads chats as it was trained; leave it and its variables out")
+    if len(source.adapters) > 1:
+        raise ConfigError("--adapters: several on a head of scores; merge them with `swift merge-lora`")
+
+
+def classify(resolved: Resolved, source: ModelSource) -> int:
+    """Labels every row of the dataset; returns the exit code."""
+    from swift.data.labels import LABEL
+    from swift.data.loading import load_rows
+    from swift.devices import own_device
+    from swift.models.policy import pick_dtype
+    from swift.models.trained import take_trained
+    from swift.rewards.classifier import Classifier, agreement
+
+    args: Any = resolved.args
+    result_path = infer.new_file(args.result_path, args)
+    lines = take_trained(args, resolved.given)
+    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="classified")
+    device = own_device()
+    model = Classifier(source, args.trust_remote_code)
+    model.load(device, pick_dtype(args.torch_dtype, device), args)
+    found: list[tuple[Any, list[float]]] = []
+
+    def labelled(numbers: range) -> Iterator[dict[str, Any]]:
+        examples = [rows.examples[number] for number in numbers]
+        predictions = model.predictions([example.messages for example in examples])
+        for number, example, prediction in zip(numbers, examples, predictions, strict=True):
+            if LABEL in example.columns:
+                found.append((prediction["label"], example.columns[LABEL]))
+            yield {"row": number, "messages": example.messages, **prediction, "columns": example.columns}
+
+    def notes() -> list[str]:
+        truths = [agreement(found, model.labels)] if found else []
+        return [*lines, *rows.report.lines(), *truths]
+
+    return infer.write_results(result_path, len(rows), labelled, "labelled", notes)
 
 
 def score(args: Any, source: ModelSource) -> int:
@@ -38,14 +88,6 @@ def score(args: Any, source: ModelSource) -> int:
     from swift.models.policy import pick_dtype
     from swift.rewards.models import ProcessRewardModel, find_reward_model, open_reward_model
 
-    if not args.val_dataset and not args.dataset:
-        raise ConfigError(f"--model: {source.base}: a reward model does not chat; give answers with --val_dataset")
-    if args.infer_backend != "transformers":
-        raise ConfigError(f"--infer_backend: {args.infer_backend}: scores come from transformers; leave it out")
-    if args.template or args.chat_template_kwargs:
-        raise ConfigError("--template: a reward model reads chats as it was trained; leave it and its variables out")
-    if len(source.adapters) > 1:
-        raise ConfigError("--adapters: several on a reward model; merge them with `swift merge-lora`")
     result_path = infer.new_file(args.result_path, args)
     found = find_reward_model(source)
     model = open_reward_model(found, args.trust_remote_code)

@@ -23,6 +23,7 @@ from swift.data.hub import load_hub
 from swift.data.image_store import remember, with_contents
 from swift.data.images import ImageSource
 from swift.data.interleave import interleave
+from swift.data.labels import LabelPlan, maybe_labelled
 from swift.data.media import read_media
 from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
@@ -45,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "document"]
+Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "class", "classified", "document"]
 """`prompt`: prompts of completions; a final assistant turn is dropped, `answer` and the like stay columns. `chat`:
 prompt and answer, for supervised training. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
-answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `document`: documents of strided
-EBFT."""
+answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `class`, `classified`: texts with
+labels, or perhaps without (`swift.data.labels`). `document`: documents of strided EBFT."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -59,6 +60,8 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "label": pairs_or_labels,
     "steps": StepPlan,
     "judged": steps_or_chats,
+    "class": LabelPlan,
+    "classified": maybe_labelled,
     "document": DocumentPlan,
 }
 """How rows are read for each purpose."""

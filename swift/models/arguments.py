@@ -97,8 +97,6 @@ class QuantArguments(CheckpointArguments):
             yield "--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"
         elif self.quant_bits not in (None, 4, 8):
             yield f"--quant_bits: {self.quant_bits}: not a choice; valid: 4, 8"
-        if self.quant_bits and not self.quant_method:
-            yield f"--quant_bits: {self.quant_bits}: no method is named; give --quant_method bnb"
 
 
 WHOLE_WEIGHTS = (None, "zero1", "zero2", "zero2_offload")
@@ -133,7 +131,7 @@ class TunerArguments(ImageArguments, QuantArguments):
 
     target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS)
     """Modules with an adapter. all-linear excludes the output head, and in Nemotron-H and Falcon-H1 out_proj; for ia3
-    it is PEFT's choice for the model."""
+    it is PEFT's choice for the model. Other names may stand beside it, such as embed_tokens."""
 
     target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules")
     """Regular expression for the whole names of the modules with an adapter."""
@@ -279,9 +277,6 @@ class TunerArguments(ImageArguments, QuantArguments):
                 yield f"--{name}: {text}: no regular expression ({error}); correct it"
         if self.target_regex and self.target_modules != ["all-linear"]:
             yield f"--target_regex: {self.target_regex}: excludes --target_modules; leave one of them out"
-        if len(self.target_modules) > 1 and "all-linear" in self.target_modules:
-            others = " ".join(name for name in self.target_modules if name != "all-linear")
-            yield f"--target_modules: all-linear: excludes {others}; leave it out and name every module"
         for name, kinds in (("rank_pattern", (int,)), ("alpha_pattern", (int, float))):
             for module, value in getattr(self, name).items():
                 if type(value) not in kinds or value <= 0:

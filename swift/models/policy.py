@@ -31,17 +31,28 @@ if TYPE_CHECKING:
     from torch import nn
 
     from swift.models.arguments import CheckpointArguments, TunerArguments
+    from swift.models.labels import Labels
 
 logger = logging.getLogger(__name__)
 
-Head = Literal["answer", "step"]
+Head = Literal["answer", "step", "label"]
 HEADS: dict[Head | None, tuple[str, str, int]] = {
     None: ("AutoModelForCausalLM", "CAUSAL_LM", 0),
     "answer": ("AutoModelForSequenceClassification", "SEQ_CLS", 1),
     "step": ("AutoModelForTokenClassification", "TOKEN_CLS", 2),
+    "label": ("AutoModelForSequenceClassification", "SEQ_CLS", 0),
 }
 """Head of a model -> class of transformers, task of PEFT, and labels: a score of an answer, or right and wrong of each
-step."""
+step; 0 is as many as `Labels` says."""
+
+
+def set_labels(config: Any, head: Head | None, labels: Labels | None = None) -> None:
+    """Give a config the labels of a head, of a classifier those that are given."""
+    if head == "label":
+        assert labels is not None, "a classifier has labels"
+        config.num_labels, config.problem_type = labels.num, labels.problem
+    elif head is not None:
+        config.num_labels = HEADS[head][2]
 
 
 def load_policy(
@@ -125,8 +136,7 @@ def load_base(
     from swift.models.autocast import set_autocast
 
     config = load_config(folder, args)
-    if reward_head:
-        config.num_labels = HEADS[reward_head][2]
+    set_labels(config, reward_head, getattr(args, "labels", None))
     if not model_dropout:
         clear_config_dropout(config)
     dtype = pick_dtype(args.torch_dtype, device)
@@ -346,9 +356,7 @@ def _from_config(config: Any, args: TunerArguments, reward_head: Head | None) ->
     from swift.models.autocast import set_autocast
 
     clear_config_dropout(config)
-    num_labels = HEADS[reward_head][2]
-    if reward_head is not None:
-        config.num_labels = num_labels
+    set_labels(config, reward_head, getattr(args, "labels", None))
     with quiet_loading(), torch.device("meta"):
         model = getattr(transformers, class_of(config, args, reward_head)).from_config(
             config,

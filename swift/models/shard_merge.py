@@ -23,8 +23,8 @@ from swift.errors import ConfigError, unusable
 from swift.models.adapter_config import check_finite
 from swift.models.adapter_merge import check_start, load_adapter
 from swift.models.checkpoint_tensors import CheckpointTensor, as_saved, checkpoint_tensors, own_parameters
-from swift.models.policy import HEADS, Head, class_of, load_config, quiet_loading
-from swift.models.source import ModelSource, head_of, weight_files
+from swift.models.policy import Head, class_of, load_config, quiet_loading, set_labels
+from swift.models.source import ModelSource, head_of, labels_of, weight_files
 from swift.models.tuners import adapter_errors
 
 FILE_BYTES = 2 << 30
@@ -56,12 +56,13 @@ class MergedModel:
 
     def __init__(self, source: ModelSource, args: Any, dtype: torch.dtype | None = None) -> None:
         self._base, self._args = source.base, args
+        self._labels = labels_of(source.base, *source.adapters)
         head = head_of(source.base, *source.adapters)
         tree = self._tree(head)
         self.config = load_config(source.base, args)
         self.config.architectures = [type(tree).__name__]
         if head:
-            self.config.num_labels = tree.config.num_labels
+            self.config.num_labels, self.config.problem_type = tree.config.num_labels, tree.config.problem_type
         if dtype is not None:
             self.config.dtype = dtype
         self._tied = tree._tied_weights_keys or {} if self.config.tie_word_embeddings else {}
@@ -114,7 +115,7 @@ class MergedModel:
         config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
         kind = class_of(config, self._args, head)
         if head != head_of(self._base):
-            config.num_labels = HEADS[head][2]
+            set_labels(config, head, self._labels)
         with torch.device("meta"), quiet_loading(), unusable(f"--model: {self._base}: cannot be merged"):
             return getattr(transformers, kind).from_config(
                 config, dtype=torch.float32, trust_remote_code=self._args.trust_remote_code

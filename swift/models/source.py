@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from swift.data.files import is_lfs_pointer
 from swift.errors import ConfigError, ResourceError, first_line, nearest, parse_json
 from swift.models.adapter_config import check_config
+from swift.models.labels import Labels, labels_in
 
 if TYPE_CHECKING:
     from swift.models.arguments import CheckpointArguments
@@ -175,8 +176,18 @@ def weight_files(folder: Path) -> list[Path]:
     return [single] if single.exists() else sorted(folder.glob("*.safetensors"))
 
 
-def head_of(base: Path, *adapters: Path) -> Literal["answer", "step"] | None:
-    """The head of scores of a model: of an answer or of its steps; None for a language model.
+def labels_of(base: Path, *adapters: Path) -> Labels | None:
+    """The labels of a classifier; None for other models. The last folder that says so decides."""
+    for folder in (*reversed(adapters), base):
+        files = (folder / "config.json", folder / "args.json")
+        found = labels_in(folder, *(read_json(file) if file.is_file() else {} for file in files))
+        if found is not None:
+            return found
+    return None
+
+
+def head_of(base: Path, *adapters: Path) -> Literal["answer", "step", "label"] | None:
+    """The head of scores of a model: of an answer, of its steps, or a classifier's; None for a language model.
 
     The last adapter that brings one decides, else the base.
     """
@@ -186,7 +197,7 @@ def head_of(base: Path, *adapters: Path) -> Literal["answer", "step"] | None:
         if task == "TOKEN_CLS" or "ForTokenClassification" in str(task):
             return "step"
         if task == "SEQ_CLS" or re.search("ForSequenceClassification|RewardModel", str(task)):
-            return "answer"
+            return "answer" if labels_of(base, *adapters) is None else "label"
     return None
 
 

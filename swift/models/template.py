@@ -159,6 +159,16 @@ class Template:
             ids.append(int(self.tokenizer.eos_token_id))
         return ids
 
+    def encode_judged(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of what a classifier reads: a prompt ready to be continued, or a chat that ends with an answer.
+
+        Raises:
+            RefusedChat: see `encode_prompt`.
+        """
+        if messages[-1]["role"] == "assistant":
+            return self.encode_finished(messages, tools)
+        return self.encode_prompt(messages, tools)
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -301,16 +311,22 @@ class Template:
 
 
 class PlainText(Template):
-    """A tokenizer for documents, without a chat template."""
+    """A tokenizer for texts, without a chat template. ends: whether an end-of-text token must be there."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        if tokenizer.eos_token_id is None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, ends: bool = True) -> None:
+        if ends and tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"--model: {tokenizer.name_or_path}: its tokenizer has no end-of-text token to put between documents"
             )
         self.tokenizer, self.kwargs = tokenizer, {}
         self.training_template, self.marked, self.vision = None, False, None
-        self.stop_token_ids = (int(tokenizer.eos_token_id),)
+        self.stop_token_ids = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+    def encode_judged(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+        """The contents of the messages, one after the other, with the tokens that the tokenizer puts around a text."""
+        if tools or any(turn.get("tool_calls") for turn in messages):
+            raise RefusedChat("messages: a text without a chat template shows no tools")
+        return list(self.tokenizer("".join(turn["content"] for turn in messages))["input_ids"])
 
 
 def load_template(

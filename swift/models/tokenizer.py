@@ -34,12 +34,13 @@ def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
     return read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
 
 
-def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
+def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = True) -> Template:
     """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json.
 
     Args:
         args: the model settings.
-        plain: for documents, which need no chat template.
+        plain: for texts, which need no chat template.
+        ends: whether texts need an end-of-text token.
 
     Raises:
         ConfigError: see `load_tokenizer`; also when the model has no embedding for some of its tokens.
@@ -60,7 +61,7 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False) -> Template:
         processor = load_processor(source.base, config, tokenizer)
         if not args.template and getattr(processor, "chat_template", None):  # also of files that no tokenizer reads
             tokenizer.chat_template = processor.chat_template
-    template = PlainText(tokenizer) if plain else load_template(tokenizer, source.base, kwargs, name)
+    template = PlainText(tokenizer, ends=ends) if plain else load_template(tokenizer, source.base, kwargs, name)
     if processor is not None:
         template.vision = Vision(source.base, processor, config, template.render, max_pixels=pixels)
         template.vision.example()  # a processor that does not work is found now

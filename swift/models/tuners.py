@@ -12,7 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -152,6 +152,8 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     options = {field: value for field, value in options.items() if value is not None}
     targets: Any = args.target_regex or list(args.target_modules)
     excluded: list[str] = sorted(HEADS) if task == "TOKEN_CLS" else []
+    if len(args.target_modules) > 1 and "all-linear" in targets:
+        targets = _beside_linear(model, targets, args)
     if targets in ([], ["all-linear"]):
         targets = "all-linear"
         if args.tuner_type == "lora" and getattr(model.config, "model_type", None) in MAMBA:
@@ -182,6 +184,15 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
             modules_to_save=list(args.modules_to_save) or None,
             **options,
         )
+
+
+def _beside_linear(model: Any, targets: Sequence[str], args: TunerArguments) -> list[str]:
+    """The names that all-linear stands for, and those beside it."""
+    if args.tuner_type == "ia3":
+        raise ConfigError("--target_modules: all-linear: for ia3 it is PEFT's choice alone; name the modules")
+    names = {*linear_names(model), *(name.rpartition(".")[2] for name in fused_projections(model))} - HEADS
+    names -= set(NO_LORA) if getattr(model.config, "model_type", None) in MAMBA else set()
+    return sorted(names.union(targets) - {"all-linear"})
 
 
 def _lora_dropout(args: TunerArguments, parameters: Any) -> float:

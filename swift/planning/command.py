@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_cpu")
 RUNS = ("rlhf", "sft", "pt")
-NOT_PLANNED = {"gkd": "a teacher beside the model", "ebft_strided": "a trainer that samples blocks itself"}
+NOT_PLANNED = {
+    "gkd": "a teacher beside the model",
+    "ebft_strided": "a trainer that samples blocks itself",
+    "seq_cls": "a head of labels",
+}
 """Mode -> what of it is not traced."""
 
 WITHOUT = {

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.errors import ConfigError, RefusedChat, attributed_to, join_problems, unusable
 from swift.models.source import ModelSource, head_of, read_json
@@ -24,6 +24,8 @@ from swift.types import Completion, RolloutGroup
 if TYPE_CHECKING:
     import torch
 
+    from swift.models.policy import Head
+    from swift.models.template import Template
     from swift.models.vision import Vision
 
 logger = logging.getLogger(__name__)
@@ -107,9 +109,10 @@ class RewardModel:
         ConfigError: a tokenizer that cannot be loaded, or no chat template.
     """
 
+    head: ClassVar[Head] = "answer"
+
     def __init__(self, source: RewardModelSource, trust_remote_code: bool) -> None:
         from swift.models.source import has_tokenizer
-        from swift.models.template import Template
         from swift.models.tokenizer import read_tokenizer
         from swift.models.trained import trained_pixels
         from swift.models.vision import Vision, load_processor
@@ -126,12 +129,7 @@ class RewardModel:
             processor: Any = None if config is None else load_processor(source.folder, config, tokenizer)
         if own is None and getattr(processor, "chat_template", None):
             tokenizer.chat_template = processor.chat_template
-        if not tokenizer.chat_template:
-            raise ConfigError(
-                f"--reward_model: {source.folder}: its tokenizer has no chat template, so prompts and "
-                f"completions cannot be rendered for it; add chat_template.jinja to the folder"
-            )
-        self._template = Template(tokenizer)
+        self._template = self._template_of(tokenizer)
         self.vision: Vision | None = None
         """Of a model that sees the images of chats."""
         if processor is not None:
@@ -144,6 +142,22 @@ class RewardModel:
         self._trust_remote_code = trust_remote_code
         self._refused = False
 
+    @property
+    def _num_labels(self) -> int:
+        from swift.models.policy import HEADS
+
+        return HEADS[self.head][2]
+
+    def _template_of(self, tokenizer: Any) -> Template:
+        from swift.models.template import Template
+
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                f"--reward_model: {self.source.folder}: its tokenizer has no chat template, so prompts and "
+                f"completions cannot be rendered for it; add chat_template.jinja to the folder"
+            )
+        return Template(tokenizer)
+
     def load(self, device: torch.device | str, dtype: torch.dtype, quantised: Any = None) -> None:
         """Reads the weights; a ConfigError if they cannot be loaded.
 
@@ -152,7 +166,7 @@ class RewardModel:
             dtype: data type of the weights.
             quantised: settings of a base that is quantised while it is loaded.
         """
-        self._model = _load(self.source, device, dtype, self._trust_remote_code, quantised)
+        self._model = _load(self.source, self.head, self._num_labels, device, dtype, self._trust_remote_code, quantised)
         self._device = device
         if self.vision is not None:
             self.vision.attach(self._model)
@@ -184,17 +198,24 @@ class RewardModel:
 
         `on_progress` is called after each batch.
         """
+        return [math.nan if value is None else value for value in self._judged(chats, on_progress)]
+
+    def _judged(
+        self, chats: Sequence[Sequence[dict[str, Any]]], on_progress: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """What `_values` says of each chat; None if the chat template refuses it."""
         encoded = [self._encoded(chat) for chat in chats]
         kept = [index for index, row in enumerate(encoded) if row]
-        scores, rows, chats = [math.nan] * len(chats), [encoded[i] for i in kept], [chats[i] for i in kept]
+        found: list[Any] = [None] * len(chats)
+        rows, chats = [encoded[i] for i in kept], [chats[i] for i in kept]
         # Without a pad token the head reads the last position, so rows cannot share a padded batch.
         max_rows = 1 if self._padding is None else MAX_BATCH_ROWS
         for indexes in batches([len(row) for row in rows], max_rows, MAX_BATCH_TOKENS):
             values = self._values([rows[index] for index in indexes], [chats[index] for index in indexes])
             for index, value in zip(indexes, values, strict=True):
-                scores[kept[index]] = value
+                found[kept[index]] = value
             on_progress()
-        return scores
+        return found
 
     def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids, or none if the chat template refuses the chat; the first refusal is logged."""
@@ -218,7 +239,7 @@ class RewardModel:
     def _token_ids(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         return self._template.encode_finished(chat)
 
-    def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> list[float]:
+    def _values(self, rows: Sequence[list[int]], chats: Sequence[Sequence[dict[str, Any]]]) -> Sequence[Any]:
         """The scores of chats, of which `rows` are the token ids."""
         return [float(value) for value in self._logits(rows)[:, 0].float().cpu()]
 
@@ -244,6 +265,8 @@ class ProcessRewardModel(RewardModel):
 
     The minimum is that of Math-Shepherd (arXiv:2312.08935).
     """
+
+    head = "step"
 
     def step_scores(self, chats: Sequence[Sequence[dict[str, Any]]]) -> list[list[float]]:
         """Probabilities that steps are right, for each chat; those that were cut off are left out."""
@@ -286,7 +309,15 @@ def _whole_config(folder: Path) -> Any:
     return config if is_whole(config) else None
 
 
-def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remote_code: bool, quantised: Any) -> Any:
+def _load(
+    source: RewardModelSource,
+    head: Head,
+    num_labels: int,
+    device: Any,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    quantised: Any,
+) -> Any:
     import transformers
 
     from swift.models.policy import HEADS, quiet_loading
@@ -294,12 +325,11 @@ def _load(source: RewardModelSource, device: Any, dtype: torch.dtype, trust_remo
     from swift.models.reward_classes import ensure_reward_class
     from swift.models.tuners import adapter_errors, with_adapter
 
-    kind, _, num_labels = HEADS["step" if judges_steps(source) else "answer"]
     config = quantisation_config(quantised, dtype) if getattr(quantised, "quant_method", None) else None
     placed = {} if config is None else {"quantization_config": config, "device_map": {"": device}}
     ensure_reward_class(_whole_config(source.folder))
     with quiet_loading(), unusable(f"--reward_model: {source.folder}: cannot be loaded"):
-        model, info = getattr(transformers, kind).from_pretrained(
+        model, info = getattr(transformers, HEADS[head][0]).from_pretrained(
             source.folder,
             dtype=dtype,
             num_labels=num_labels,

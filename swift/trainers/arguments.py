@@ -26,7 +26,7 @@ IDLE = {
 
 Optimizer = Literal[
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_8bit",
-    "adamw_torch_4bit", "adamw_cpu", "adafactor", "sgd",
+    "adamw_torch_4bit", "adamw_cpu", "adafactor", "sgd", "muon",
 ]  # fmt: skip
 """The optimizers that tests train with."""
 
@@ -68,7 +68,8 @@ class OptimizationArguments:
         registry="optimizers",
     )
     """Optimizer. adamw is adamw_torch_fused. adamw_8bit and the paged ones need bitsandbytes; adamw_torch_8bit and
-    adamw_torch_4bit need torchao; adamw_cpu keeps state and updates on the host."""
+    adamw_torch_4bit need torchao; adamw_cpu keeps state and updates on the host. muon is Muon (arXiv:2502.16982) for
+    matrices, with AdamW for embeddings, output layer and vectors."""
 
     optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
     """Further settings of the optimizer, as `name=value,name=value`."""
@@ -183,6 +184,8 @@ class OptimizationArguments:
                 f"--optim: adamw_cpu: --fsdp {self.fsdp} shards the optimizer's state; use --optim adamw, with "
                 "--fsdp_offload_params true, or --deepspeed zero2_offload, if the CPU is to update"
             )
+        if self.optim == "muon" and (way := "deepspeed" if self.deepspeed else "fsdp" if self.fsdp else ""):
+            yield f"--optim: muon: needs whole matrices, which --{way} cuts; leave it out, or use --optim adamw"
         if self.master_weights == "bf16_stochastic":
             for obstacle in (text for text, holds in self._unrounded().items() if holds):
                 yield f"--master_weights: bf16_stochastic: {obstacle}, or --master_weights fp32"
@@ -190,7 +193,7 @@ class OptimizationArguments:
     def _unrounded(self) -> dict[str, bool]:
         """Why weights cannot be rounded stochastically, and what to use: for each whether it holds."""
         dtype, tuner = getattr(self, "torch_dtype", None), getattr(self, "tuner_type", "full")
-        known = [name for name in get_args(Optimizer) if name != "adamw_cpu"]
+        known = [name for name in get_args(Optimizer) if name not in ("adamw_cpu", "muon")]
         return {
             f"--torch_dtype {dtype}: only bfloat16 weights are rounded so; use bfloat16": dtype != "bfloat16",
             f"--tuner_type {tuner} trains float32 weights, which have no masters; use full": tuner != "full",

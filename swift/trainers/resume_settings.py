@@ -47,7 +47,8 @@ FIXED = frozenset(
         "reward_funcs", "reward_model", "ebft_mode", "ebft_feature_layers", "ebft_feature_norm",
         "ebft_embed_method", "dataset_transform", "ebft_stride", "ebft_context_length", "ebft_generate_max_len",
         "ebft_min_completion_prefix", "ebft_mask_thinking_ce", "teacher_model", "step_separator",
-        "train_on_last_step_only",
+        "train_on_last_step_only", "num_labels", "problem_type", "use_chat_template",
+        "agent_template",
     }
 )
 """Changing one of these is an error."""

@@ -46,8 +46,8 @@ PLACE = {"place": "int64"}
 class Encoder:
     """Encodes examples as rows; picklable, so that worker processes can run it.
 
-    A subclass has `columns` (names of a row's columns, and their types: "ids", a list of integers, or a type of Arrow),
-    `inputs` and `encode`; its fields are settings that determine the encoded row.
+    A subclass has `columns` (names of a row's columns, and their types: "ids" and "numbers", lists of integers and of
+    floats, or a type of Arrow), `inputs` and `encode`; its fields are settings that determine the encoded row.
     """
 
     template: Template
@@ -84,6 +84,12 @@ class Encoder:
         if self.max_length is not None and size > self.max_length:
             raise RefusedChat(TOO_LONG)
 
+    def shortened(self, values: list[Any], side: str) -> list[Any]:
+        """At most `max_length` values of a row, cut on the left or right."""
+        if self.max_length is None:
+            return values
+        return values[-self.max_length :] if side == "left" else values[: self.max_length]
+
     def from_json(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """The rows of a table with JSON text in the column `inputs` (Arrow needs one type per column)."""
         pairs = zip(batch["place"], batch["inputs"], strict=True)
@@ -92,7 +98,7 @@ class Encoder:
 
     def excluded_row(self, problem: str) -> dict[str, Any]:
         """A row that is not used."""
-        empty = {"ids": [], "string": "", "bool": False, "float64": 0.0}
+        empty = {"ids": [], "string": "", "bool": False, "float64": 0.0, "numbers": []}
         row = {name: empty[kind] for name, kind in self.columns.items()}
         return {**row, **counts(), "problem": problem}
 
@@ -224,7 +230,8 @@ def features_of(columns: Mapping[str, str]) -> Any:
     """The columns as features of `datasets`."""
     from datasets import Features, List, Value
 
-    return Features({name: List(Value("int64")) if kind == "ids" else Value(kind) for name, kind in columns.items()})
+    lists = {"ids": List(Value("int64")), "numbers": List(Value("float64"))}
+    return Features({name: lists.get(kind) or Value(kind) for name, kind in columns.items()})
 
 
 @contextlib.contextmanager

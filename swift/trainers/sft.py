@@ -5,13 +5,16 @@ Rows are encoded (`sft_data`), packed (`sft_packing`) or streamed (`row_stream`)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
+from swift.errors import ConfigError, RefusedChat
 from swift.startup import collector_resting
 from swift.trainers.sft_packing import PackedRows, Packing, require_packed
-from swift.trainers.trl.method import Encoded, Method
+from swift.trainers.trl.method import Encoded, Method, load_texts
 
 if TYPE_CHECKING:
     from swift.data.loading import Purpose
@@ -43,6 +46,8 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         from swift.trainers.splits import encode_splits
 
         template.training_template = training_template(template)
+    if purpose == "chat" and args.agent_template:
+        check_tool_format(args.agent_template, template)
     length, packing = args.max_length or context_length(args), None
     if args.packing:
         default = min(length or DEFAULT_PACKED_TOKENS, DEFAULT_PACKED_TOKENS)
@@ -50,9 +55,31 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         length = min(length or packing.length, packing.length)
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
-    encoder = ChatEncoder(template, None if cut else length, loss)
+    encoder = ChatEncoder(template, None if cut else length, loss, args.truncation_strategy)
     train, val, lines = encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
     return train, val, [*notes, *lines]
+
+
+def check_tool_format(name: str, template: Template) -> None:
+    """Refuses a format of tools that the chat template does not write (ConfigError)."""
+    call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
+    tool = {"type": "function", "function": {"name": "probe", "description": "", "parameters": {"type": "object"}}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    text = ""
+    with contextlib.suppress(RefusedChat):  # it has no tools at all
+        text = template.render(chat, tools=[tool])
+    if name != "hermes" or "<tools>" not in text or not HERMES.search(text):
+        raise ConfigError(
+            f"--agent_template: {name}: {template.name} writes tools in another format, or not at all; leave it out to "
+            "train on its own, or give --template one that does"
+        )
+
+
+HERMES = re.compile(r'<tool_call>\s*\{"name": "probe"')
+"""A call in the format of Hermes, which is that of Qwen2.5 and Qwen3."""
 
 
 def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
@@ -105,4 +132,5 @@ SFT = Method(
     measured=("entropy", "num_tokens"),
 )
 
-PT = dataclasses.replace(SFT, encode=functools.partial(encode, purpose="text"), plain=True)
+
+PT = dataclasses.replace(SFT, encode=functools.partial(encode, purpose="text"), template=load_texts)

@@ -1,7 +1,7 @@
 """Supervised rows as token ids and labels: by default the loss covers the assistant turns.
 
-A chat is never truncated, which would train the model to stop in mid-sentence; a chat that is too long is left out. A
-document (`swift.data.texts`) has no template: its text, and the end-of-text token.
+A chat that is too long is left out: cut, it would train the model to stop in mid-sentence. `--truncation_strategy` cuts
+it all the same. A document (`swift.data.texts`) has no template: its text, and the end-of-text token.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from swift.data.loading import Example
 
 NO_ANSWER = "no assistant turn to learn from"
+NOTHING_LEFT = "no token to learn from within max_length"
 
 
 @dataclass(frozen=True)
 class ChatEncoder(Encoder):
     """Encodes a chat or a document as a training example; see `Encoder`.
 
-    loss: the tokens that the loss counts, in terms of `--loss_scale`.
+    loss: the tokens that the loss counts, in terms of `--loss_scale`. cut: what happens to rows above `max_length`, in
+    terms of `--truncation_strategy`.
     """
 
     loss: str = "default"
+    cut: str = "delete"
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
@@ -47,10 +50,26 @@ class ChatEncoder(Encoder):
             mask = [1] * len(ids)
         else:
             ids, mask = self._chat(messages, tools)
-        self.check_length(len(ids))
+        if self.cut == "delete" or min(ids) < 0:  # an image is never cut
+            self.check_length(len(ids))
+        elif self.cut != "split":
+            ids, mask = self.shortened(ids, self.cut), self.shortened(mask, self.cut)
+        if not any(mask):
+            raise RefusedChat(NOTHING_LEFT)
         mask = [trained if token >= 0 else 0 for token, trained in zip(ids, mask, strict=True)]  # not of images
         labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
         return {"input_ids": ids, "labels": labels, **counts(len(ids), sum(mask))}
+
+    def rows(self, *inputs: Any) -> Iterator[dict[str, Any]]:
+        """See `Encoder`; a document that is split is several rows."""
+        row = self(*inputs)
+        size, limit = len(row["input_ids"]), self.max_length
+        if self.cut != "split" or limit is None or size <= limit:
+            yield row
+            return
+        for start in range(0, size, limit):
+            ids, labels = (row[name][start : start + limit] for name in self.columns)
+            yield {"input_ids": ids, "labels": labels, **counts(len(ids), len(ids))}
 
     def _document(self, text: str) -> list[int]:
         ids = list(self.template.tokenizer(text)["input_ids"])

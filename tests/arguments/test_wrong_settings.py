@@ -3,6 +3,9 @@
 import pytest
 from command_lines import RLHF, problems, refused
 
+from swift.arguments import parse
+from swift.errors import ConfigError
+
 GYM = "--rollout_source nemo_gym --reward_funcs environment"
 SERVED = f"{GYM} --nemo_gym_multi_turn true --vllm_server_base_url http://127.0.0.1:1"
 FLAGS = [
@@ -204,7 +207,6 @@ FLAGS = [
         "--load_best_model_at_end true --val_dataset v --save_steps 0.5 --eval_steps 20",
         ["--save_steps: 0.5: not a multiple of --eval_steps 20"],
     ),
-    ("--quant_bits 4", ["--quant_bits: 4: no method is named; give --quant_method bnb"]),
     ("--quant_method bnb", ["--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"]),
     ("--quant_method bnb --quant_bits 3", ["--quant_bits: 3: not a choice; valid: 4, 8"]),
     ("--quant_method gptq", ["--quant_method: gptq: not a choice; valid: bnb"]),
@@ -231,7 +233,6 @@ FLAGS = [
     ("--init_weights eva", ["--init_weights: eva: not a choice; valid: true, false, gaussian"]),
     ("--init_weights orthogonal --lora_rank 3", ["--lora_rank: 3: --init_weights orthogonal halves it"]),
     ("--init_weights olora --deepspeed zero2", ["--init_weights: olora: is computed from whole weights"]),
-    ("--target_modules all-linear lm_head", ["--target_modules: all-linear: excludes lm_head"]),
     ('--rank_pattern {"q_proj":0}', ["--rank_pattern: q_proj: 0: not a whole number above 0"]),
     ('--alpha_pattern {"q_proj":"x"}', ["--alpha_pattern: q_proj: x: not a number above 0"]),
     ('--alpha_pattern {"q_(":1}', ["--alpha_pattern: q_(: no regular expression"]),
@@ -335,6 +336,16 @@ FLAGS = [
         "--vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask",
         ["--vllm_importance_sampling_correction: false: contradicts --rollout_importance_sampling_mode token_mask"],
     ),
+    ("--cached_dataset folder", ["--cached_dataset: folder: known in ms-swift, not supported here; give --dataset"]),
+    ("--predict_with_generate true", ["--predict_with_generate: true: known in", "swift infer answers --val_dataset"]),
+    (
+        "--eval_use_evalscope true --eval_limit 10",
+        ["--eval_use_evalscope: true: known in ms-swift, not supported here"],
+    ),
+    ("--use_galore true --galore_rank 64", ["--use_galore: true: gradients are not projected here"]),
+    ("--tuner_backend unsloth", ["--tuner_backend: unsloth: adapters are PEFT's here; leave it out"]),
+    ("--optim muon --deepspeed zero2", ["--optim: muon: needs whole matrices, which --deepspeed cuts"]),
+    ("--optimizer muonclip", ["--optimizer: muonclip", "this optimizer of ms-swift is not here"]),
     ("--acc_strategy seq", ["--acc_strategy: seq: known in ms-swift, not supported here"]),
     ("--device_map auto", ["--device_map: auto: known in ms-swift, not supported here"]),
     ("--vllm_max_model_lengt 9", ["--vllm_max_model_lengt: 9: unknown flag", "nearest: vllm_max_model_len"]),
@@ -452,3 +463,12 @@ def test_all_problems_are_listed_together_and_none_twice():
     words = "--rlhf_type grop --top_p 2 --num_generation 4 --model m --dataset d"
     subjects = sorted(line.split(":")[0] for line in problems("rlhf", *words.split()))
     assert subjects == ["--num_generation", "--reward_funcs", "--rlhf_type", "--top_p"]
+
+
+@pytest.mark.parametrize("task", ["embedding", "reranker", "generative_reranker"])
+def test_a_kind_of_model_that_is_not_trained_is_refused_in_one_line(task):
+    words = f"--model m --dataset d --task_type {task} --label_names labels --loss_type infonce --num_labels 1"
+    with pytest.raises(ConfigError) as refused_:
+        parse("sft", words.split(), {})
+    (line,) = refused_.value.problems
+    assert line.startswith(f"--task_type: {task}: ") and "not trained here" in line

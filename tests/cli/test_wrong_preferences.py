@@ -62,8 +62,8 @@ TABLE = {
         "--precompute_ref_log_probs: true: | --sync_ref_model",
     ),
     "one row for the KL": (
-        method("kto", "--per_device_train_batch_size 1", LABELS),
-        "--per_device_train_batch_size: 1: the KL term of kto needs several rows",
+        method("kto", "--per_device_train_batch_size 1 --gradient_accumulation_steps 1", LABELS),
+        "--per_device_train_batch_size: 1: the KL term of kto pairs rows, and there is one in a step",
     ),
     "smoothing of hinge": (method("cpo", "--loss_type hinge --label_smoothing 0.1"), "--label_smoothing: 0.1: | hinge"),
     "pairs for kto without rejected": (

@@ -10,7 +10,6 @@ import torch
 from preloaded import run_ranks
 from safetensors.torch import load_file
 
-from swift.models import load_chat
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.distributed import Collectives
 from swift.trainers.trl.frame import build_trainer
@@ -66,7 +65,7 @@ def words_of(flags):
 def trainer_of(resolved, folder):
     """The trainer of a run, before its first step."""
     method, args = method_of(resolved.mode), resolved.args
-    template = load_chat(args, plain=method.plain)
+    template = method.template(args)
     train, val, _ = method.encode(args, template)
     model, parts = load_model(args, method)
     more = {"collectives": Collectives(), "settings": {}, "parts": parts}

@@ -187,6 +187,13 @@ def test_a_name_that_the_model_does_not_have_is_refused_before_weights_are_read(
             refuses(ModelArguments(model=qwen2, **flags))
 
 
+def test_other_modules_may_stand_beside_all_linear(qwen2):
+    policy = load_policy(ModelArguments(model=qwen2, target_modules=["all-linear", "embed_tokens"], lora_dropout=0.0))
+    linear = load_policy(ModelArguments(model=qwen2, lora_dropout=0.0))
+    names, plain = ({name for name, one in each.named_parameters() if one.requires_grad} for each in (policy, linear))
+    assert plain < names and all("embed_tokens" in name for name in names - plain)
+
+
 def test_an_adapter_is_trained_further_by_its_own_tuner(qwen2, tmp_path):
     adapter = saved(trained(ModelArguments(model=qwen2, tuner_type="ia3")), tmp_path / "adapter")
     load_policy(ModelArguments(model=qwen2, tuner_type="ia3", adapters=[adapter]))

@@ -81,6 +81,19 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     assert "evaluation: loss" in out and "accuracy" in out.split("evaluation: loss")[1]
 
 
+def test_a_batch_of_one_row_has_the_answer_of_another_row_of_its_step(settings, tmp_path):
+    steps = "--per_device_train_batch_size 1 --gradient_accumulation_steps 4 --max_steps 1"
+    resolved = settings("kto", steps, "--dataset_shuffle false")
+    assert any("the KL of a pass is that of a single row" in note for note in resolved.notes)
+    trainer = trainer_of(resolved, tmp_path / "swift")
+    rows = trainer.train_dataset[:4]
+    answers = rows["completion_ids"]
+    assert rows["KL_completion_ids"] == [answers[-1], *answers[:-1]]
+    assert len(next(iter(trainer.get_train_dataloader()))["label"]) == 1
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer.args.per_device_train_batch_size == 1
+
+
 SETS = [("dpo", "rewards/margins"), ("kto", "kl"), ("orpo", "rewards/accuracies"), ("rm", "accuracy")]
 
 

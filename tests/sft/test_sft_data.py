@@ -10,7 +10,7 @@ from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
 from swift.trainers.rows import IGNORED, TOO_LONG, encode_table
-from swift.trainers.sft import loss_of, training_template
+from swift.trainers.sft import check_tool_format, loss_of, training_template
 from swift.trainers.sft_data import NO_ANSWER, ChatEncoder
 from swift.trainers.sft_packing import Packing
 
@@ -47,6 +47,42 @@ def test_a_row_over_max_length_is_left_out_and_one_at_it_is_kept(template):
         f"train: 1 row, {length} tokens, 2 of them trained on",
         "train: left out 1 row: 1 (longer than max_length; the first: d.jsonl:2)",
     ]
+
+
+@pytest.mark.parametrize(("cut", "part"), [("left", slice(2, None)), ("right", slice(-2))])
+def test_a_row_over_max_length_is_cut_on_request(template, cut, part):
+    ids, mask = template.encode_chat(chat("q", "aaaa"))
+    encoder = ChatEncoder(template, len(ids[part]), cut=cut)
+    row = encoder(chat("q", "aaaa"))
+    assert row["input_ids"] == ids[part] and [label != IGNORED for label in row["labels"]] == list(
+        map(bool, mask[part])
+    )
+    assert (
+        ChatEncoder(template, 2, cut="right")(chat("q", "a"))["problem"] == "no token to learn from within max_length"
+    )
+
+
+def test_a_document_is_split_on_request(template):
+    document = [{"role": "assistant", "content": "abcdefg"}]
+    whole = ChatEncoder(template, None, "all")(document)["input_ids"]
+    table, report = encode_table(as_rows([document]), ChatEncoder(template, 3, "all", "split"))
+    assert [len(ids) for ids in table["input_ids"]] == [3, 3, 2]
+    assert [token for ids in table["input_ids"] for token in ids] == whole
+    assert table["labels"] == table["input_ids"] and report.num_trained_tokens == 8
+
+
+@pytest.mark.parametrize("name", ["hermes", "react_en"])
+def test_a_format_of_tools_is_that_of_the_chat_template_or_refused(name):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{# tools #}<tools></tools>{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        '<tool_call>\n{"name": "{{ c.function.name }}"}{% endfor %}{% endfor %}'
+    )
+    own = Template(tokenizer)
+    if name == "hermes":
+        check_tool_format(name, own)
+    with pytest.raises(ConfigError, match=f"--agent_template: {name}: .* another format, or not at all"):
+        check_tool_format(name, Template(build_tokenizer()) if name == "hermes" else own)
 
 
 def test_rows_without_an_answer_and_rows_the_template_refuses_are_counted_by_reason():

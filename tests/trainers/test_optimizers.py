@@ -150,13 +150,47 @@ def test_with_an_accelerator_the_state_stays_on_the_host():
     assert {value.device.type for value in tensors} == {"cpu"}
 
 
-@pytest.mark.parametrize("optim", [name for name in get_args(Optimizer) if name != "adamw_cpu"])
+@pytest.mark.parametrize("optim", [name for name in get_args(Optimizer) if not is_registered(name)])
 def test_every_optimizer_that_is_offered_trains_a_policy(optim, make, nano_folders):
     pytest.importorskip(OPTIMIZER_PACKAGES.get(optim, "torch"))
     trainer = make(optim=optim, learning_rate=0.1, model=policy_of(nano_folders["qwen2"], dtype=HALF))
     before = {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
     assert any(not torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
+
+
+def test_muon_updates_matrices_and_adamw_everything_else(make, nano_folders, tmp_path):
+    trainer = make(learning_rate=0.02, model=policy_of(nano_folders["qwen2"]))
+    set_own_optimizer(trainer, SimpleNamespace(optim="muon"))
+    optimizer = trainer.create_optimizer()
+    muon, _ = optimizer._parts
+    names = {id(one): name for name, one in trainer.model.named_parameters()}
+    of_muon = {names[id(one)] for group in muon.param_groups for one in group["params"]}
+    assert "model.layers.0.mlp.up_proj.weight" in of_muon
+    assert not any("embed" in name or "lm_head" in name or "norm" in name or "bias" in name for name in of_muon)
+    weights = dict(trainer.model.named_parameters())
+    for weight in weights.values():
+        weight.grad = torch.randn_like(weight)
+    chosen = {True: "model.layers.0.mlp.up_proj.weight", False: "model.norm.weight"}
+    copies = {kind: torch.nn.Parameter(weights[name].detach().clone()) for kind, name in chosen.items()}
+    for kind, copy in copies.items():
+        copy.grad = weights[chosen[kind]].grad.clone()
+        group = next(g for g in optimizer.param_groups if any(one is weights[chosen[kind]] for one in g["params"]))
+        rate = {"lr": 0.02, "weight_decay": group["weight_decay"]}
+        own = (
+            torch.optim.Muon([copy], adjust_lr_fn="match_rms_adamw", **rate)
+            if kind
+            else torch.optim.AdamW([copy], betas=group["betas"], eps=group["eps"], **rate)
+        )
+        own.step()
+    state = deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    assert all(torch.equal(copies[kind], weights[name]) for kind, name in chosen.items())
+    assert len(optimizer.state_dict()["state"]) == len(weights)
+    before = dict(policy_of(nano_folders["qwen2"], dtype=HALF).named_parameters())
+    after, _, _ = trained(nano_folders["qwen2"], tmp_path, "muon", dtype=HALF, steps=2)
+    assert all(not torch.equal(after[name], before[name]) for name in chosen.values())
 
 
 def tiny_step(dtype=HALF):

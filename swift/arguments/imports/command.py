@@ -14,7 +14,7 @@ from swift.arguments.foreign import one_value
 from swift.arguments.imports import axolotl, ms_swift, shell, trl
 from swift.arguments.imports.draft import Draft, Renamed, Rule, known_mode
 from swift.arguments.layers import CONFIG_SUFFIXES, read_config
-from swift.arguments.modes import METHODS, command_of
+from swift.arguments.modes import METHODS, command_of, mode_of
 from swift.arguments.parse import Resolved, parse
 from swift.arguments.plugins import settings_class
 from swift.arguments.values import Raw
@@ -153,7 +153,8 @@ def _import_script(path: str) -> Imported:
     if script.project == "trl":
         config = {name.removeprefix("no_"): "false" if name.startswith("no_") else raw for name, raw in config.items()}
     project = {"trl": "TRL", "swift": "ms-swift"}[script.project]
-    imported = _filled(project, script.mode, config, script.environment)
+    mode = mode_of(script.mode, [script.given]) if project == "ms-swift" else script.mode
+    imported = _filled(project, mode, config, script.environment)
     for name, why in script.lost:
         imported.draft.lose(name, why)
     return imported

@@ -51,7 +51,15 @@ def _thinking(draft: Draft, key: str, raw: Any) -> None:
         draft.lose(key, f"{text}: neither true nor false; give one")
 
 
+def _optimizer(draft: Draft, key: str, raw: Any) -> None:
+    if raw in ("muonclip", "galore", "lorap", "multimodal"):
+        draft.lose(key, f"{raw}: this optimizer of ms-swift is not here; leave it out, or use --optim")
+    else:
+        draft.take(key, "optim", raw)
+
+
 RULES: dict[str, Rule] = {
+    "optimizer": _optimizer,
     "model": _model,
     "quant_method": _quantisation,
     "enable_thinking": _thinking,

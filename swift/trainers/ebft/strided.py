@@ -40,7 +40,7 @@ from swift.trainers.ebft.blocks import (
 )
 from swift.trainers.ebft.documents import encode
 from swift.trainers.ebft.rewards import energy_options
-from swift.trainers.trl.method import Method
+from swift.trainers.trl.method import Method, load_texts
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import EvalLoopOutput
@@ -269,7 +269,7 @@ STRIDED = Method(
     trainer="transformers:Trainer",
     config="transformers:TrainingArguments",
     encode=encode,
-    plain=True,
+    template=load_texts,
     shares_rows=False,
     options=lambda args: {"remove_unused_columns": False, "label_names": []},
     parts=_parts,

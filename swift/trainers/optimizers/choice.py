@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def is_registered(name: str) -> bool:
     """Whether an `--optim` is an entry of the registry, built in or of a plugin."""
-    import swift.trainers.optimizers.adamw_cpu  # noqa: F401  # registers itself
+    import swift.trainers.optimizers.adamw_cpu
+    import swift.trainers.optimizers.muon  # noqa: F401  # register themselves
 
     return name in optimizers
 

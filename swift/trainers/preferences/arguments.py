@@ -169,14 +169,23 @@ class KTOParameters(ReferenceArguments):
 
     per_device_train_batch_size: int = flag(2, at_least=1, group="Optimization")
     """Number of rows per process and accumulation step. The KL term pairs the prompts of a batch with each other's
-    answers, so kto needs two."""
+    answers, with 1 those of the accumulation steps."""
 
     def problems(self) -> Iterator[str]:
         """Problems of these settings, one line each."""
-        if self.loss_type == "kto" and self.per_device_train_batch_size < 2:
+        rows = self.per_device_train_batch_size * (getattr(self, "gradient_accumulation_steps", None) or 1)
+        if self.loss_type == "kto" and rows < 2:
             yield (
-                "--per_device_train_batch_size: 1: the KL term of kto needs several rows in a batch; use 2 or more "
-                "with fewer --gradient_accumulation_steps, or --loss_type apo_zero_unpaired"
+                "--per_device_train_batch_size: 1: the KL term of kto pairs rows, and there is one in a step; use 2 or "
+                "more here or in --gradient_accumulation_steps, or --loss_type apo_zero_unpaired"
+            )
+
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        if self.loss_type == "kto" and self.per_device_train_batch_size == 1:
+            yield (
+                "--per_device_train_batch_size: 1: the KL of a pass is that of a single row, as in ms-swift; larger "
+                "batches estimate it better"
             )
 
 

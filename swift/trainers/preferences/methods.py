@@ -27,6 +27,18 @@ class PreparedRows:
         return dataset
 
 
+class SingleRows:
+    """Mixin before KTOTrainer, which refuses batches of one row because it would pair it with its own answer.
+
+    Here rows have the answers of others already; see `with_others_answers`.
+    """
+
+    def __init__(self, *, args: Any, **arguments: Any) -> None:
+        size, args.per_device_train_batch_size = args.per_device_train_batch_size, 2
+        super().__init__(args=args, **arguments)  # type: ignore[call-arg]
+        args.per_device_train_batch_size = self._train_batch_size = size
+
+
 class UnmappedRows:
     """Mixin before trainers whose constructor maps all rows, which streams and several sets do not allow."""
 
@@ -84,7 +96,10 @@ def _encode_unpaired(args: Any, template: Template) -> Encoded:
             train = train.shuffle(seed=args.data_seed)
     if args.loss_type == "kto":
         # with the same number of rows in evaluation, whose batches may have one row
-        rotated = functools.partial(with_others_answers, batch_size=args.per_device_train_batch_size)
+        size = args.per_device_train_batch_size
+        rotated = functools.partial(
+            with_others_answers, batch_size=size if size > 1 else args.gradient_accumulation_steps
+        )
         train = rotated(train)
         val = {name: rotated(part) for name, part in val.items()} if isinstance(val, dict) else val and rotated(val)
     return train, val, lines
@@ -161,7 +176,7 @@ KTO = Method(
         *REFERENCE, "loss_type", "desirable_weight", "undesirable_weight", train_sampling_strategy="sequential"
     ),
     parts=reference_parts,
-    overrides=(PreparedRows, ReferenceInCheckpoint),
+    overrides=(SingleRows, PreparedRows, ReferenceInCheckpoint),
     logged=("entropy", "kl", *MARGINS, "aux_loss"),
     measured=(*LOGITS, "num_tokens"),
     shown=(MARGIN,),

@@ -27,6 +27,19 @@ def _nothing(*_: Any) -> dict[str, Any]:
     return {}
 
 
+def _chat_template(args: Any) -> Template:
+    from swift.models.tokenizer import load_chat
+
+    return load_chat(args)
+
+
+def load_texts(args: Any) -> Template:
+    """The tokenizer alone, for rows that are documents."""
+    from swift.models.tokenizer import load_chat
+
+    return load_chat(args, plain=True)
+
+
 def _never(_: Any) -> Parting:
     return ""
 
@@ -38,7 +51,7 @@ class Method:
     trainer, config: their classes, as `module:name`.
     encode: settings and chat template -> rows.
     collator: TRL's, of the rows that `encode` makes, as `module:name`; for rows with images, if they are single.
-    plain: whether rows are documents, so that the tokenizer needs no chat template.
+    template: settings -> tokenizer and chat template.
     reward_head: of the model to train; None for a language model.
     model_dropout: whether the model keeps the dropout of its config; without it, the model and a frozen copy differ by
         training only.
@@ -58,7 +71,7 @@ class Method:
     config: str
     encode: Callable[[Any, Template], Encoded]
     collator: str | None = None
-    plain: bool = False
+    template: Callable[[Any], Template] = _chat_template
     reward_head: Head | None = None
     model_dropout: bool = False
     fuses_head: bool = False
@@ -80,6 +93,7 @@ class Method:
 METHODS = {
     "sft": "swift.trainers.sft:SFT",
     "pt": "swift.trainers.sft:PT",
+    "seq_cls": "swift.trainers.classification:SEQ_CLS",
     "dpo": "swift.trainers.preferences.methods:DPO",
     "ipo": "swift.trainers.preferences.methods:IPO",
     "kto": "swift.trainers.preferences.methods:KTO",

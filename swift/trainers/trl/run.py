@@ -50,12 +50,10 @@ def run(resolved: Resolved) -> int:
     args: Any = resolved.args
     require_packages(args)
     with collector_resting():
-        from swift.models import load_chat
-
         method = method_of(resolved.mode)
         collectives = join_processes(args)
         start = find_start(args, resolved.to_json(), collectives.world_size)
-        template = load_chat(args, plain=method.plain)
+        template = method.template(args)
     with collectives.together():
         if collectives.is_main:
             check_hub(args)
