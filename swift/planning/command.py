@@ -151,6 +151,9 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         f"--deepspeed: {args.deepspeed}: not planned; plan with --fsdp {alike}, with shards as large": args.deepspeed,
         f"--quant_method: {args.quant_method}: is not planned yet with --fsdp; drop one": args.quant_method
         and args.fsdp,
+        "--freeze_vit: false: passes of a tower are not planned yet; plan with true": (
+            not getattr(args, "freeze_vit", True)
+        ),
         "--use_dora: true: is not planned yet on quantised weights": args.quant_method and args.use_dora,
         "--quant_bits: 8: only 4 is planned so far; plan with 4, which needs less, or without": (
             args.quant_method and args.quant_bits == 8

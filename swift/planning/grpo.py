@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any) -> Plan:
     """The plan of a run of GRPO or structured EBFT, whose policy is on "meta"."""
-    from swift.planning.report import Plan
+    from swift.planning.report import Plan, seen_by
     from swift.trainers.parallel.sequence import data_ranks
 
     nodes, prompt_tokens = max(1, int(os.environ.get("NNODES", "1"))), asked.prompt_tokens or PROMPT_TOKENS
@@ -38,10 +38,9 @@ def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any
     if rollout.devices > 1 or placed.servers:
         where += f" on {counted(rollout.devices, 'device')} each"
     features = {"features": cost.features_s} if cost.features_s else {}
-    blind = "; their images are not counted" if getattr(policy.config, "vision_config", None) else ""
     return Plan(
         title=f"plan: {described(args)}; rollouts by {where}, {rollout.at_a_time} at a time on a device; prompts of "
-        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them{blind}",
+        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them{seen_by(policy)}",
         device=device,
         devices=processes,
         engine_devices=nodes * sum(map(len, placed.engines)) if placed.mode == "dedicated" else 0,

@@ -98,6 +98,7 @@ class Plan:
     def as_json(self) -> dict[str, object]:
         """For programs: bytes and seconds."""
         return {
+            "title": self.title,
             "device": self.device.name,
             "devices": self.devices,
             "engine_devices": self.engine_devices,
@@ -190,6 +191,13 @@ def described(args: Any) -> str:
     dtype = f"{args.torch_dtype}, products in {args.autocast}" if args.autocast else args.torch_dtype
     sharing = f", micro-batches of {args.sequence_parallel_size} processes" if args.sequence_parallel_size > 1 else ""
     return f"{args.tuner_type} tuning of {args.model} in {dtype}{describe(args)}{sharing}"
+
+
+def seen_by(policy: Any) -> str:
+    """What a plan for a model with a vision tower leaves out."""
+    if getattr(policy.config, "vision_config", None) is None:
+        return ""
+    return "; images count by their tokens in prompts, without the passes of the tower"
 
 
 def buckets_of(args: Any, cost: StepCost, processes: int) -> int:

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError
-from swift.planning.report import PROMPT_TOKENS, Plan, buckets_of, described, trained_in
+from swift.planning.report import PROMPT_TOKENS, Plan, buckets_of, described, seen_by, trained_in
 
 if TYPE_CHECKING:
     from swift.planning.devices import Device
@@ -53,7 +53,7 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
     prompt = f", {shape.prompt_tokens:,} of them the prompt's" if mode != "pt" else ""
     packed = f", {shape.packed} in each packed row" if shape.packed > 1 else ""
     return Plan(
-        title=f"plan: swift {command_of(mode)}: {described(args)}; {what}{prompt}{packed}",
+        title=f"plan: swift {command_of(mode)}: {described(args)}; {what}{prompt}{packed}{seen_by(policy)}",
         device=device,
         devices=processes,
         cost=cost,
