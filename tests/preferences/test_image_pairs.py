@@ -7,9 +7,11 @@ import torch
 import vlms
 from image_rows import Plain, assert_same_gradients, data_url, turn
 from torch.nn.functional import logsigmoid
-from trl_runs import argv_of, assert_resumes_exactly, trained, trainer_of, written
+from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, written
+from trl_runs import rows as rows_of
 
 from swift.arguments import parse
+from swift.cli.main import main
 from swift.data.loading import load_rows
 from swift.models.vision import placeholder_ids, resized
 from swift.rewards.models import open_reward_models
@@ -212,6 +214,41 @@ class SmallImages:
 
     def __call__(self, *, images, **more):
         return self.processor(images=images and [resized(image, 4096) for image in images], **more)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_adapter_scores_merged_what_it_scored(settings, tmp_path):
+    run = trained(settings("rm", TOWERS, "--tuner_type lora --learning_rate 1e-2"))
+    merged, adapter = tmp_path / "merged", list_checkpoints(run)[-1]
+    assert main(["merge-lora", "--adapters", str(adapter), "--output_dir", str(merged)]) == 0
+    chats = [
+        {"messages": [*row["messages"], turn("assistant", row["chosen"])], "images": row["images"]} for row in PAIRS
+    ]
+    data, found = str(written(tmp_path / "chats.jsonl", chats)), []
+    for number, model in enumerate((["--adapters", str(adapter)], ["--model", str(merged)])):
+        file = tmp_path / f"{number}.jsonl"
+        assert main(["infer", *model, "--val_dataset", data, "--result_path", str(file)]) == 0
+        found.append([line["score"] for line in rows_of(file)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert len(set(found[0])) == len(PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["rm", "simpo"])
+@pytest.mark.parametrize("sharing", [TOWERS, "--fsdp full_shard", "--deepspeed zero2"])
+def test_two_processes_take_the_steps_of_one(method, sharing, settings, tmp_path):
+    """One of them gets a row without images."""
+    flags = ["--per_device_train_batch_size 1 --dataset_shuffle false --learning_rate 1e-5"]
+    flags += ["--cpo_alpha 0"] if method == "simpo" else []  # which weighs a mean over tokens
+    rows = [PAIRS[0], PAIRS[2], PAIRS[1], PAIRS[2]]
+    alone = [TOWERS] if sharing == TOWERS else []
+    own = [*alone, "--gradient_accumulation_steps 2", "--output_dir", str(tmp_path / "one")]
+    one = trained(settings(method, *flags, *own, rows=rows))
+    two = in_two(settings(method, *flags, sharing, "--output_dir", str(tmp_path / "two"), rows=rows))
+    for name in ("loss", "grad_norm"):
+        assert logged(one, name) == pytest.approx(logged(two, name), rel=1e-5)
 
 
 @pytest.mark.slow

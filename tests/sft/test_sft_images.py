@@ -74,6 +74,10 @@ def test_a_batch_of_texts_needs_no_pixels(family, settings, tmp_path):
     trainer.compute_loss(trainer.model, batch).backward()
 
 
+def test_a_batch_is_not_computed_in_parts_without_its_pixels(settings, tmp_path):
+    assert trainer_of(settings(), tmp_path / "run").parting == ""
+
+
 def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
     trainer = trainer_of(settings("--loss_scale all"), tmp_path / "run")
     for row in trainer.train_dataset:
