@@ -478,7 +478,7 @@ WRONG = {
     "no swift in it": ("echo hello\n", ["f.sh"], "none"),
     "two commands": ("swift sft --model a\nswift sft --model b\n", ["f.sh"], "one command"),
     "images": (
-        "swift rlhf --rlhf_type orpo --model Qwen/Qwen2.5-VL-3B-Instruct\n",
+        "swift rlhf --rlhf_type gkd --model Qwen/Qwen2.5-VL-3B-Instruct\n",
         ["f.sh"],
         "images are not supported",
     ),
