@@ -16,11 +16,12 @@ _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.
 _SAME = {
     flag: value
     for value, flags in {
-        "true": "save_safetensors use_chat_template "
+        "true": "save_safetensors use_chat_template add_non_thinking_prefix "
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
         "1": "vllm_pipeline_parallel_size max_batch_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
+        "delete": "truncation_strategy",
     }.items()
     for flag in flags.split()
 }
@@ -36,10 +37,7 @@ _SPEED = _names(
 _OF_REFUSED = ("galore_", "adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_", "lisa_step_")
 """Beginnings of flags that have an effect with a tuner, a start or a switch only that is refused."""
 
-_REFUSED = _names(
-    "device_map enable_thinking add_non_thinking_prefix "
-    "context_manager reward_model_plugin hub_strategy log_level group_size"
-)
+_REFUSED = _names("device_map enable_thinking context_manager reward_model_plugin hub_strategy log_level group_size")
 """Flags without a value that has no effect."""
 
 _KNOWN = _names(
@@ -109,7 +107,7 @@ _VALUES = {
     "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
     "loss_type": "real fipo",
     "attn_impl": "flash_attention_3 flash_attention_4",
-    "loss_scale": "hermes react qwen agentflan alpha_umi ignore_think_prefix",
+    "loss_scale": "agentflan alpha_umi ignore_think_prefix",
 }
 _MODES = {
     "train": "swift sft, or swift rlhf --rlhf_type grpo",

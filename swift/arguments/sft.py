@@ -11,7 +11,14 @@ from swift.flags import flag
 from swift.models.labels import Labels, Problem
 from swift.trainers.arguments import ActivationArguments, RouterArguments
 
-LossScale = Literal["default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think"]
+LossScale = Literal[
+    "default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think",
+    "hermes", "last_round+hermes", "hermes+ignore_empty_think", "last_round+hermes+ignore_empty_think",
+    "react", "last_round+react", "react+ignore_empty_think", "last_round+react+ignore_empty_think",
+    "qwen", "last_round+qwen", "qwen+ignore_empty_think", "last_round+qwen+ignore_empty_think",
+]  # fmt: skip
+WEIGHTS = ("hermes", "react", "qwen")
+"""Values of loss_scale that weigh parts of an answer."""
 
 
 @dataclass(kw_only=True)
@@ -77,9 +84,13 @@ class SFTArguments(LanguageModelingArguments):
     GROUP: ClassVar[str] = "Objective"
     SEES: ClassVar[bool] = True
 
-    loss_scale: LossScale = flag("default", values={"default+ignore_empty_think": "ignore_empty_think"})
+    loss_scale: LossScale = flag(
+        "default",
+        values={f"default+{name}": name for name in ("ignore_empty_think", *WEIGHTS)},
+    )
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
-    token. ignore_empty_think leaves out empty thoughts. `loss` of a message has precedence."""
+    token. ignore_empty_think leaves out empty thoughts; hermes, react and qwen weigh calls of tools twice. `loss` of a
+    message has precedence."""
 
     agent_template: str | None = flag(group="Data", everyday=False, unset="that of the chat template")
     """Format of tools and calls. The chat template writes them; another format than its own is refused."""
@@ -103,9 +114,12 @@ class SFTArguments(LanguageModelingArguments):
     def problems(self) -> Iterator[str]:
         for name in ("assistant_only_loss", "completion_only_loss"):
             value = getattr(self, name)
-            others = ("all",) if value else ("last_round", "ignore_empty_think", "last_round+ignore_empty_think")
-            if value is not None and self.loss_scale in others:
+            contradicted = self.loss_scale == "all" if value else self.loss_scale not in ("default", "all")
+            if value is not None and contradicted:
                 yield f"--{name}: {str(value).lower()}: contradicts --loss_scale {self.loss_scale}; drop one of the two"
+        for name, off in (("loss_type", "nll"), ("sequence_parallel_size", 1)):
+            if (value := getattr(self, name)) != off and set(WEIGHTS) & set(self.loss_scale.split("+")):
+                yield f"--{name}: {value}: not with the weights of --loss_scale {self.loss_scale}; use {off}"
         given = {self.assistant_only_loss, self.completion_only_loss} - {None}
         if len(given) > 1:
             yield "--completion_only_loss: contradicts --assistant_only_loss: one of them is true; drop one of the two"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,8 +176,9 @@ class Template:
         *,
         everything: bool = False,
         empty_thoughts: bool = True,
+        weigh: Callable[[str], list[tuple[str, int]]] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a whole chat, and a mask of equal length: 1 on tokens of the assistant.
+        """Token ids of a whole chat, and a mask of equal length: 1 on tokens of the assistant, or their weight.
 
         The end token of each assistant turn is masked 1, template text after it (such as a newline) 0; all of a turn
         whose `loss` is false is 0.
@@ -188,6 +189,7 @@ class Template:
             everything: mask with 1 all but turns whose `loss` is false.
             empty_thoughts: if false, `<think></think>` with nothing but white space in it, at the beginning of a turn,
                 is masked 0.
+            weigh: parts an answer, and gives each part a weight; not of a turn that says whether it is trained on.
 
         Raises:
             RefusedChat: the template refuses the messages, or does not show their tools or images.
@@ -216,8 +218,22 @@ class Template:
             learnt = [True] * len(spans)
         cuts = [0, *chain.from_iterable(spans), len(text)]
         texts = [text[start:end] for start, end in pairwise(cuts)]
-        pieces = self.encode_pieces(texts, messages)
-        return self._joined(pieces, texts[1::2], learnt, empty_thoughts, int(everything))
+        if weigh is None:
+            pieces = self.encode_pieces(texts, messages)
+            return self._joined(pieces, texts[1::2], learnt, empty_thoughts, int(everything))
+        weighed = [messages[index].get("loss") is None for index in turns]
+        weighed = weighed if len(weighed) == len(spans) else [True] * len(spans)
+        parts = [weigh(text) if place % 2 and weighed[place // 2] else [(text, 1)] for place, text in enumerate(texts)]
+        encoded = iter(self.encode_pieces([part for each in parts for part, _ in each], messages))
+        stops = self.stop_token_ids  # an end token is no part of a call
+        found = [
+            [(token, 1 if token in stops else weight) for _, weight in each for token in next(encoded)]
+            for each in parts
+        ]
+        pieces = [[token for token, _ in each] for each in found]
+        ids, mask = self._joined(pieces, texts[1::2], learnt, empty_thoughts, int(everything))
+        weights = [weight for each in found for _, weight in each]
+        return ids, [trained * weight for trained, weight in zip(mask, weights, strict=True)]
 
     def check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
         """Refuse tools, or calls of them, that the template would silently omit (RefusedChat)."""

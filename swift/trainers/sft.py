@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, RefusedChat
 from swift.startup import collector_resting
+from swift.trainers.loss_weights import WeightedTokens, named
 from swift.trainers.sft_packing import PackedRows, Packing, require_packed
 from swift.trainers.trl.method import Encoded, Method, load_texts
 
@@ -101,7 +102,7 @@ def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
 def _parts(args: Any, model: Any) -> dict[str, Any]:
     if args.packing or args.padding_free:
         require_packed(model, args)
-    return {}
+    return {"weighs": True} if named(getattr(args, "loss_tokens", "")) else {}
 
 
 def _options(args: Any) -> dict[str, Any]:
@@ -127,7 +128,7 @@ SFT = Method(
     options=_options,
     parts=_parts,
     parting=lambda args: "rows",
-    overrides=(PackedRows,),
+    overrides=(WeightedTokens, PackedRows),
     logged=("mean_token_accuracy", "aux_loss"),
     measured=("entropy", "num_tokens"),
 )

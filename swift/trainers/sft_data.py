@@ -6,12 +6,14 @@ it all the same. A document (`swift.data.texts`) has no template: its text, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from swift.errors import RefusedChat
-from swift.trainers.rows import IGNORED, Encoder, counts
+from swift.trainers.loss_weights import named, parts_of, with_weight
+from swift.trainers.rows import Encoder, counts
 
 if TYPE_CHECKING:
     from swift.data.loading import Example
@@ -57,8 +59,8 @@ class ChatEncoder(Encoder):
         if not any(mask):
             raise RefusedChat(NOTHING_LEFT)
         mask = [trained if token >= 0 else 0 for token, trained in zip(ids, mask, strict=True)]  # not of images
-        labels = [token if trained else IGNORED for token, trained in zip(ids, mask, strict=True)]
-        return {"input_ids": ids, "labels": labels, **counts(len(ids), sum(mask))}
+        labels = [with_weight(token, weight) for token, weight in zip(ids, mask, strict=True)]
+        return {"input_ids": ids, "labels": labels, **counts(len(ids), sum(map(bool, mask)))}
 
     def rows(self, *inputs: Any) -> Iterator[dict[str, Any]]:
         """See `Encoder`; a document that is split is several rows."""
@@ -84,12 +86,17 @@ class ChatEncoder(Encoder):
         if "last_round" in self.loss:
             last = max((index for index, turn in enumerate(messages) if turn["role"] == "user"), default=-1)
             messages = [
-                {"loss": index > last, **turn} if turn["role"] == "assistant" else turn
+                {"loss": False, **turn} if turn["role"] == "assistant" and index < last else turn
                 for index, turn in enumerate(messages)
             ]
         everything = self.loss == "all"
         if not any(turn["role"] == "assistant" and turn.get("loss", True) for turn in messages) and not everything:
             raise RefusedChat(NO_ANSWER)
+        weights = named(self.loss)
         return self.template.encode_chat(
-            messages, tools, everything=everything, empty_thoughts="ignore_empty_think" not in self.loss
+            messages,
+            tools,
+            everything=everything,
+            empty_thoughts="ignore_empty_think" not in self.loss,
+            weigh=None if weights is None else functools.partial(parts_of, weights),
         )

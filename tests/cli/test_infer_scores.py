@@ -73,8 +73,8 @@ def test_a_process_reward_model_scores_each_step_of_chats_and_of_its_own_rows(na
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ([], "a reward model does not chat; give answers with --val_dataset"),
-        (["--val_dataset", "x.jsonl", "--template", "chatml"], "--template: a reward model reads chats as it was"),
+        ([], "it has scores and does not chat; give rows with --val_dataset"),
+        (["--val_dataset", "x.jsonl", "--template", "chatml"], "--template: such a model reads chats as it was"),
         (["--val_dataset", "x.jsonl", "--infer_backend", "vllm"], "--infer_backend: vllm: scores come from transf"),
     ],
 )

@@ -254,7 +254,7 @@ KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys t
         "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit", "adamw_torch_8bit": "adamw_torch_8bit",
         "paged_adamw_32bit": "paged_adamw_32bit", "adamw_torch_4bit": "adamw_torch_4bit",
     }.items()},
-    "muon": ({"optimizer": "muon"}, {}, {"optimizer"}),
+    "muon": ({"optimizer": "muon"}, {"optim": "muon"}, set()),
     "full precision": ({"bf16": False, "fp16": False}, {"torch_dtype": "float32"}, set()),
     "half precision": ({"bf16": False, "fp16": True}, {"torch_dtype": "float16"}, set()),
     "the machine's precision": ({"bf16": "auto"}, {"torch_dtype": None}, set()),
