@@ -204,6 +204,23 @@ def test_on_a_cpu_prompts_are_never_cut_and_blocks_are_small():
     assert "enable_sleep_mode" not in told
 
 
+@pytest.mark.parametrize(
+    ("types", "on_cpu", "kept"),
+    [
+        ((), True, True),
+        (["full_attention", "sliding_attention"], True, True),
+        (["linear_attention", "full_attention"], True, False),
+        (["linear_attention", "full_attention"], False, True),
+    ],
+)
+def test_prefixes_of_states_are_not_kept_where_prompts_are_never_cut(types, on_cpu, kept):
+    """vLLM refuses a hybrid model with a prefix cache and without chunked prefill."""
+    told = settings.engine_arguments(
+        spec(), on_cpu=on_cpu, limit=512, kv_bytes=1 << 20, executor="uni", layer_types=types
+    )
+    assert told["enable_prefix_caching"] == kept
+
+
 def test_on_a_gpu_vllm_sizes_its_cache_and_may_sleep():
     told = arguments(on_cpu=False, memory_share=0.4, sleep=True)
     assert (told["gpu_memory_utilization"], told["enable_sleep_mode"], told["enforce_eager"]) == (0.4, True, False)
@@ -256,6 +273,17 @@ def test_a_failure_to_start_is_told_apart(error, kind, words):
     told = start._start_error(spec(), error)
     assert type(told) is kind and words in str(told)
     assert_every_mode_has_the_flags_of(told)
+
+
+def test_a_failed_check_of_vllms_settings_is_told_with_its_reason():
+    class Wrong(ValueError):
+        """As pydantic's: its text begins with the number of errors."""
+
+        def errors(self):
+            return [{"msg": "Value error, head size 7"}]
+
+    told = start._start_error(spec(), Wrong("1 validation error for VllmConfig\n  Value error, head size 7"))
+    assert "vLLM refuses it (Value error, head size 7)" in str(told)
 
 
 # --- what an update must bring ------------------------------------------------------------------------------

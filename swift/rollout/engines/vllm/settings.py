@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,8 @@ CPU_BLOCK_TOKENS = 32
 """Size of a KV block on a CPU; with vLLM's default of 128, shorter prompts would not be shared."""
 CPU_BATCH_TOKENS = 16384
 """Maximum number of tokens of one step on a CPU, where seeded requests cannot be prefilled in chunks."""
+ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers whose keys and values are kept for prefixes on a CPU."""
 CPU_KV_SHARE = 0.25
 """Maximum share of the free main memory (times the spec's share) for the KV cache."""
 CPU_KV_BYTES = 4 << 30
@@ -55,7 +57,13 @@ def cpu_kv_bytes(spec: EngineSpec, token_bytes: int, limit: int, free: int) -> i
 
 
 def engine_arguments(
-    spec: EngineSpec, *, on_cpu: bool, limit: int, kv_bytes: int | None, executor: str
+    spec: EngineSpec,
+    *,
+    on_cpu: bool,
+    limit: int,
+    kv_bytes: int | None,
+    executor: str,
+    layer_types: Collection[str] = (),
 ) -> dict[str, Any]:
     """Keyword arguments of `EngineArgs`; the spec's `engine_kwargs` override the others.
 
@@ -65,6 +73,7 @@ def engine_arguments(
         limit: see `context_limit`.
         kv_bytes: size of the KV cache; None: from the share of the device's memory.
         executor: "uni" (this process), "mp" (processes of vLLM) or "external_launcher" (the calling ranks).
+        layer_types: as in the model's config.
     """
     arguments: dict[str, Any] = {
         "model": spec.model,
@@ -91,6 +100,8 @@ def engine_arguments(
         arguments |= {
             "block_size": CPU_BLOCK_TOKENS,
             "enable_chunked_prefill": False,  # fails for seeded requests: "CPU Generator does not use offset"
+            # vLLM keeps states of linear attention and the like for prefixes only if it prefills in chunks
+            "enable_prefix_caching": spec.prefix_caching and set(layer_types) <= ATTENTION,
             "max_num_batched_tokens": max(limit, CPU_BATCH_TOKENS, arguments["max_num_seqs"]),
             "kv_cache_memory_bytes": kv_bytes,
         }

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from swift.devices import available_bytes
-from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, suggest
+from swift.errors import ConfigError, EngineError, ResourceError, SwiftError, first_line, shortened, suggest
 from swift.rollout.engines.base import Capabilities
 from swift.rollout.engines.expected_weights import kv_token_bytes
 from swift.rollout.engines.process import same_environment, same_randomness
@@ -110,7 +110,14 @@ def arguments_for(
         width = getattr(torch, spec.dtype).itemsize
         token_bytes = kv_token_bytes(text, width=width, ranks=spec.tensor_parallel_size)
         kv_bytes = settings.cpu_kv_bytes(spec, token_bytes, limit, available_bytes())
-    arguments = settings.engine_arguments(spec, on_cpu=on_cpu, limit=limit, kv_bytes=kv_bytes, executor=executor)
+    arguments = settings.engine_arguments(
+        spec,
+        on_cpu=on_cpu,
+        limit=limit,
+        kv_bytes=kv_bytes,
+        executor=executor,
+        layer_types=getattr(text, "layer_types", None) or (),
+    )
     known = {argument.name for argument in dataclasses.fields(vllm.EngineArgs)}
     if spec.returns_routes and (reason := no_routes(vllm.version, on_cpu=on_cpu)):
         raise ConfigError(f"--moe_router_replay: rollout: {reason}")
@@ -143,7 +150,8 @@ def environment(spec: EngineSpec, executor: Executor) -> dict[str, str]:
 
 def _start_error(spec: EngineSpec, error: Exception) -> SwiftError:
     """The error for the user after vLLM failed to start."""
-    line = first_line(error)
+    problems = getattr(error, "errors", None)  # of pydantic, whose first line only counts them
+    line = shortened(str(problems()[0]["msg"]), 200) if callable(problems) else first_line(error)
     if re.search("expandable.segments", str(error), re.IGNORECASE):
         return ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: expandable_segments: vLLM refuses it ({line}); unset it")
     if "on startup" in line and "utilization" in line:
