@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 class InferArguments(CommonArguments, GenerationArguments, DataArguments, ImageArguments, QuantArguments):
     """`swift infer`: answers of a model, at the terminal or for every row of a dataset."""
 
-    @property
-    def SEES(self) -> bool:  # type: ignore[override]  # noqa: N802
-        """Whether images may be given; to transformers only."""
-        return self.infer_backend == "transformers"
+    SEES: ClassVar[bool] = True
 
     temperature: float = flag(0.9, at_least=0, group="Sampling")
     """Sampling temperature; 0 is greedy."""
@@ -125,8 +122,13 @@ UNUSED_BY_SERVERS = (
 
 
 @dataclass(kw_only=True)
-class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArguments, CheckpointArguments):
+class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArguments, ImageArguments):
     """`swift rollout`: a generation server for trainers on other machines."""
+
+    @property
+    def SEES(self) -> bool:  # type: ignore[override]  # noqa: N802
+        """Whether prompts may have images; LMDeploy takes texts."""
+        return self.infer_backend != "lmdeploy"
 
     use_vllm: bool | None = flag(  # type: ignore[assignment]
         group="Engine", unset="true unless another backend is named"

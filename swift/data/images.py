@@ -102,6 +102,12 @@ def open_image(image: Image) -> PIL.Image.Image:
         raise RefusedImage(f"image {image.path or image.digest}: {error}") from error
 
 
+def pixels_of(image: Image) -> int:
+    """Number of pixels, as its header says."""
+    header = _header(encoded(image))
+    return header.width * header.height
+
+
 def encoded(image: Image) -> bytes:
     """The bytes of an image. Raises ConfigError: the file at `path` is gone or has changed since it was read."""
     return image.content if image.content is not None else _read_again(image, f"image {image.path}")
@@ -166,7 +172,7 @@ def _path_in_url(url: str) -> str:
 def _path_of(text: str, folder: Path | None) -> Path:
     """The path without links; it lies below the folder."""
     if folder is None:
-        raise RowError("no files are read for this dataset; store the images' bytes in its rows")
+        raise RowError("no files are read here; give the bytes of the image, as in a data URL")
     try:
         folder = folder.resolve()
         path = (folder / text).resolve()

@@ -65,6 +65,13 @@ class ImageArguments(CheckpointArguments):
 
 
 @dataclass(kw_only=True)
+class SeeingArguments(ImageArguments):
+    """Those of a model that is loaded whole."""
+
+    SEES: ClassVar[bool] = True
+
+
+@dataclass(kw_only=True)
 class QuantArguments(CheckpointArguments):
     """How the linear layers of a model are stored."""
 

@@ -114,7 +114,8 @@ class Vision:
         marker = self._found_marker()
         self._marks = {token: marker.count(token) for token in added if token in marker} or {marker: 1}
         """What the chat template writes for an image -> how often; texts around it may number the images."""
-        self._features: OrderedDict[tuple[int, ...], dict[str, Tensor]] = OrderedDict()
+        self._made: OrderedDict[tuple[int, ...], tuple[int, dict[str, Tensor]]] = OrderedDict()
+        """Of the images of a prompt: how many placeholders they have, and what the model takes."""
         self._lock = threading.Lock()
         self._takes: set[str] = set()
         self._rope_index: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -164,7 +165,7 @@ class Vision:
         if shown := self._shown(text, ids, images):
             remember_shown(shown)
         with self._lock:
-            self._keep(name_of(images), features)
+            self._keep(name_of(images), ids.count(self.placeholder), features)
         name = itertools.cycle(name_of(images))
         return self._cut([next(name) if token == self.placeholder else token for token in ids], pieces)
 
@@ -197,11 +198,15 @@ class Vision:
         cuts = [places[number + sum(within[: number + 1])] for number in range(len(pieces) - 1)]
         return [ids[start + 1 : stop] for start, stop in itertools.pairwise([-1, *cuts, len(ids)])]
 
+    def fits(self, ids: Iterable[int]) -> bool:
+        """Whether a prompt, made elsewhere, has as many placeholders as its images have here."""
+        return sum(token < 0 for token in ids) == self._made_of(ids)[0]
+
     # --- what the model takes -----------------------------------------------------------------------------------
 
     def features(self, prompts: Iterable[Sequence[int]], device: torch.device | str) -> dict[str, Tensor]:
         """The pixels of prompts in their order, as keyword arguments of the model; {} if none has images."""
-        found = [self._features_of(ids) for ids in prompts if has_images(ids)]
+        found = [self._made_of(ids)[1] for ids in prompts if has_images(ids)]
         if not found:
             return {}
         assert all(one.keys() == found[0].keys() for one in found), "processed images of different kinds"
@@ -218,7 +223,7 @@ class Vision:
         """Positions of a prompt's tokens, a row for each axis that differs, and the position of the next token."""
         if self._rope_index is None or not has_images(ids):
             return [list(range(len(ids)))], len(ids)
-        grids = {name: value for name, value in self._features_of(ids).items() if name.endswith("grid_thw")}
+        grids = {name: value for name, value in self._made_of(ids)[1].items() if name.endswith("grid_thw")}
         kinds = torch.tensor([[int(token < 0) for token in ids]])
         places, delta = self._rope_index(torch.tensor([self.visible(ids)]), mm_token_type_ids=kinds, **grids)
         return places[:, 0].tolist(), len(ids) + int(delta)
@@ -254,18 +259,18 @@ class Vision:
         again = [inner for token in written for inner in (next(tokens).token_ids if token == mark else (token,))]
         return found if [-1 if token == self.placeholder else token for token in ids] == again else []
 
-    def _features_of(self, ids: Iterable[int]) -> dict[str, Tensor]:
+    def _made_of(self, ids: Iterable[int]) -> tuple[int, dict[str, Tensor]]:
         images = images_named(ids)
         name = name_of(images)
         with self._lock:
-            if name in self._features:
-                self._features.move_to_end(name)
-                return self._features[name]
+            if name in self._made:
+                self._made.move_to_end(name)
+                return self._made[name]
         parts = [{"type": "image"} for _ in images]
-        _, features = self._processed(self._render([{"role": "user", "content": parts}]), images)
+        written, features = self._processed(self._render([{"role": "user", "content": parts}]), images)
         with self._lock:
-            self._keep(name, features)
-        return features
+            self._keep(name, written.count(self.placeholder), features)
+            return self._made[name]
 
     def _processed(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, Tensor]]:
         """Token ids with placeholders as they are, and what the processor makes of the images."""
@@ -284,11 +289,11 @@ class Vision:
             )
         return ids, features
 
-    def _keep(self, name: tuple[int, ...], features: dict[str, Tensor]) -> None:
-        self._features[name] = features
-        held = sum(value.nbytes for one in self._features.values() for value in one.values())
-        while held > KEPT_BYTES and len(self._features) > 1:
-            _, oldest = self._features.popitem(last=False)
+    def _keep(self, name: tuple[int, ...], count: int, features: dict[str, Tensor]) -> None:
+        self._made[name] = count, features
+        held = sum(value.nbytes for _, one in self._made.values() for value in one.values())
+        while held > KEPT_BYTES and len(self._made) > 1:
+            _, (_, oldest) = self._made.popitem(last=False)
             held -= sum(value.nbytes for value in oldest.values())
 
     def _found_marker(self) -> str:

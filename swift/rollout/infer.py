@@ -32,6 +32,7 @@ from swift.models.source import locate
 from swift.models.trained import take_trained
 from swift.rollout.collector import launches_of
 from swift.rollout.engines.spec import EngineSpec, build_engine
+from swift.rollout.engines.vllm import require_images
 from swift.rollout.seeds import sample_seed
 from swift.startup import collector_resting
 from swift.types import Completion, Prompt, Request, SamplingParams
@@ -86,6 +87,8 @@ def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
 
         template = load_chat(args)
         if args.infer_backend == "vllm":
+            if template.vision is not None:
+                require_images()
             return template, build_engine(_vllm_spec(args, template))
         device, ends = own_device(), template.stop_token_ids
         model = load_for_inference(args, device=str(device))
@@ -110,6 +113,8 @@ def _vllm_spec(args: Any, template: Template) -> EngineSpec:
         memory_share=args.vllm_gpu_memory_utilization,
         trust_remote_code=args.trust_remote_code,
         engine_kwargs=dict(args.vllm_engine_kwargs),
+        sees=template.vision is not None,
+        max_pixels=args.max_pixels,
     )
 
 

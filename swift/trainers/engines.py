@@ -254,8 +254,7 @@ def check_images(engine: InferenceEngine) -> None:
     """Raises ConfigError for a model that sees images and an engine that takes none."""
     if not engine.capabilities.images:
         raise ConfigError(
-            f"--infer_backend: the engine {engine.capabilities.name} takes no images; use vLLM in this run's own "
-            "processes, or transformers in the trainer's"
+            f"--infer_backend: the engine {engine.capabilities.name} takes no images; use vllm or transformers"
         )
 
 

@@ -148,7 +148,7 @@ def test_hostile_references_are_refused(name, folder):
 
 
 def test_a_dataset_without_a_folder_has_no_files():
-    with pytest.raises(RowError, match=r"a\.png: no files are read for this dataset; store the images' bytes in its"):
+    with pytest.raises(RowError, match=r"a\.png: no files are read here; give the bytes of the image"):
         read_image("a.png", ImageSource())
 
 

@@ -238,3 +238,23 @@ def test_vllm_samples_with_what_the_trainer_sees(seeing, data, family, flags):
     assert [row["mismatch/logp_abs_diff_max"] < 1e-4 for row in log_rows(folder)] == [True] * SYNCS["max_steps"]
     assert any("<image " in row["prompt"] for row in completion_rows(folder))
     assert max(row["grad_norm"] for row in log_rows(folder)) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["server", "actor"])
+def test_transformers_elsewhere_sample_and_train_as_in_the_trainer(seeing, data, serve, place):
+    """Rows with bytes and files reach the engine, and updates of the tower as well."""
+    cli = seeing("qwen3_vl")
+    tower = {"tuner_type": "full", "freeze_vit": "false", "freeze_aligner": "false", "learning_rate": 1e-3}
+    flags = {**data, **tower, "max_steps": 3, "num_iterations": 1, "max_pixels": 80 * 80}
+    own = cli.finish("own", **flags)
+    if place == "server":
+        server = serve("--max_pixels", str(80 * 80), model=cli.model, key="a key")
+        elsewhere = {"vllm_server_base_url": server.url, "vllm_server_api_key": server.key}
+    else:
+        elsewhere = {"vllm_mode": "dedicated", "infer_backend": "transformers"}
+    folder = cli.finish("elsewhere", **flags, **elsewhere)
+    assert sampled(folder) == sampled(own)
+    assert_close(folder, own, "loss", "grad_norm", "kl")
+    assert [row["mismatch/logp_abs_diff_max"] < 1e-5 for row in log_rows(folder)] == [True] * 3
+    assert any("<image " in row["prompt"] for row in completion_rows(folder))

@@ -12,8 +12,8 @@ from oracle import PROMPT, ask
 from rollout_process import END_LIMIT_S, Reachable, RolloutProcess
 from scripted_engine import ScriptedEngine
 
-from swift.models.template import load_template
-from swift.models.tokenizer import read_tokenizer
+from swift.models import load_chat
+from swift.models.arguments import CheckpointArguments, SeeingArguments
 from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.server_client import ServerClient
@@ -38,10 +38,12 @@ class Trained:
 class LocalServer(Trained, Reachable):
     """A server on a free port of this process: the application, a thread of uvicorn, one engine."""
 
-    def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512, port=0):
+    def __init__(self, model, *, key=None, weights_folder=None, max_model_len=512, port=0, sees=False):
         self.model, self.key = str(model), key
-        template = load_template(read_tokenizer(self.model), self.model)
-        spec = EngineSpec(backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True)
+        template = load_chat((SeeingArguments if sees else CheckpointArguments)(model=self.model))
+        spec = EngineSpec(
+            backend="transformers", model=self.model, max_model_len=max_model_len, lora=True, sleep=True, sees=sees
+        )
         engine = build_engine(spec)
         self.holding, self._gave, self._kept = False, False, []
         engine.advance = partial(self._held, engine.advance)

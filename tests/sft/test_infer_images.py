@@ -41,6 +41,23 @@ def test_greedy_answers_are_those_of_plain_rows(family, vlm_folders, tmp_path):
     assert len({line["prompt_id"] for line in found}) == len(ROWS)
 
 
+@pytest.mark.long
+def test_vllm_answers_as_transformers_does(tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM needs torchvision for models that see", exc_type=Exception)
+    folder = tmp_path / "model"
+    vlms.build_vlm(folder, "qwen3_vl", **vlms.VLLM)
+    data = written(tmp_path / "rows.jsonl", ROWS)
+    words = ["infer", "--model", folder, "--val_dataset", data, "--temperature", "0", "--max_new_tokens", "8"]
+    words += ["--torch_dtype", "float32", "--max_pixels", "6400"]
+    found = {}
+    for name, more in (("transformers", ()), ("vllm", ("--infer_backend", "vllm", "--vllm_max_model_len", "256"))):
+        result = tmp_path / f"{name}.jsonl"
+        assert main([*map(str, words), *more, "--result_path", str(result)]) == 0
+        found[name] = [json.loads(line) for line in result.read_text().splitlines()]
+    assert found["vllm"] == found["transformers"]
+    assert len({line["response"] for line in found["vllm"]}) > 1
+
+
 def test_a_chat_shows_images(vlm_folders, tmp_path):
     (tmp_path / "0.png").write_bytes(base64.b64decode(data_url(0).partition(",")[2]))
     (tmp_path / "no.png").write_text("no image")

@@ -49,7 +49,8 @@ EVERYWHERE = {"report_to": "none", "add_version": "false"}
 
 def environment(**more: Any) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     return {**kept, **own, **{name: str(value) for name, value in more.items()}}
 
 

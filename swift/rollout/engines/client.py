@@ -57,11 +57,14 @@ class _Pending:
 
 
 def with_images(requests: Sequence[Request]) -> list[Request]:
-    """Requests with the images that their prompts name; those of equal prompts share them."""
+    """Requests with the images that their prompts name; those of equal prompts share them.
+
+    A request that brings its images, as to a server, is passed on.
+    """
     shown: dict[tuple[int, ...], tuple[ShownImage, ...]] = {}
     sent = []
     for request in requests:
-        if any(token < 0 for token in request.prompt_ids):
+        if not request.images and any(token < 0 for token in request.prompt_ids):
             prompt = tuple(request.prompt_ids)
             if prompt not in shown:
                 shown[prompt] = images_sent(prompt)

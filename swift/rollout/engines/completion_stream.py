@@ -38,6 +38,7 @@ class CompletionStream:
         owner: the run it belongs to, or None.
         number: number of this stream, a prefix of its request ids in the engine.
         outstanding: ids of its requests in the engine, set by the queue.
+        image_bytes: size of the images of its requests, set by the queue.
         grows: whether it gets tokens before their completion has ended, if the engine supports it.
     """
 
@@ -47,6 +48,7 @@ class CompletionStream:
         self.owner, self.grows = owner, grows
         self.number = number
         self.outstanding: set[str] = set()
+        self.image_bytes = 0
         self._queue, self._notify = queue, notify
         self._changed = threading.Condition()
         self._arrived: list[Arrival] = []

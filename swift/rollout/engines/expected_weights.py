@@ -163,11 +163,11 @@ def _embedding(shapes: dict[str, tuple[int, ...]]) -> str:
 
 def merged_adapters(spec: EngineSpec) -> WeightSource:
     """The weights of a spec's model with its adapters merged, in the spec's dtype."""
-    from swift.models.arguments import CheckpointArguments
+    from swift.models.arguments import CheckpointArguments, SeeingArguments
     from swift.models.policy import load_for_inference
     from swift.rollout.weights.policy import PolicyWeights
 
-    args = CheckpointArguments(
+    args = (SeeingArguments if spec.sees else CheckpointArguments)(
         model=spec.model,
         adapters=list(spec.adapters),
         torch_dtype=cast(Any, spec.dtype),

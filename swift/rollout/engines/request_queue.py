@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
+from swift.data.images import encoded
 from swift.errors import EngineDead, RequestRefused, SwiftError, first_line
 from swift.rollout.engines.base import Health, InferenceEngine
 from swift.rollout.engines.completion_stream import Arrival, CompletionStream, Failure, QueueFull
@@ -47,6 +48,7 @@ class RequestQueue:
     Args:
         engine: the engine; the queue closes it.
         limit: maximum number of samples that wait or run; None means no limit.
+        image_limit: maximum size of the images of all streams whose samples wait or run, in bytes.
         request_limit_s: longest time of a request; see `Request.limit_s`.
         silence_s: a weight update without a bucket for this time is aborted.
 
@@ -61,10 +63,12 @@ class RequestQueue:
         engine: InferenceEngine,
         *,
         limit: int | None = None,
+        image_limit: float = math.inf,
         request_limit_s: float = math.inf,
         silence_s: float = math.inf,
     ) -> None:
         self.engine, self.limit, self.request_limit_s = engine, limit, request_limit_s
+        self.image_limit = image_limit
         self.dead: EngineDead | None = None
         self.paused = False
         self.updates = QueueUpdates(self.do, silence_s)
@@ -137,6 +141,8 @@ class RequestQueue:
         self._check_alive()
         for request in requests:
             self.engine.check_length(request)
+        images = {shown.image.digest: shown.image for request in requests for shown in request.images}
+        image_bytes = sum(len(encoded(image)) for image in images.values())
         with self._lock:
             self._check_alive()
             count = len(self._streams)
@@ -145,12 +151,16 @@ class RequestQueue:
                     f"queue: {count} samples wait or run and {len(requests)} came: over the limit of {self.limit}; "
                     "send fewer at a time, or try again later"
                 )
+            held = sum(one.image_bytes for one in set(self._streams.values())) if image_bytes else 0
+            if held + image_bytes > self.image_limit:
+                raise QueueFull(f"queue: the images would exceed {self.image_limit} bytes; try again later")
             named = {f"{stream.number}:{request.request_id}": request for request in requests}
             known = [name for name in named if name in self._streams]
             if known or len(named) < len(requests):
                 name = _own_id(known[0]) if known else "of several"
                 raise RequestRefused(name, f"request: {name}: is outstanding already; give each an id of its own")
             stream.outstanding.update(named)
+            stream.image_bytes += image_bytes
             self._streams.update(dict.fromkeys(named, stream))
             for name, request in named.items():
                 limit_s = min(request.limit_s, self.request_limit_s)

@@ -179,6 +179,9 @@ class ServerCalls(EngineClient):
                 f"its --vllm_max_model_len is {info.max_model_len}, the run needs {self.spec.max_model_len} tokens; "
                 f"start it with --vllm_max_model_len {self.spec.max_model_len}, or lower --max_length here"
             )
+        if self.spec.sees and info.max_pixels != self.spec.max_pixels:
+            given = [f"{value}" if value else "not given" for value in (info.max_pixels, self.spec.max_pixels)]
+            problems.append(f"its --max_pixels is {given[0]}, that of the run {given[1]}; give both the same")
         if problems:
             raise EngineError(*(f"{self.name}: {problem}" for problem in problems))
 

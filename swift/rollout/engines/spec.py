@@ -45,6 +45,7 @@ class EngineSpec:
     limit_s: timeout of a call to the engine, in seconds (`--engine_timeout`).
     returns_routes: whether completions have the experts of their tokens, `Completion.routes`.
     sees: whether prompts have images; the model is loaded with its tower. max_pixels: see `swift.models.vision.Vision`.
+    template: chat template, as `--template`; it shows images.
     """
 
     backend: str
@@ -73,6 +74,7 @@ class EngineSpec:
     returns_routes: bool = False
     sees: bool = False
     max_pixels: int | None = None
+    template: str | None = None
 
 
 def call_limit_s(model: str) -> float:
@@ -120,6 +122,7 @@ def spec_from(args: Any, *, vllm_share: float = OWN_SHARE, **fields: Any) -> Eng
         limit_s=args.engine_timeout or call_limit_s(fields["model"]),
         returns_routes=getattr(args, "moe_router_replay", "off") == "rollout",
         max_pixels=getattr(args, "max_pixels", None),
+        template=getattr(args, "template", None),
         **fields,
     )
 

@@ -39,11 +39,13 @@ class StatefulEngine(InferenceEngine):
         name: of the backend.
         keeps_base: only adapters are synced, so that level 2 of `sleep` must not drop the base weights.
         vocab_size: ids of a prompt are below it.
+        placeholders: tokens that no prompt may have, as they stand for images; see `swift.models.vision`.
     """
 
     name: str
     keeps_base = False
     vocab_size: int
+    placeholders: Sequence[int] = ()
     _closed = False
     _new: Any = ()  # requests that the next step begins
 
@@ -175,6 +177,10 @@ class StatefulEngine(InferenceEngine):
                 name,
                 f"request: {name}: its prompt has token ids outside of 0..{self.vocab_size - 1}; tokenize it with the "
                 "model's tokenizer",
+            )
+        if not set(self.placeholders).isdisjoint(ids):
+            raise RequestRefused(
+                name, f"request: {name}: its prompt has a token that stands for an image; leave it out"
             )
 
     def health(self) -> Health:

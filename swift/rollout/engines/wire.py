@@ -118,7 +118,10 @@ class Load(Struct):
 
 
 class Info(Struct):
-    """The fields of GET /info that a client reads. receivers: number of processes that take part in a broadcast."""
+    """The fields of GET /info that a client reads. receivers: number of processes that take part in a broadcast.
+
+    max_pixels: of images; see `swift.models.vision.Vision`.
+    """
 
     protocol: int
     boot_id: Annotated[str, Meta(min_length=1, max_length=128)]
@@ -133,6 +136,7 @@ class Info(Struct):
     weights_probe: str | None
     counters: EngineCounters
     receivers: Annotated[int, Meta(ge=1)] = 1
+    max_pixels: int | None = None
 
 
 class State(Struct):

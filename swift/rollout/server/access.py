@@ -19,6 +19,8 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from swift.data.images import MAX_PIXELS
+
 Shape = TypeVar("Shape")
 
 OPEN_PATHS = ("/health", "/health/")
@@ -42,15 +44,18 @@ class Limits:
     """Limits on the resources of the server that clients can use.
 
     body_bytes: size of a JSON body. bodies_bytes: total size of the JSON bodies over `LARGE_BYTES` that are being read.
-    prompts, samples_per_prompt: per request. queue: waiting and running samples of all clients. adapter_bytes: size of
-    an uploaded adapter.
+    prompts, samples_per_prompt: per request. images, pixels: of a chat, all its images together. queue: waiting and
+    running samples of all clients. queue_image_bytes: size of their images. adapter_bytes: size of an uploaded adapter.
     """
 
     body_bytes: int = 64 << 20
     bodies_bytes: int = 256 << 20
     prompts: int = 4096
     samples_per_prompt: int = 1024
+    images: int = 64
+    pixels: int = MAX_PIXELS
     queue: int = 20_000
+    queue_image_bytes: int = 4 << 30
     adapter_bytes: int = 8 << 30
 
 

@@ -1,4 +1,4 @@
-"""Messages in the formats of OpenAI's API: text parts, tools and tool calls."""
+"""Messages in the formats of OpenAI's API: parts of text and images, tools and tool calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swift.data.images import ImageSource, pixels_of
+from swift.data.media import RowMedia, read_media
 from swift.data.messages import Message, read_tool_calls
 from swift.data.records import RowError
 from swift.errors import ConfigError
 from swift.models.template import Template
-from swift.rollout.server.access import field_error
+from swift.rollout.server.access import LIMITS, check_count, field_error
 from swift.rollout.sources.multi_turn.tools import format_of, read_calls
 
 TEXTS = ("text", "input_text", "output_text")
@@ -21,16 +23,32 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 """JSON schema of a function without `parameters`."""
 
 
-def read_chat(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _not_fetched(url: str, limit: int) -> bytes:
+    raise RowError("URLs are not fetched; send the image as a data URL")
+
+
+IMAGES = ImageSource(allow_urls=True, download=_not_fetched)
+"""Images come in data URLs only."""
+
+
+def read_chat(messages: Sequence[Mapping[str, Any]], *, sees: bool = False) -> RowMedia:
     """Convert messages to the form of chat templates: text parts joined, arguments of calls as objects.
 
-    Raises Refused (422): a part that is not a text, or an invalid call.
+    sees: whether there may be images, whose headers are checked.
+
+    Raises Refused (422): a part that is not a text, an image that cannot be used, or an invalid call.
     """
-    turns = []
+    turns: list[Message] = []
     for number, message in enumerate(messages, start=1):
         turn = dict(message)
         if isinstance(turn.get("content"), list):
-            turn["content"] = "".join(_text(part, number) for part in turn["content"])
+            parts = [_text(part, number, sees=sees) for part in turn["content"]]
+            texts = [part for part in parts if isinstance(part, str)]
+            turn["content"] = (
+                "".join(texts)
+                if len(texts) == len(parts)
+                else [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+            )
         if turn.get("tool_calls"):
             try:
                 turn["tool_calls"] = read_tool_calls(turn["tool_calls"], f"messages, turn {number}")
@@ -38,13 +56,26 @@ def read_chat(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
                 raise field_error(str(error)) from error
             turn["content"] = turn.get("content") or ""
         turns.append(turn)
-    return turns
+    if not any(isinstance(turn.get("content"), list) for turn in turns):
+        return RowMedia(turns)
+    try:
+        read = read_media({}, turns, IMAGES)
+    except RowError as error:
+        raise field_error(f"messages: {error}") from error
+    check_count("images", len(read.images), LIMITS.images)
+    check_count("pixels of the images", sum(map(pixels_of, read.images)), LIMITS.pixels)
+    return read
 
 
-def _text(part: Any, number: int) -> str:
-    if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
-        raise field_error(f"messages, turn {number}: a part that is not a text; leave it out")
-    return str(part["text"])
+def _text(part: Any, number: int, *, sees: bool) -> str | dict[str, Any]:
+    """A text, or the part of an image as it is."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in TEXTS and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if kind in ("image", "image_url") and sees:
+        return dict(part)
+    valid = "a text or an image" if sees else "a text"
+    raise field_error(f"messages, turn {number}: a part that is not {valid}; leave it out")
 
 
 def _calling(text: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Header
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
+from swift.data.image_store import names
 from swift.data.images import ImageSource, read_image
 from swift.data.records import RowError
 from swift.rollout.engines import wire
@@ -87,6 +88,8 @@ def _requests(body: wire.InferRequest) -> list[Request]:
         check_sampling(sample.sampling)
         limit_s = math.inf if sample.limit_s is None else sample.limit_s
         prompt, shown = body.prompts[sample.prompt], images.get(sample.prompt, ())
+        if not names(prompt, [one.image for one in shown]):
+            raise field_error(f"shown: {sample.prompt}: the ids of the prompt name other images")
         requests.append(Request(sample.id, prompt, sample.sampling, limit_s=limit_s, images=shown))
     check_count("samples of a prompt", max(counts), LIMITS.samples_per_prompt)
     return requests

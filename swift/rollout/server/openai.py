@@ -72,7 +72,7 @@ def _facts(routes: APIRouter, texts: Texts) -> None:
             raise field_error("tokenize: needs either prompt or messages")
 
         if body.messages is not None:
-            ids = await texts.chat_ids(body, prompt=body.add_generation_prompt)
+            ids = texts.visible((await texts.chat_ids(body, prompt=body.add_generation_prompt))[0])
         else:
             ids = await texts.tokenize(body.prompt or "", special=body.add_special_tokens is not False)
 
@@ -110,8 +110,8 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
         check_model(texts.service, body.model)
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
-        prompt = await texts.chat_ids(body)
-        requests = requests_of(texts.service, [prompt], body, max_tokens=texts.context)
+        prompt, images = await texts.chat_ids(body)
+        requests = requests_of(texts.service, [prompt], body, max_tokens=texts.context, images=images)
         may_call = bool(body.tools) and body.tool_choice != "none"
 
         def choice(index: int, request: Request, part: AnswerPart) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _chats(routes: APIRouter, texts: Texts) -> None:
             return entry
 
         head = _head("chat.completion.chunk" if body.stream else "chat.completion", "chatcmpl")
-        head |= {"prompt_token_ids": prompt} if body.return_token_ids else {}
+        head |= {"prompt_token_ids": texts.visible(prompt)} if body.return_token_ids else {}
         return await _reply(texts, requests, choice, head, body, http, whole=may_call)
 
 

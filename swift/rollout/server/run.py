@@ -37,6 +37,7 @@ from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.guided import require as require_guidance
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
+from swift.rollout.engines.vllm import require_images
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.process import MARKER, Signals, Stopped, bind, listen, may_start_again, start_again
 from swift.rollout.server.service import RestartWanted, Service, Settings
@@ -88,6 +89,9 @@ def check(args: Any, given: Collection[str]) -> Plan:
             f"--vllm_max_model_len: {limit}: longer than the model's context of {context} tokens; lower it"
         )
     folder = _weights_folder(args.weights_folder)
+    template = load_chat(args)
+    if template.vision is not None and args.infer_backend == "vllm":
+        require_images()
     spec = spec_from(
         args,
         model=str(source.base),
@@ -95,6 +99,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         max_model_len=limit,
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         sleep=args.sleep_level > 0,
+        sees=template.vision is not None,
     )
     specs, notes = _placed(spec, args, heads)
     names = args.served_model_name or [args.model or str(source.base)]
@@ -109,7 +114,7 @@ def check(args: Any, given: Collection[str]) -> Plan:
         stall_s=args.stall_timeout,
         request_s=args.rollout_timeout or request_limit_s(args.vllm_max_model_len or context or 0),
     )
-    return Plan(settings, load_chat(args), (*trained, *notes))
+    return Plan(settings, template, (*trained, *notes))
 
 
 def run(resolved: Any) -> int:

@@ -110,7 +110,11 @@ class Service:
         self.boot_id = secrets.token_hex(8)
         self.started_at = time.time()
         self.queue = RequestQueue(
-            engine, limit=LIMITS.queue, request_limit_s=settings.request_s, silence_s=settings.silence_s
+            engine,
+            limit=LIMITS.queue,
+            image_limit=LIMITS.queue_image_bytes,
+            request_limit_s=settings.request_s,
+            silence_s=settings.silence_s,
         )
         self.lease = Lease()
         self.sampled_versions = SampledVersions()
@@ -143,6 +147,7 @@ class Service:
             "architecture": wire.architecture(spec.model),
             "dtype": can.dtype,
             "max_model_len": can.max_model_len,
+            "max_pixels": spec.max_pixels,
             "tp": spec.tensor_parallel_size,
             "dp": len(settings.specs),
             "run_id": holder.run_id if holder is not None else None,

@@ -19,7 +19,7 @@ from swift.rollout.seeds import sample_seed
 from swift.rollout.server.access import LIMITS, body_by, check_count, decoded, field_error
 from swift.rollout.server.chats import call_schema
 from swift.rollout.server.service import Service
-from swift.types import Request, SamplingParams
+from swift.types import Request, SamplingParams, ShownImage
 
 HARMLESS = frozenset({
     "user", "metadata", "store", "request_id", "priority", "service_tier", "cache_salt",
@@ -251,7 +251,12 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 def requests_of(
-    service: Service, prompts: Sequence[Sequence[int]], body: Sampling, *, max_tokens: int
+    service: Service,
+    prompts: Sequence[Sequence[int]],
+    body: Sampling,
+    *,
+    max_tokens: int,
+    images: Sequence[ShownImage] = (),
 ) -> list[Request]:
     """Build one request per sample, prompt by prompt.
 
@@ -260,6 +265,7 @@ def requests_of(
         prompts: token ids of the prompts.
         body: the body of the client's request.
         max_tokens: default of the maximum number of new tokens.
+        images: those that each prompt names.
 
     Raises:
         Refused: too many samples, or a sampling parameter out of range.
@@ -274,7 +280,12 @@ def requests_of(
     seed = secrets.randbits(62) if body.seed is None else body.seed
     group = secrets.token_hex(6)
     return [
-        Request(f"{group}.{number}/{index}", prompt, replace(sampling, seed=_seed(seed, number * count + index)))
+        Request(
+            f"{group}.{number}/{index}",
+            prompt,
+            replace(sampling, seed=_seed(seed, number * count + index)),
+            images=images,
+        )
         for number, prompt in enumerate(prompts)
         for index in range(count)
     ]
@@ -345,6 +356,6 @@ def _json_forms(body: Sampling) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def token_ids(given: object) -> list[int]:
     """Returns the token ids of a prompt. Raises Refused: it is not a list of integers."""
-    if not isinstance(given, list) or not all(type(token) is int for token in given):
+    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
         raise field_error("prompt: neither a text nor a list of token ids")
     return given

@@ -14,13 +14,14 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from swift.data.image_store import brought, images_sent
 from swift.errors import RefusedChat
 from swift.rollout.engines.running import first_stop
 from swift.rollout.server.access import Refused, field_error
 from swift.rollout.server.chats import call_reader, forced_call, read_chat
 from swift.rollout.server.service import Service
 from swift.rollout.server.shapes import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from swift.types import Alternatives, Completion, Request
+from swift.types import Alternatives, Completion, Request, ShownImage
 
 TURN = 1 << 18
 """Number of characters that are tokenized at a time; other texts are processed in between."""
@@ -103,12 +104,20 @@ class Texts:
     def _too_long(self, size: str) -> Refused:
         return field_error(f"prompt: {size}: too long for the context of {self.context} tokens; shorten it")
 
-    async def chat_ids(self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True) -> list[int]:
-        """Token ids of messages, by the chat template. Raises Refused (422): the template does not accept them."""
+    async def chat_ids(
+        self, body: ChatRequest | TokenizeRequest, *, prompt: bool = True
+    ) -> tuple[list[int], Sequence[ShownImage]]:
+        """Token ids of messages, by the chat template, and the images that they name.
+
+        Raises Refused (422): the template does not accept them, or an image cannot be used.
+        """
+        vision = self.service.template.vision
+        sees = vision is not None and self.service.engine.capabilities.images
+        read = await self.run(lambda: read_chat(body.messages or [], sees=sees))
 
         def rendered() -> str:
-            self.check_length(body.messages, body.tools, body.chat_template_kwargs)
-            messages = read_chat(body.messages or [])
+            messages = list(read.messages)
+            self.check_length(messages, body.tools, body.chat_template_kwargs)
             system = self.service.settings.system
             if system and not any(message.get("role") in ("system", "developer") for message in messages):
                 messages.insert(0, {"role": "system", "content": system})
@@ -120,7 +129,27 @@ class Texts:
             except RefusedChat as error:
                 raise Refused(422, "messages", error.problems[0]) from error
 
-        return await self.tokenize(await self.run(rendered), special=False)
+        def encoded(text: str) -> tuple[list[int], Sequence[ShownImage]]:
+            with brought([read.images]):
+                ids = self.service.template.encode_pieces([text], read.messages)[0]
+                return ids, images_sent(ids)
+
+        text = await self.run(rendered)
+        try:
+            if read.images:
+                self.check_length(text)
+                return await self.run(partial(encoded, text))
+            ids = await self.tokenize(text, special=False)
+            if vision is not None:
+                vision.check_text(ids)
+        except RefusedChat as error:
+            raise Refused(422, "messages", error.problems[0]) from error
+        return ids, ()
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        """Token ids for clients: placeholders of images as the model has them."""
+        vision = self.service.template.vision
+        return list(ids) if vision is None else vision.visible(ids)
 
     def text_of(self, request: Request, completion: Completion, body: Sampling) -> tuple[str, str | None]:
         """The text of a completion, and the stop text that ended it.

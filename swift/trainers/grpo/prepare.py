@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
@@ -87,6 +86,7 @@ def prepare(
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
     from swift.rollout.arithmetic import plan_batches
+    from swift.rollout.engines.vllm import require_images
     from swift.rollout.sources.function import load_rollout_func
     from swift.rollout.sources.multi_turn.tools import open_toolbox
     from swift.trainers.engines import require_backend
@@ -94,7 +94,9 @@ def prepare(
 
     template = load_chat(args)
     if template.vision is not None:
-        join_problems(_vision_problems(args, placement))
+        join_problems(_vision_problems(args))
+        if args.use_vllm and placement.mode not in ("in_process", "server"):
+            require_images()
     reward_models = models.open_reward_models(args) if collectives.is_main else None
     if template.vision is not None and reward_models is not None:
         join_problems(reward_models.blind())
@@ -160,19 +162,15 @@ def prepare(
     )  # fmt: skip
 
 
-def _vision_problems(args: Any, placement: Placement) -> list[str]:
+def _vision_problems(args: Any) -> list[str]:
     """What does not work yet with a model that is loaded with its vision tower, one line each."""
-    from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
+    from swift.rollout.arguments import in_use
     from swift.trainers.images import WHOLE, vision_problems
 
-    problems = [f"{name}: makes completions of texts only; leave it out" for name in in_use(args, COMPLETION_SETTINGS)]
-    if placement.mode != "in_process" and not args.use_vllm:
-        problems.append(
-            f"--infer_backend: {args.infer_backend}: {WHOLE} is sampled with vLLM, or with transformers in the "
-            "trainer's process; --use_vllm true, or leave --infer_backend and --vllm_mode out"
-        )
-    elif placement.mode not in ("in_process", "server") and find_spec("torchvision") is None:
-        problems.append(f"--use_vllm: true: vLLM needs torchvision for {WHOLE}; pip install torchvision")
+    makers = in_use(args, ("rollout_source", "rollout_func"))
+    problems = [f"{name}: makes completions of texts only; leave it out" for name in makers]
+    if args.use_lmdeploy:
+        problems.append(f"--use_lmdeploy: true: takes texts only; sample {WHOLE} with --use_vllm true")
     return [*problems, *vision_problems(args)]
 
 

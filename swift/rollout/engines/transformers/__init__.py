@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from swift.errors import ConfigError
@@ -21,8 +23,8 @@ def build(spec: EngineSpec) -> TransformersEngine:
     Raises:
         ConfigError: unreadable files, an architecture that cannot be sampled from, or unsupported settings.
     """
-    from swift.models import load_for_inference
-    from swift.models.arguments import CheckpointArguments
+    from swift.models import load_chat, load_for_inference
+    from swift.models.arguments import CheckpointArguments, SeeingArguments
     from swift.models.tokenizer import read_tokenizer
 
     options = {"attn_impl": "sdpa", "cache_bytes": 2 << 30, **spec.engine_kwargs}
@@ -36,18 +38,24 @@ def build(spec: EngineSpec) -> TransformersEngine:
             f"--vllm_tensor_parallel_size: {spec.tensor_parallel_size}: the transformers engine uses one device; "
             "use 1, or --infer_backend vllm"
         )
-    args = CheckpointArguments(
+    seen: dict[str, Any] = {"max_pixels": spec.max_pixels, "template": spec.template} if spec.sees else {}
+    args = (SeeingArguments if spec.sees else CheckpointArguments)(
         model=spec.model,
         adapters=list(spec.adapters),
         torch_dtype=spec.dtype,  # type: ignore[arg-type]
         attn_impl=options["attn_impl"],
         trust_remote_code=spec.trust_remote_code,
+        **seen,
     )
+    vision = load_chat(args).vision if spec.sees else None
     device = "cpu" if spec.devices[0].startswith("cpu") else spec.devices[0]
 
     def load() -> nn.Module:
         with same_randomness():
-            return load_for_inference(args, device=device)
+            model = load_for_inference(args, device=device)
+        if vision is not None:
+            vision.attach(model)
+        return model
 
     bind_to_cores(spec.cores)
     with collector_resting():

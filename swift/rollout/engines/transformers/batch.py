@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from swift.data.image_store import brought
 from swift.errors import NumericError
 from swift.models.attention.layout import DecodeLayout, SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
@@ -97,8 +98,9 @@ class BatchRun:
             logits.append(decoded_RV)
             self._keep_routes(routes)
         if self.joining:
-            self._place(model, self.joining)
-            first_RV, routes = self._computed(lambda: self._prefill(model, self.joining))
+            with brought([[shown.image for shown in row.request.images] for row in self.joining]):
+                self._place(model, self.joining)
+                first_RV, routes = self._computed(lambda: self._prefill(model, self.joining))
             logits.append(first_RV)
             self._keep_prompt_routes(routes)
             self.rows += self.joining

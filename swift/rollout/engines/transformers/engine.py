@@ -22,13 +22,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
+from swift.data.image_store import brought
+from swift.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    RefusedChat,
+    RequestRefused,
+    SwiftError,
+    SyncFailed,
+    first_line,
+)
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.interface import transformers_model
 from swift.models.autocast import autocast_dtype, autocasting
 from swift.models.routing import routing_of
 from swift.models.sharded import device_of, is_sharded
-from swift.models.vision import vision_of
+from swift.models.vision import placeholder_ids, vision_of
 from swift.rollout.engines import guided
 from swift.rollout.engines.base import (
     Ack,
@@ -132,6 +142,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self.vocab_size = self._config.vocab_size
         self.obstacle = choose_attention(model)
         self._routing = routing_of(model) if self._returns_routes else None
+        self.placeholders = [] if vision_of(model) is None else placeholder_ids(model.config)
         self._shapes = [parameter.shape for parameter in model.parameters()]
         self._device = self.device
         self._adapter: MergedAdapter | None = None
@@ -151,6 +162,8 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
     def submit(self, request: Request) -> None:
         self._check_usable()
         self.check_length(request)
+        if request.images:
+            self._check_seen(request)
         wanted, budget = request.sampling, self.room(request)
         row = Row(request, budget=budget, ends=frozenset((*self.eos_token_ids, *wanted.stop_token_ids)))
         row.uniforms = sample_uniforms(wanted.seed, budget)
@@ -192,6 +205,20 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
             self._guides.compiled(guide)
         except EngineError as error:
             raise RequestRefused(request.request_id, *error.problems) from error
+
+    def _check_seen(self, request: Request) -> None:
+        """Raises RequestRefused: the images of a request cannot be used, or its prompt shows them in another size."""
+        vision, problem = vision_of(self.model), ""
+        assert vision is not None, "checked with the prompt's ids"
+        with brought([[shown.image for shown in request.images]]):
+            try:
+                if not vision.fits(request.prompt_ids):
+                    problem = "its prompt has other tokens for its images than are made of them here; give both sides "
+                    problem += "the same --max_pixels"
+            except RefusedChat as error:
+                problem = error.problems[0]
+        if problem:
+            raise RequestRefused(request.request_id, f"request: {request.request_id}: {problem}")
 
     def so_far(self, request_id: str) -> SoFar:
         return self._running.so_far(request_id)

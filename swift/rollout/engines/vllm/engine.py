@@ -92,7 +92,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         self.executor = start.executor_of(spec)
         self._config = model_config(spec)
         self.vocab_size = self._config.get_text_config().vocab_size
-        self._banned = placeholder_ids(self._config) if spec.sees else []
+        self.placeholders = placeholder_ids(self._config) if spec.sees else []
         bind_to_cores(spec.cores if self.executor != "mp" else ())
         self._llm: Any = None
         start.groups.enter()
@@ -110,10 +110,13 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
     # --- start and end ----------------------------------------------------------------------------------------
 
     def _try_out(self) -> None:
-        """Sample one token. Raises ConfigError: this device cannot run the model."""
+        """Sample one token. Raises ConfigError: this device cannot run the model.
+
+        The prompt has two: vLLM's convolutions on a CPU refuse a prompt of one.
+        """
         try:
             with same_randomness():
-                list(self.sample([Request("trial", [0], SamplingParams(max_new_tokens=1, temperature=0.0))]))
+                list(self.sample([Request("trial", [0, 0], SamplingParams(max_new_tokens=1, temperature=0.0))]))
             self.reset_caches()
         except EngineDead as error:
             cause = first_line(error.__cause__ or error)
@@ -216,7 +219,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         request = running.request
         seen = self._llm.output_processor.request_states[running.internal_id].prompt_token_ids
         ours = [token if token >= 0 else None for token in request.prompt_ids]
-        if [None if token in self._banned else token for token in seen] != ours:
+        if [None if token in self.placeholders else token for token in seen] != ours:
             self._llm.abort_request([request.request_id])
             self._running.take(request.request_id)
             raise RequestRefused(
@@ -231,7 +234,7 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             request.sampling,
             room=self.room(request),
             end_token_ids=self.spec.eos_token_ids,
-            banned_ids=self._banned,
+            banned_ids=self.placeholders,
         )
 
     def advance(self) -> list[Completion] | None:

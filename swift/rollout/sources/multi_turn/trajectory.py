@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
+from swift.errors import ConfigError, RefusedChat
 from swift.models.template import Message, Template
+from swift.models.vision import has_images
 from swift.rollout.seeds import seed_of
 from swift.rollout.sources.multi_turn.chat import HistoryRewritten, continuation
 from swift.types import Completion, Episode, FinishReason, Request
@@ -99,10 +101,17 @@ class Trajectory:
     # --- calls of the environment ---------------------------------------------------------------------------------
 
     def begin(self, messages: Sequence[Message]) -> None:
-        """Replace the row's prompt, before the first answer. Raises Excluded: it leaves no room for an answer."""
+        """Replace the row's prompt, before the first answer.
+
+        Raises:
+            Excluded: it leaves no room for an answer.
+            ConfigError: it has no images, and the row has.
+        """
         self.messages = list(messages)
         self._start = len(self.messages)
         self.prompt_ids = self.template.encode_prompt(self.messages, self.tools)
+        if has_images(self.request.prompt_ids) and not has_images(self.prompt_ids):
+            raise ConfigError("environment: its first observation replaces a prompt with images; keep the prompt")
         if len(self.prompt_ids) >= self.limits.max_model_len:
             raise Excluded("prompt too long")
 
@@ -155,7 +164,15 @@ class Trajectory:
         self.turns += 1
 
     def add_messages(self, *messages: Message) -> None:
-        """Append messages before the next answer; their tokens are masked."""
+        """Append messages before the next answer; their tokens are masked.
+
+        Raises ConfigError: a message has an image.
+        """
+        parts = [
+            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+        ]
+        if any(str(part.get("type")).startswith("image") for part in parts):
+            raise ConfigError("environment: a message after an answer has an image; images belong into the prompt")
         self.messages += messages
         self._num_unencoded += len(messages)
 
@@ -259,6 +276,11 @@ class Trajectory:
         self.versions += [(version, start + first, start + end) for version, first, end in done.versions]
 
     def _add_masked(self, ids: Sequence[int]) -> None:
+        if self.template.vision is not None:
+            try:
+                self.template.vision.check_text(ids)
+            except RefusedChat as error:  # the policy may have written what an environment repeats
+                raise Excluded("image token in a text") from error
         self.token_ids += ids
         self.logprobs += [0.0] * len(ids)
         self.mask += [0] * len(ids)
