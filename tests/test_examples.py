@@ -167,6 +167,7 @@ SMALL = [
     *sorted((TRAIN / "sft").glob("*.sh")),
     *sorted((TRAIN / "preference").glob("*.sh")),
     *sorted((TRAIN / "grpo").glob("hybrid*.sh")),
+    TRAIN / "grpo" / "distillation.sh",
     TRAIN / "grpo" / "experts_cpu.sh",
     TRAIN / "grpo" / "qlora.sh",
     TRAIN / "grpo" / "reward_model.sh",

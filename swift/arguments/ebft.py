@@ -22,6 +22,7 @@ REPLACED = {
     "replay_buffer_size": "--replay_buffer_size 0: each rollout has one update",
     "reroll_start_fraction": "--reroll_start_fraction 1: no feature reward is a failure",
     "use_env_advantages": "--use_env_advantages false",
+    "teacher_model": "leave it out: features give the rewards",
     "num_iterations": "--num_iterations 1: each rollout has one update",
     "top_entropy_quantile": "--top_entropy_quantile 1.0: all tokens are trained on",
     "loss_type": "leave it out: with one update of each rollout the ratio is 1, and the loss is REINFORCE",
@@ -141,7 +142,6 @@ class FeatureArguments:
 class EBFTArguments(RLHFArguments, FeatureArguments):
     """`swift rlhf --rlhf_type ebft`: energy-based fine-tuning."""
 
-    NEEDS_REWARD: ClassVar[bool] = False
     SEES: ClassVar[bool] = False
     REPLACED: ClassVar[dict[str, str]] = REPLACED
 
@@ -163,6 +163,11 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
         | None
     ) = flag(group="Data", unset="rows have a prompt and ground_truth")  # fmt: skip
     """Rows of other formats as prompts with a reference."""
+
+    @property
+    def needs_reward(self) -> bool:
+        """Features give the rewards."""
+        return False
 
     def problems(self) -> Iterator[str]:
         """What is wrong with these settings, one line each."""

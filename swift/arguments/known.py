@@ -62,8 +62,7 @@ _KNOWN = _names(
     resume_only_model reward_model_type rope_scaling
     save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
     swanlab_project swanlab_token swanlab_workspace
-    teacher_adapters teacher_deepspeed teacher_model_revision
-    teacher_model_server teacher_model_type tf32 to_hf to_mcore to_ollama
+    teacher_adapters teacher_model_revision teacher_model_type tf32 to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt truncation unsloth use_cpu
     use_galore use_q_galore use_ray val_dataset_shuffle
@@ -91,6 +90,8 @@ _REPLACED = {
     "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
     "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
+    "teacher_deepspeed": "leave it out; --deepspeed and --fsdp shard the teacher as they shard the policy",
+    "teacher_model_server": "--teacher_model loads the teacher in the processes of the trainer",
     "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
 }
 """Known flags -> what to do instead."""

@@ -81,6 +81,11 @@ class RLHFArguments(
     health_rules: str | None = flag(everyday=False, unset="the built-in limits")
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
+    @property
+    def needs_reward(self) -> bool:
+        """Without a teacher."""
+        return self.teacher_model is None
+
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         if self.rollout_source != "atropos":
@@ -92,6 +97,7 @@ class RLHFArguments(
         yield from self.tuner_problems()
         yield from self._engine_problems()
         yield from self._objective_problems()
+        yield from self._teacher_problems()
         yield from self._rollout_problems()
         if changes := self.changed_logprobs():
             yield from self._correction_problems(changes)
@@ -172,6 +178,39 @@ class RLHFArguments(
             yield (
                 "--dynamic_sample: true: ranks that sample with sharded weights decode in step, and could not "
                 "replace a group on their own; --ds3_gather_for_generation true"
+            )
+
+    def _teacher_problems(self) -> Iterator[str]:
+        """Settings that need rewards, or that do not go with advantages of single tokens."""
+        rewards = [*self.reward_funcs, *self.reward_model]
+        compares = bool(rewards) and (not self.reward_weights or any(self.reward_weights))
+        if self.num_generations == 1 and (compares or not self.teacher_model):
+            measured = f", or --reward_weights {' '.join('0' * len(rewards))} to measure rewards only"
+            yield (
+                "--num_generations: 1: the rewards of a prompt's completions are compared with each other; use at "
+                f"least 2{measured if self.teacher_model else ''}"
+            )
+        if not self.teacher_model:
+            return
+        if self.importance_sampling_level == "sequence":
+            yield (
+                f"--teacher_model: {self.teacher_model}: teaches token by token, and --loss_type {self.loss_type} has "
+                "one ratio per sequence, in which tokens share their advantages; --importance_sampling_level "
+                "sequence_token, or another --loss_type"
+            )
+        by_rewards = {
+            "--dynamic_sample true replaces groups of equal rewards": self.dynamic_sample,
+            "--replay_buffer_size replaces groups of equal rewards; use 0": self.replay_buffer_size > 0,
+            "--reroll_start_fraction samples prompts of low rewards again; use 1": self.reroll_start_fraction < 1,
+            "--streaming_partial_batch true begins with groups whose rewards differ": self.streaming_partial_batch,
+            "--scale_rewards gdpo normalises each reward function": self.scale_rewards == "gdpo",
+        }
+        for obstacle in (text for text, given in by_rewards.items() if given and not compares):
+            yield f"--teacher_model: {self.teacher_model}: without --reward_funcs it teaches alone, and {obstacle}"
+        if not rewards and self.eval_strategy != "no":
+            yield (
+                f"--eval_strategy: {self.eval_strategy}: evaluation measures rewards; give --reward_funcs, with "
+                "--reward_weights 0 to learn from the teacher alone, or --eval_strategy no"
             )
 
     def _router_problems(self) -> Iterator[str]:

@@ -47,16 +47,16 @@ def dry_run_rlhf(resolved: Resolved) -> int:
     if (policy := check_policy(args)) is not None:
         from swift.models.features import load_features
         from swift.models.router_loss import router_coefficient
-        from swift.trainers.grpo.build import reference_of
+        from swift.trainers.grpo.build import load_beside
         from swift.trainers.grpo.routes import require_experts
 
         parts.lines += [*expert_lines(policy, args), *rate_lines(policy, args)]
         require_shareable(policy, args)
         router_coefficient(args.router_aux_loss_coef, policy)
         require_experts(policy, args.moe_router_replay)
-        reference = reference_of(args, policy, len(parts.template.tokenizer))
+        beside = load_beside(args, policy, len(parts.template.tokenizer))
         if parts.references is not None:
-            load_features(args, policy, reference)
+            load_features(args, policy, beside.get("ref_logprobs"))
     prompts = parts.first_prompts
     with parts.rewards as rewards:
         rewards.self_check(prompts, max_steps=parts.plan.max_steps)

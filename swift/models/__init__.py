@@ -7,7 +7,7 @@ and no engines.
 
 from swift.models.export import merge_adapter
 from swift.models.policy import context_length, load_for_inference, load_policy
-from swift.models.reference import ReferenceModel, load_reference
+from swift.models.reference import ReferenceModel, load_reference, load_teacher
 from swift.models.template import Template, load_template
 from swift.models.tokenizer import load_chat, load_tokenizer
 
@@ -19,6 +19,7 @@ __all__ = [
     "load_for_inference",
     "load_policy",
     "load_reference",
+    "load_teacher",
     "load_template",
     "load_tokenizer",
     "merge_adapter",

@@ -345,7 +345,11 @@ class TunerArguments(ImageArguments, QuantArguments):
 
 @dataclass(kw_only=True)
 class ModelArguments(TunerArguments):
-    """The policy and its reference."""
+    """The policy and the frozen models beside it."""
 
     ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts")
     """Model or adapter folder of the KL reference."""
+
+    teacher_model: str | None = flag(everyday=False, unset="none")
+    """Model or adapter folder of a teacher with the policy's tokenizer, for on-policy distillation (arXiv:2306.13649).
+    Then `--reward_funcs` may be left out."""

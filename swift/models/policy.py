@@ -324,7 +324,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     if weights:
         model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
     else:
-        model = _from_config(config, args, reward_head)
+        model = from_config(config, args, reward_head)
     if hasattr(config, "quantization_config"):
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
     recompute_tower(model, args)
@@ -348,7 +348,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
     return policy
 
 
-def _from_config(config: Any, args: TunerArguments, reward_head: Head | None) -> Any:
+def from_config(config: Any, args: TunerArguments, reward_head: Head | None = None) -> Any:
     """The model on the device "meta", from its config alone."""
     import torch
     import transformers

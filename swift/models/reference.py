@@ -1,4 +1,4 @@
-"""The frozen model that the KL term compares the policy with.
+"""The frozen models that the policy is compared with: the reference of the KL term, the teacher of a distillation.
 
 An adapter policy is its own reference with the adapter switched off (or, when it started from an adapter, or its start
 was taken out of the base, with that put back for the moment); a fully tuned policy needs a frozen copy of itself.
@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from swift.errors import ConfigError, attributed_to
 from swift.models.multimodal import loads_whole
-from swift.models.policy import load_base, load_config
-from swift.models.source import find_other, locate
+from swift.models.policy import from_config, load_base, load_config
+from swift.models.source import find_other, is_adapter, locate
 from swift.models.tuners import merge_in
 
 if TYPE_CHECKING:
@@ -208,25 +209,26 @@ class StartAdapterReference(ReferenceModel):
         return self.start
 
 
-def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = False) -> ReferenceModel:
+def load_reference(
+    args: ModelArguments, policy: nn.Module, *, moves: bool = False, weights: bool = True
+) -> ReferenceModel:
     """The KL reference of a policy that was just loaded and not yet trained or resumed.
 
     Args:
         args: the settings the policy was loaded with.
         policy: what `load_policy` returned, not wrapped.
         moves: it will be moved towards the policy, so it needs numbers of its own.
+        weights: see `load_other`.
 
     Raises:
         ConfigError, ResourceError: as `load_policy`, about `--ref_model`; it is to move and cannot.
     """
     import torch
 
-    # where the policy will be sharded, it comes to the device when most of that has left
-    policy_device = next(policy.parameters()).device
-    device = None if args.sharded_by and policy_device.type != "meta" else policy_device
+    device, policy_device = _device_beside(policy, args), next(policy.parameters()).device
     reference: ReferenceModel
     if args.ref_model and args.ref_model != args.model:
-        module: Any = load_other(args.ref_model, args, device, beside=policy)
+        module: Any = load_other(args.ref_model, args, device, beside=policy, weights=weights)
         if moves and hasattr(module.config, "quantization_config"):
             raise ConfigError(f"--sync_ref_model: true: --ref_model {args.ref_model} is quantised; drop one of the two")
         reference = FrozenReference(module, moves=moves)
@@ -243,22 +245,55 @@ def load_reference(args: ModelArguments, policy: nn.Module, *, moves: bool = Fal
     return reference
 
 
+def load_teacher(args: ModelArguments, policy: nn.Module, *, weights: bool = True) -> ReferenceModel:
+    """The teacher of a policy that was just loaded: the model that `--teacher_model` names, in the policy's precision.
+
+    If an adapter is trained on that very model, the teacher is the policy with its adapter switched off. `weights`: see
+    `load_other`.
+
+    Raises:
+        ConfigError, ResourceError: as `load_policy`, about `--teacher_model`.
+    """
+    name = args.teacher_model
+    assert name is not None, "no teacher"
+    if name == args.model and args.tuner_type != "full" and not args.changes_base and not is_adapter(Path(name)):
+        return AdapterOffReference(policy)
+    device = _device_beside(policy, args)
+    return FrozenReference(load_other(name, args, device, "--teacher_model", beside=policy, weights=weights))
+
+
+def _device_beside(policy: nn.Module, args: ModelArguments) -> torch.device | None:
+    """Where a model beside the policy is loaded; None: on the host, which shards alone leave."""
+    device = next(policy.parameters()).device
+    return None if args.sharded_by and device.type != "meta" else device
+
+
 def load_other(
-    name: str, args: TunerArguments, device: Any, flag: str = "--ref_model", *, beside: nn.Module | None = None
+    name: str,
+    args: TunerArguments,
+    device: Any,
+    flag: str = "--ref_model",
+    *,
+    beside: nn.Module | None = None,
+    weights: bool = True,
 ) -> nn.Module:
     """A model beside the policy, with its adapter merged in if `name` is one; `flag` gave the name.
 
-    beside: the policy, if the two get the same prompts.
+    beside: the policy, if the two get the same prompts. weights: whether there are files of weights; without, the model
+    is made from its config alone, on the device "meta".
     """
     from swift.models.attention.interface import transformers_model
 
     with attributed_to(flag):
-        source = find_other(name, flag=flag, use_hf=args.use_hf)
-        sees = loads_whole(load_config(source.base, args), args)
+        source = find_other(name, flag=flag, use_hf=args.use_hf, require_weights=weights)
+        config = load_config(source.base, args)
+        sees = loads_whole(config, args)
         if beside is not None and sees != loads_whole(transformers_model(beside).config, args):
             raise ConfigError(
                 f"{flag}: {name}: of this model and the policy, one sees images and one does not; give one of its kind"
             )
+        if not weights:
+            return cast("nn.Module", from_config(config, args))
         model = load_base(source.base, args, device=device)
         return merge_in(model, source.adapters[0]) if source.adapters else model
 

@@ -90,14 +90,14 @@ def find_base(
     return find_folder(recorded, flag=f"base model of {adapters[0]}", **place)
 
 
-def find_other(name: str, *, flag: str, use_hf: bool = False) -> ModelSource:
+def find_other(name: str, *, flag: str, use_hf: bool = False, require_weights: bool = True) -> ModelSource:
     """A model beside the policy, such as a reference, or an adapter with its base; `flag` gave the name."""
     if is_adapter(Path(name)):
         folder = adapter_folder(name)
-        base = find_base(None, [folder], use_hf=use_hf)
+        base = find_base(None, [folder], use_hf=use_hf, require_weights=require_weights)
         check_adapter(folder, base)
         return ModelSource(base, [folder])
-    return ModelSource(find_folder(name, flag=flag, use_hf=use_hf))
+    return ModelSource(find_folder(name, flag=flag, use_hf=use_hf, require_weights=require_weights))
 
 
 def find_folder(

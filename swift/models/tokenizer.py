@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, unusable
+from swift.errors import ConfigError, RefusedChat, attributed_to, counted, unusable
 from swift.models.multimodal import loads_whole, no_tower
 from swift.models.policy import load_config
-from swift.models.source import has_tokenizer, locate
+from swift.models.source import find_other, has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
 from swift.models.templates import markers, names, read_template
 
@@ -130,6 +130,24 @@ def read_tokenizer(
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"--model: {folder}: its tokenizer has neither a pad, an eos nor an unk token")
     return tokenizer
+
+
+def require_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, args: CheckpointArguments, *, flag: str) -> None:
+    """Refuses a model beside the policy that does not know all tokens of the policy's tokenizer by the same ids.
+
+    name: a folder or hub id, which `flag` gave.
+    """
+    with attributed_to(flag):
+        source = find_other(name, flag=flag, use_hf=args.use_hf)
+        theirs = read_tokenizer(source.base, trust_remote_code=args.trust_remote_code).get_vocab()
+    others = [(number, token) for token, number in tokenizer.get_vocab().items() if theirs.get(token) != number]
+    if others:
+        number, token = min(others)
+        there = theirs.get(token)
+        raise ConfigError(
+            f"{flag}: {name}: {counted(len(others), 'token')} of the policy's tokenizer are others there ({token!r} is "
+            f"{number}, and there {'unknown' if there is None else there}); give a model with the same tokenizer"
+        )
 
 
 def _override_template(tokenizer: PreTrainedTokenizerBase, value: str) -> None:

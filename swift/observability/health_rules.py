@@ -180,7 +180,7 @@ def _growth(line: Line) -> Reading:
 RULES: dict[str, Rule] = {
     "reward_zero": Rule("rewards/*/mean", "=", 0.0, steps=20, ignored=PENALTIES,
         sentence="Reward {name} stays 0: run it alone with `swift reward-test` and check its columns."),
-    "equal_rewards": Rule("frac_reward_zero_std", "=", 1.0,
+    "equal_rewards": Rule("frac_reward_zero_std", "=", 1.0, unless="teacher_kl", sentence=
         "Every group has equal rewards, so nothing is learned: change prompts, more generations, or dynamic_sample."),
     "reward_halved": Rule(_share_of_best, "<", 0.5, steps=50,
         sentence="Reward halved from its best: go back to the best checkpoint and lower learning_rate."),

@@ -84,6 +84,7 @@ def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
         ],
         "policy": [
             ("KL to the reference", {"kl": "kl"}, {}),
+            ("KL to the teacher", {"teacher_kl": "teacher_kl"}, {}),
             (_CLIPPED, {f"clip_ratio/{k}_mean": k for k in ("low", "high", "region")}, {}),
             ("entropy", {"entropy": "entropy"}, {}),
         ],

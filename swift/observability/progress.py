@@ -39,6 +39,7 @@ def status(logs: Mapping[str, float]) -> str:
     elif "loss" in logs:
         parts.append(f"loss {logs['loss']:.4f}")
     for key, text in (
+        ("teacher_kl", "teacher_kl {:.3f}"),
         ("completions/mean_length", "len {:.0f}"),
         ("tokens_per_s", "{:.0f} tok/s"),
         ("step_time", "{:.2f} s/step"),

@@ -168,8 +168,10 @@ def _not_planned(mode: str, args: Any) -> list[str]:
             args.torch_dtype == "float16" and mode not in ("rlhf", "ebft")
         ),
         "--adapters: given: a run that starts from an adapter is not planned yet; plan with a new one": args.adapters,
-        "--ref_model: given: another model as reference is not planned yet": (
-            getattr(args, "beta", 0) and getattr(args, "ref_model", None) not in (None, args.model)
+        f"--ref_model: given: another model as reference is not planned yet for {mode}": (
+            mode not in ("rlhf", "ebft")
+            and bool(getattr(args, "beta", 0))
+            and getattr(args, "ref_model", None) not in (None, args.model)
         ),
         "--reward_model: given: reward models on the trainer's device are not planned yet": (
             getattr(args, "reward_model", None)

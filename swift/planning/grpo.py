@@ -95,24 +95,24 @@ def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processe
     from swift.planning.sharded import world_of
     from swift.planning.step import trace_step
     from swift.trainers.grpo.arguments import trainer_settings
-    from swift.trainers.grpo.build import reference_of
+    from swift.trainers.grpo.build import load_beside
     from swift.trainers.parallel.sequence import require_shareable
 
     require_shareable(policy, args)
-    reference = reference_of(args, policy.train(), 0)
+    beside = load_beside(args, policy.train(), 0, weights=False)
     taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
     if processes > 1 and not args.fsdp:
         taken += sum(parameter.nbytes for parameter in policy.parameters() if parameter.requires_grad)
     return trace_step(
         policy,
-        reference,
+        beside,
         trainer_settings(args),
         shape,
         device,
         optimizer=functools.partial(optimizer_of, args),
         recomputes=args.gradient_checkpointing,
         free=lambda held: max(1, device.memory - taken - held),
-        features=load_features(args, policy, reference) if hasattr(args, "ebft_mode") else None,
+        features=load_features(args, policy, beside.get("ref_logprobs")) if hasattr(args, "ebft_mode") else None,
         kernel=kernel_of(args),
         world=world_of(args, processes),
     )

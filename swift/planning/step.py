@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from swift.planning.devices import Device, find_device
 from swift.planning.kernels import as_on_gpu
 from swift.planning.sharded import ALONE, World
 from swift.planning.trace import Trace, fused_on_meta
-from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.rollout.samples import FrozenName, RolloutBatch, TrainSample
 from swift.trainers.grpo.entropy import EntropyControl
 from swift.trainers.grpo.logprobs import LogProbs
 from swift.trainers.grpo.metrics import StepMetrics
@@ -80,7 +80,7 @@ class Shape:
 
 def trace_step(
     policy: nn.Module,
-    reference: ReferenceModel | None,
+    beside: Mapping[FrozenName, ReferenceModel],
     settings: GRPOSettings,
     shape: Shape,
     device: Device,
@@ -96,7 +96,7 @@ def trace_step(
 
     Args:
         policy: in training mode, with its adapter.
-        reference: of the KL.
+        beside: frozen models, see `LogProbs`.
         settings: of the step.
         shape: its completions, of one process or of those that share them.
         device: that it runs on.
@@ -111,9 +111,9 @@ def trace_step(
         NotImplementedError: the model needs attention that is not stood in for.
     """
     with world.joined(), Trace(device) as trace, trace.resizing(), as_on_gpu(trace), fused_on_meta():
-        frozen = [model for model in (reference, features.model if features else None) if model is not None]
+        frozen = [*beside.values(), *([features.model] if features else [])]
         trace.hold(*_made_ready(policy, frozen, kernel, world, recomputes=recomputes))
-        step, planner = _parts(policy, reference, settings, world)
+        step, planner = _parts(policy, beside, settings, world)
         if world.fsdp:  # whose first pass lets go of what was whole
             _pass_of(16, step, planner, policy, trace)
             forget_gradients(policy)
@@ -165,11 +165,11 @@ def bytes_per_token(policy: nn.Module, settings: GRPOSettings, *, recomputes: bo
     Raises:
         NotImplementedError: as `trace_step`.
     """
-    # a reference keeps nothing; EBFT's references are tokens like others
-    settings = replace(settings, loss=replace(settings.loss, beta=0.0), ce_coef=None)
+    # frozen models keep nothing; EBFT's references are tokens like others
+    settings = replace(settings, loss=replace(settings.loss, beta=0.0), teacher_kl_coef=0.0, ce_coef=None)
     with Trace(find_device("h100-80gb")) as trace, as_on_gpu(trace):
         trace.hold(*_made_ready(policy, [], kernel, ALONE, recomputes=recomputes))
-        return _slope(*_parts(policy, None, settings, ALONE), policy, trace)
+        return _slope(*_parts(policy, {}, settings, ALONE), policy, trace)
 
 
 def _slope(step: GlobalBatchStep, planner: MicroBatchPlanner, policy: nn.Module, trace: Trace) -> int:
@@ -215,7 +215,7 @@ def _made_ready(
 
 
 def _parts(
-    policy: nn.Module, reference: ReferenceModel | None, settings: GRPOSettings, world: World
+    policy: nn.Module, beside: Mapping[FrozenName, ReferenceModel], settings: GRPOSettings, world: World
 ) -> tuple[GlobalBatchStep, MicroBatchPlanner]:
     """The trainer's parts that make a step, for the device "meta"."""
     ranks, group = world.collectives(), world.group()
@@ -232,7 +232,7 @@ def _parts(
         settings=settings,
         collectives=ranks,
         planner=planner,
-        reference=reference,
+        models=beside,
         unwrapped=lambda: policy,
         device=META,
         on_progress=lambda: None,

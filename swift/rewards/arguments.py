@@ -17,7 +17,6 @@ class RewardArguments:
     """Reward functions and reward models. Functions declare settings of their own (`swift.rewards.functions`)."""
 
     GROUP: ClassVar[str] = "Reward"
-    NEEDS_REWARD: ClassVar[bool] = True
 
     reward_funcs: list[str] = flag(
         [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}
@@ -48,8 +47,13 @@ class RewardArguments:
     reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
     """Number of reward processes, all beside rank 0."""
 
+    @property
+    def needs_reward(self) -> bool:
+        """Whether nothing else teaches."""
+        return True
+
     def problems(self) -> Iterator[str]:
-        if self.NEEDS_REWARD and not self.reward_funcs and not self.reward_model:
+        if self.needs_reward and not self.reward_funcs and not self.reward_model:
             yield "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model"
         rewards = [*self.reward_funcs, *self.reward_model]
         if self.reward_weights and len(self.reward_weights) != len(rewards):

@@ -57,12 +57,12 @@ def reward_matrix(values: Sequence[Sequence[float | None]]) -> Tensor:
 
 
 def total_rewards(values_SK: Tensor, weights_K: Tensor, excluded_S: Tensor | None = None) -> Tensor:
-    """`rho_i = sum_k w_k R_ik` over the entries that are not NaN, float64 [S]; NaN for excluded samples.
+    """`rho_i = sum_k w_k R_ik` over the entries that are not NaN, float64 [S]; NaN for excluded samples; 0 for K = 0.
 
     Example: rows (1, None), (0, 2), (None, None) with weights (1, .5) give 1, 1, NaN.
     """
     values_SK, weights_K = values_SK.double(), weights_K.double()
-    out_S = values_SK.isnan().all(dim=1)
+    out_S = values_SK.isnan().all(dim=1) & (values_SK.shape[1] > 0)
     if excluded_S is not None:
         out_S = out_S | excluded_S.bool()
     return (values_SK * weights_K).nansum(dim=1).masked_fill(out_S, float("nan"))

@@ -25,6 +25,9 @@ class ObjectiveArguments:
     beta: float = flag(0.04, at_least=0, aliases=("kl_coef",))
     """Weight of the KL to the reference model (k3). 0 needs no reference."""
 
+    teacher_kl_coef: float = flag(1.0, above=0, everyday=False, needs="teacher_model")
+    """Weight of the teacher's log-prob less the policy's in the advantage of a token."""
+
     rollout_kl_coef: float = flag(0.0, at_least=0, everyday=False)
     """Weight of the KL (k3) to the policy that sampled, by its own log-probs."""
 

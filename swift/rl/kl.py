@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence from the policy to the reference, estimated from the sampled tokens.
+"""Kullback-Leibler divergence from the policy to a reference or teacher, estimated from the sampled tokens.
 
 Estimators by J. Schulman, "Approximating KL divergence" (2020). T packed tokens, S sequences.
 """
@@ -50,3 +50,18 @@ def sequence_k1(
     The reward of sequence i is lowered by beta times this (RLOO, arXiv:2402.14740); the loss then has no KL.
     """
     return segments.sum(sampler_logprobs_T - ref_logprobs_T)
+
+
+def teacher_advantages(
+    advantages_T: Tensor, teacher_logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor, *, coefficient: float
+) -> Tensor:
+    """`A_t + c (lp_teacher - lp_old)` of trained tokens, [T]: on-policy distillation, without gradient.
+
+    The policy gradient of the second part is that of `-c` times the reverse KL of each token's distribution from the
+    teacher's, estimated by the token that was sampled (arXiv:2306.13649 with all answers of the student, D = reverse
+    KL). A token is not credited for the KL of later ones.
+
+    Example: A = .5, lp_teacher - lp_old = -.2 and c = 2 give .1.
+    """
+    gap_T = torch.where(mask_T, teacher_logprobs_T - old_logprobs_T, 0.0)
+    return advantages_T + coefficient * gap_T

@@ -296,8 +296,9 @@ class SamplingArguments(GenerationArguments):
     force_restart: bool = flag(False, group="Engine", everyday=False)
     """Whether the servers start anew before each adapter. Adapters are swapped without that."""
 
-    num_generations: int = flag(8, at_least=2)
-    """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch."""
+    num_generations: int = flag(8, at_least=1)
+    """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch. 1 goes with a teacher
+    without rewards."""
 
     num_generations_eval: int | None = flag(at_least=1, everyday=False)
     """Number of completions per prompt in evaluation."""

@@ -132,7 +132,7 @@ def describe(plan: BatchPlan, *, most_launches: int = 1, every_row: bool = False
     parts = [
         f"{counted(p.global_batch, 'completion')} per step ({p.per_device_train_batch_size} per device x "
         f"{counted(p.world_size, 'process')} x {p.gradient_accumulation_steps} accumulation)"
-        f" = {counted(p.global_batch_prompts, 'prompt')} x {p.num_generations} completions"
+        f" = {counted(p.global_batch_prompts, 'prompt')} x {counted(p.num_generations, 'completion')}"
     ]
     if p.generation_batch != p.global_batch:
         parts.append(f"{p.generation_batch} completions per generation batch")

@@ -31,8 +31,8 @@ PartialBatch = tuple[list[TrainSample], torch.Tensor | None]
 KLOfSamples = Callable[[Sequence[TrainSample]], Sequence[float]]
 """The k1 estimate of each sample's divergence from the reference, in nats, the same on every rank; collective."""
 
-ReferencePass = Callable[[RolloutBatch], None]
-"""Fills in the reference log-probs of the samples that this rank will train on; collective."""
+FrozenPass = Callable[[RolloutBatch], None]
+"""Fills in the log-probs of frozen models for the samples that this rank will train on; collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,27 +109,25 @@ class BatchMaker:
 
     replay: buffer of groups that replace zero-variance groups; None is off.
     kl_of: set by the trainer; required if `config.reward_kl` > 0.
-    reference_pass: set by the trainer for a loss with a KL; None: the trainer computes missing log-probs in its step.
+    frozen_pass: set by the trainer for a loss with frozen models; None: it computes missing log-probs in its step.
     """
 
     config: BatchConfig
     replay: ReplayBuffer | None = None
     kl_of: KLOfSamples | None = None
-    reference_pass: ReferencePass | None = None
+    frozen_pass: FrozenPass | None = None
 
     @property
-    def has_early_reference(self) -> bool:
-        """Whether the reference model can run before rewards are known; replayed groups depend on rewards."""
-        return self.config.reward_kl > 0 or (self.reference_pass is not None and self.replay is None)
+    def has_early_pass(self) -> bool:
+        """Whether a frozen model can run before rewards are known; replayed groups depend on rewards."""
+        return self.config.reward_kl > 0 or (self.frozen_pass is not None and self.replay is None)
 
-    def with_reference(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
-        """The samples of a round after the reference passes, before rewards are needed; collective."""
+    def with_frozen(self, groups: Sequence[RolloutGroup]) -> PartialBatch:
+        """The samples of a round after the passes of frozen models, before rewards are needed; collective."""
         config, samples = self.config, self.unscored_samples(groups)
-        if config.reward_kl > 0:
-            return samples, self._kl(groups)
-        if self.reference_pass is not None:
-            self.reference_pass(RolloutBatch(samples, config.num_global_batches, config.num_iterations))
-        return samples, None
+        if self.frozen_pass is not None and self.replay is None:
+            self.frozen_pass(RolloutBatch(samples, config.num_global_batches, config.num_iterations))
+        return samples, self._kl(groups) if config.reward_kl > 0 else None
 
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
         """Samples with advantages, of groups that share no statistics with others; numbered from `first`."""
@@ -146,14 +144,14 @@ class BatchMaker:
         Args:
             groups: scored, in launch order; as many as a rollout batch has.
             step: optimizer steps done.
-            partial: samples of the same groups after the reference passes; None: nothing is computed yet.
+            partial: samples of the same groups after `with_frozen`; None: nothing is computed yet.
         """
         config = self.config
         if partial is None:
-            # the micro-batches of reference passes ignore exclusions in any case, so they depend on no clock
+            # the micro-batches of these passes ignore exclusions in any case, so they depend on no clock
             excludes = any(reason is not None for group in groups for reason in scores_of(group).excluded)
-            early = excludes and self.has_early_reference
-            partial = self.with_reference(groups) if early else (self.unscored_samples(groups), None)
+            early = excludes and self.has_early_pass
+            partial = self.with_frozen(groups) if early else (self.unscored_samples(groups), None)
         samples, kl_S = partial
         _mask_excluded(samples, groups)
         size = len(groups) // config.generation_batches
@@ -330,8 +328,6 @@ def round_metrics(groups: Sequence[RolloutGroup], result: Advantages) -> dict[st
         "completions/max_terminated_length": float(max(ended)),
         "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
         "completions/excluded_ratio": float(result.rewards_S.isnan().double().mean()),
-        "reward_std": float(result.std_P.mean()),
-        "frac_reward_zero_std": 1.0 - float(result.informative_P.double().mean()),
         "health/excluded_samples": float(excluded.total()),
         **{f"health/excluded/{reason.replace(': ', '/')}": float(count) for reason, count in excluded.items()},
     }
@@ -347,6 +343,9 @@ def round_metrics(groups: Sequence[RolloutGroup], result: Advantages) -> dict[st
     for name, value in (item for episode in episodes for item in episode.metrics.items()):
         by_name[name].append(value)
     metrics |= {name: fmean(values) for name, values in by_name.items()}
-    if scored.numel():
-        metrics["reward"] = float(scored.mean())
+    if any(row for group in groups for row in scores_of(group).values):  # else there are no reward functions
+        metrics["reward_std"] = float(result.std_P.mean())
+        metrics["frac_reward_zero_std"] = 1.0 - float(result.informative_P.double().mean())
+        if scored.numel():
+            metrics["reward"] = float(scored.mean())
     return metrics

@@ -182,7 +182,7 @@ class RolloutPipeline:
             yield Arrival(range(start, len(batch.samples)), last=False)
         try:
             result, _ = self._first_result()
-            # without reference passes: the step runs them for each arrival
+            # without passes of frozen models: the step runs them for each arrival
             made = self._make_batch(result, progress, (self.batches.unscored_samples(result.groups), None))
         except Exception:
             self.batch = None  # an incomplete batch cannot be saved
@@ -222,11 +222,11 @@ class RolloutPipeline:
         return not self._runner.samples(current) and current.all_scored, current.scored()
 
     def _first_result(self) -> tuple[RoundResult, PartialBatch | None]:
-        """Remove the first round ahead; its result, and its samples after early reference passes; collective."""
+        """Remove the first round ahead; its result, and its samples after early passes of frozen models; collective."""
         current = self._ahead[0]
-        early = self.batches.has_early_reference and not self.config.streaming_groups
+        early = self.batches.has_early_pass and not self.config.streaming_groups
         try:
-            result = self._result(current, early_reference=early)
+            result = self._result(current, early_pass=early)
         except Exception:  # a checkpoint saved now draws these rounds again
             self.scheduler.load(self.scheduler.state([ahead.log for ahead in self._ahead]))
             self._ahead.clear()
@@ -319,21 +319,21 @@ class RolloutPipeline:
         finally:
             self._runner.release()
 
-    def _result(self, current: Round, *, early_reference: bool = False) -> RoundResult:
+    def _result(self, current: Round, *, early_pass: bool = False) -> RoundResult:
         """Wait for the scored groups of a round; collective. Its failure is raised on every rank, at every call.
 
-        early_reference: run the reference passes while rewards are computed; for the round that is trained on next.
+        early_pass: run the passes of frozen models while rewards are computed; for the round that is trained on next.
         """
 
-        def run_reference(groups: list[RolloutGroup]) -> None:
-            current.partial_batch = self.batches.with_reference([*current.log.carried, *groups])
+        def run_frozen(groups: list[RolloutGroup]) -> None:
+            current.partial_batch = self.batches.with_frozen([*current.log.carried, *groups])
 
         if not current.finished:
             try:
                 if self.overlaps:
                     with self.timer("generate"):
                         self._runner.wait(current)
-                meanwhile = run_reference if early_reference else None
+                meanwhile = run_frozen if early_pass else None
                 current.result = self.collector.finish(current, timer=self.timer, meanwhile=meanwhile)
             except Exception as error:
                 current.failure = error

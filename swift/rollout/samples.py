@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 
 if TYPE_CHECKING:
     from swift.types import RolloutGroup
+
+FrozenName = Literal["ref_logprobs", "teacher_logprobs"]
+FROZEN: tuple[FrozenName, ...] = get_args(FrozenName)
+"""Fields of a sample with the log-probs of frozen models: the reference of the KL, the teacher of a distillation."""
 
 
 @dataclass(slots=True)
@@ -28,7 +32,7 @@ class TrainSample:
     token_ids: int32 [T]. sampler_logprobs: float32 [T]. trained: bool [T], the data mask m: tokens that contribute to
         the loss.
     versions: policy versions of the tokens, run-length encoded as (version, start, end).
-    old_logprobs, ref_logprobs: float32 [T]; None until a forward pass has computed them.
+    old_logprobs, ref_logprobs, teacher_logprobs: float32 [T]; None until a forward pass has computed them.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
     routes: uint8 or uint16 [P + T - 1, layers, top-k], the experts to replay for P tokens of the prompt and those of
         the completion but the last one; None without.
@@ -43,6 +47,7 @@ class TrainSample:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
     routes: np.ndarray | None = None
 

@@ -294,6 +294,23 @@ def test_it_refuses_models_that_a_method_cannot_use(name, tiny_model, folder, de
         assert line in capsys.readouterr().err.partition("swift: error: ")[2]
 
 
+def test_a_teacher_needs_no_rewards_but_the_tokens_of_the_policy(tiny_model, folder, capsys):
+    file = Path(shutil.copytree(tiny_model, folder / "teacher"), "tokenizer.json")
+    words = f"rlhf --rlhf_type grpo --model {tiny_model} --teacher_model teacher --dataset rows.jsonl --dry_run true"
+    words = [*words.split(), "--num_generations", "1", "--per_device_train_batch_size", "8"]
+    assert main(words) == 0
+    assert "8 prompts x 1 completion;" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(content))
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "--teacher_model: teacher: 2 tokens of the policy's tokenizer are others there ('a' is" in told
+    assert main([*words, "--val_dataset", "rows.jsonl"]) == 2
+    assert "--eval_strategy: steps: evaluation measures rewards; give --reward_funcs" in capsys.readouterr().err
+
+
 def test_the_first_command_of_the_readme_needs_no_further_flag(tiny_model, folder, capsys):
     words = (
         f"rlhf --rlhf_type grpo --model {tiny_model} --dataset rows.jsonl --reward_funcs accuracy format --dry_run true"

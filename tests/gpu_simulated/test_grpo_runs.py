@@ -82,6 +82,16 @@ def test_shards_of_fsdp_keep_the_budget(on_gpu):
     keeps_budget(*on_gpu(f"{GRPO} --fsdp full_shard --tuner_type full"))
 
 
+@LONG
+@pytest.mark.parametrize("flags", ["--tuner_type full", "--tuner_type full --fsdp full_shard"])
+def test_a_teacher_keeps_the_budget(on_gpu, nano_folders, flags):
+    """Log-probs of the reference and of the teacher are brought to the host once a step each."""
+    code, err, found = on_gpu(f"{GRPO} {flags} --teacher_model {nano_folders['qwen2']}")
+    assert code == 0, err[-3000:]
+    assert found["steps"] == STEPS
+    assert beyond(found, {**BUDGET, SPLIT: 2 * STEPS}) == {}
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -108,6 +108,10 @@ def test_lines_without_the_number_neither_count_nor_reset():
     assert not alerts({"kl": lambda s: 3.0 if s % 2 else 0.0})
 
 
+def test_equal_rewards_are_no_fault_beside_a_teacher():
+    assert not alerts({"frac_reward_zero_std": 1.0, "teacher_kl": 0.1})
+
+
 def test_each_reward_function_has_an_alert_of_its_own():
     found = alerts({"rewards/a/mean": 0.0, "rewards/b/mean": after(10, 0.0, 1.0), "rewards/a/std": 0.0})
     assert [(alert.step, alert.sentence[:8]) for alert in found[:2]] == [(20, "Reward a"), (29, "Reward b")]

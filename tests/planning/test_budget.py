@@ -47,7 +47,7 @@ def test_it_is_what_a_step_with_more_tokens_takes_more(nano_folders, tuner, dtyp
         args.max_tokens_per_micro_batch = tokens
         cost = trace_step(
             check_policy(args, weights=False).train(),
-            None,
+            {},
             trainer_settings(args),
             Shape(2, 1, tokens // 8, tokens - tokens // 8),
             find_device("h100-80gb"),
@@ -68,7 +68,7 @@ def test_a_plan_with_fsdp_holds_the_shards_only_whoever_gives_the_budget(nano_fo
         policy = check_policy(args, weights=False).train()
         cost = trace_step(
             policy,
-            None,
+            {},
             trainer_settings(args),
             Shape(1, 1, 100, TRACED_TOKENS - 100),
             find_device("h100-80gb"),

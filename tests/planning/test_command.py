@@ -4,8 +4,9 @@ import json
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.arguments import parse
 from swift.arguments.derived import Machine
@@ -83,6 +84,7 @@ FAMILIES = {
         2_614_341_888,
     ),
 }  # fmt: skip
+TINY = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 RUN = "--rlhf_type grpo --reward_funcs accuracy --dataset rows.jsonl --beta 0 --tuner_type full --num_generations 8"
 
 
@@ -327,6 +329,19 @@ def test_ebft_has_features_and_references_beside_completions(plan, tuner):
     assert learnt["micro_batches"] > plain["micro_batches"] and learnt["flops"] > plain["flops"]
     held = [found["phases"]["update"]["trainer"] for found in (plain, learnt)]
     assert held[0] == held[1]
+
+
+def test_a_teacher_or_another_reference_is_held_beside_the_policy(plan, tmp_path_factory):
+    """Weights of 16 bits and no gradients; the teacher has another architecture than the policy."""
+    made, teacher = AutoConfig.for_model(**{**LLAMA, **TINY}), tmp_path_factory.mktemp("teacher")
+    made.save_pretrained(teacher)
+    with torch.device("meta"):
+        size = 2 * sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(made).parameters())
+    words = f"{RUN} --device h100-80gb --json true --max_tokens_per_micro_batch 4096"
+    plain = json.loads(plan(QWEN2 | TINY, words)[1])["phases"]
+    for flags in (f"--teacher_model {teacher}", f"--ref_model {teacher} --beta 0.1"):
+        found = json.loads(plan(QWEN2 | TINY, f"{words} {flags}")[1])["phases"]
+        assert found["update"]["trainer"] - plain["update"]["trainer"] == pytest.approx(size, rel=1e-4), flags
 
 
 @pytest.mark.parametrize(

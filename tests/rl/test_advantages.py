@@ -43,6 +43,12 @@ def test_a_function_that_does_not_apply_is_left_out_of_the_sum_and_a_row_without
     assert result.rewards_S.isnan().tolist() == [False, False, True, False]
 
 
+def test_without_reward_functions_all_rewards_and_advantages_are_0():
+    result = compute_advantages(reward_matrix([[], [], []]), torch.tensor([0, 0, 1]))
+    assert result.rewards_S.tolist() == result.advantages_S.tolist() == [0.0] * 3
+    assert not result.informative_P.any()
+
+
 def test_gdpo_of_two_functions():
     values_SK = torch.tensor([(1, 0), (0, 0), (1, 0.5), (0, 0.5), (1, 1), (1, 0), (1, 0), (1, 1)])
     result = compute_advantages(values_SK, GROUP_OF_FOUR_TWICE, scale="gdpo")

@@ -8,7 +8,10 @@ from padded_windows import window_of
 from whole_objective import means, run_window
 
 from swift.rl.global_batch import count_batch
+from swift.rl.kl import teacher_advantages
 from swift.rl.losses import LossConfig, losses
+from swift.rl.objective import policy_loss
+from swift.rl.segments import Segments
 
 TOY = window_of(
     policy=[[-0.5, -1, -1.5], [-0.2, -2]],
@@ -132,3 +135,22 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce():
         config = LossConfig(loss_type=name, epsilon_high=5.0 if name == "cispo" else None)
         result = run_window(TOY, config, with_old=False)
         assert TOY.real(result.gradient) == pytest.approx([first] * 3 + [second] * 2, abs=1e-12)
+
+
+def test_a_teacher_corrects_the_advantage_of_each_trained_token():
+    """Two trained tokens and one that is not: 1 + 2 (-.5 + 1) = 2, and -1 + 2 (-1 + 1.5) = 0."""
+    policy_T = torch.tensor([-1.0, -1.0, -1.5], requires_grad=True)
+    mask_T = torch.tensor([True, False, True])
+    given_T, teacher_T = torch.tensor([1.0, 1.0, -1.0]), torch.tensor([-0.5, torch.nan, -1.0])
+    advantages_T = teacher_advantages(given_T, teacher_T, policy_T.detach(), mask_T, coefficient=2.0)
+    assert advantages_T.tolist() == [2.0, 1.0, 0.0]
+    output = policy_loss(
+        policy_T,
+        config=LossConfig(loss_type="dapo"),
+        advantages_T=advantages_T,
+        segments=Segments(mask_T, torch.tensor([0, 0, 1]), 2),
+        token_weights_T=mask_T / 2,
+    )
+    output.loss.backward()
+    assert output.loss.item() == -1.0
+    assert policy_T.grad.tolist() == [-1.0, 0.0, 0.0]

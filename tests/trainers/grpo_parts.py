@@ -97,6 +97,7 @@ def make_trainer(
     *,
     model=None,
     reference=None,
+    teacher=None,
     reward=all_different,
     generations=4,
     global_batch=8,
@@ -176,6 +177,7 @@ def make_trainer(
         "lr_scheduler_type": "constant",
         **arguments,
     }
+    beside = {"ref_logprobs": reference, "teacher_logprobs": teacher}
     trainer = GRPOTrainer(
         model=model,
         args=TrainingArguments(str(output_dir), **options),
@@ -183,14 +185,14 @@ def make_trainer(
         pipeline=pipeline,
         collectives=collectives,
         metrics=metrics,
-        reference=reference,
+        beside={name: model for name, model in beside.items() if model is not None},
         eval_prompts=eval_prompts,
         sequence_group=sequence_group,
         async_save=async_save,
         stochastic_rounding=stochastic_rounding,
     )
-    if trainer.logprobs.settings.loss.beta > 0:
-        pipeline.batches.reference_pass = trainer.logprobs.score_reference
+    if trainer.logprobs.frozen:
+        pipeline.batches.frozen_pass = trainer.logprobs.score_frozen
     trainer.rounds = rounds
     trainer.add_callback(PipelineCallback(trainer, epoch=lambda: 0.0))
     trainer.add_callback(StopOnSignal(SignalTrap(), collectives))

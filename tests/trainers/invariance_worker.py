@@ -70,7 +70,7 @@ class Setting:
         first = SAMPLES - SAMPLES // self.num_global_batches
         idle = [i for i in FILTERED if i >= first]
         entropy = self.fields.get("entropy", EntropySettings())
-        if not self.loss.beta and not entropy.has_bonus:
+        if not self.loss.beta and not entropy.has_bonus and "teacher_kl_coef" not in self.fields:
             idle += [i for i in FLAT if i >= first]
         return SAMPLES - first - len(idle)
 
@@ -118,6 +118,7 @@ def settings() -> dict[str, Setting]:
     made["dapo, entropy bonus"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01)}, **later)
     made["dapo, top entropy"] = Setting(dapo, {"entropy": EntropySettings(coefficient=0.01, quantile=0.4)}, **later)
     made["dapo, second iteration"] = Setting(dapo, iterations=2)
+    made["dapo, with a teacher"] = Setting(dapo, {"teacher_kl_coef": 0.7}, iterations=2)
     made["dapo, second global batch"] = Setting(dapo, num_global_batches=2)
     return made
 
@@ -151,6 +152,10 @@ def rollout(trainer) -> RolloutBatch:
 
         sample.old_logprobs, sample.ref_logprobs = near(0.25), near(0.25)
         sample.sampler_logprobs = (sample.old_logprobs + 0.2 * random.normal(size=values.size)).astype(np.float32)
+    random = np.random.default_rng(8)
+    for sample in samples:
+        gaps = random.normal(size=sample.token_ids.size)
+        sample.teacher_logprobs = (sample.old_logprobs + gaps).astype(np.float32)
     return RolloutBatch(samples, num_global_batches=1, num_iterations=1)
 
 

@@ -133,13 +133,13 @@ def build(task: dict[str, Any]) -> Any:
 
 def report_reference(trainer: Any, seen: threading.Event) -> None:
     """Tell rewards when the reference has scored a rollout batch."""
-    refer = trainer.pipeline.batches.reference_pass
+    refer = trainer.pipeline.batches.frozen_pass
 
     def told(batch: Any) -> None:
         refer(batch)
         seen.set()
 
-    trainer.pipeline.batches.reference_pass = told
+    trainer.pipeline.batches.frozen_pass = told
 
 
 def around(trainer: Any, *, gather: bool) -> None:

@@ -3,12 +3,14 @@
 import random
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
 from invariance_worker import Layout, rollout, settings
 from out_of_memory_worker import Case, ShortBench, on_two_ranks
 
+from swift.rl.losses import LossConfig
 from swift.trainers.micro_batches import Limits
 
 pytestmark = pytest.mark.slow
@@ -111,7 +113,8 @@ class PolicyItself:
 
 def test_passes_of_the_reference_are_made_again_too(bench, batch, monkeypatch):
     logprobs, planner = bench.trainer.logprobs, bench.trainer.planner
-    monkeypatch.setattr(logprobs, "reference", PolicyItself(bench.trainer.model))
+    monkeypatch.setattr(logprobs, "models", {"ref_logprobs": PolicyItself(bench.trainer.model)})
+    monkeypatch.setattr(logprobs, "settings", replace(logprobs.settings, loss=LossConfig(beta=0.1)))
 
     def scored(room):
         planner.limits, found = Limits(None, AMPLE), deepcopy(batch)
@@ -119,7 +122,7 @@ def test_passes_of_the_reference_are_made_again_too(bench, batch, monkeypatch):
             sample.ref_logprobs = None
         bench.made = bench.failed = 0
         with bench._failing(Case("", Layout(1), "forward", (room,))):
-            logprobs.score_reference(found)
+            logprobs.score_frozen(found)
             kl = logprobs.reward_kl(found.samples)
         return [sample.ref_logprobs for sample in found.samples if sample.num_trained], kl, bench.failed
 

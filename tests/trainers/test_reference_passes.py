@@ -92,9 +92,9 @@ def test_what_a_replay_buffer_may_stand_in_for_is_not_passed_over(nano_folders, 
     from swift.rollout.replay import ReplayBuffer
 
     trainer = make_trainer(nano_folders["qwen2"], tmp_path, loss=LossConfig(beta=0.5), reference=watched(nano_folders))
-    assert trainer.pipeline.batches.has_early_reference
+    assert trainer.pipeline.batches.has_early_pass
     trainer.pipeline.batches.replay = ReplayBuffer(4, max_age=4, seed=0, recompute=False)
-    assert not trainer.pipeline.batches.has_early_reference
+    assert not trainer.pipeline.batches.has_early_pass
 
 
 def test_a_reference_that_knows_fewer_tokens_than_the_tokenizer_is_refused(nano_folders):
@@ -102,8 +102,8 @@ def test_a_reference_that_knows_fewer_tokens_than_the_tokenizer_is_refused(nano_
     words = f"{words} --model {nano_folders['qwen2']} --ref_model {nano_folders['llama']}"
     args = parse("rlhf", words.split(), {}).args
     template = load_chat(args)
-    policy, reference = load_models(args, template)
-    assert type(policy) is not type(reference.module)
+    policy, beside = load_models(args, template)
+    assert type(policy) is not type(beside["ref_logprobs"].module)
     template.tokenizer.add_tokens(["one", "more"])
     with pytest.raises(ConfigError, match=r"--ref_model: .*llama: knows 263 tokens, .* --model has 265; give a model"):
         load_models(args, template)

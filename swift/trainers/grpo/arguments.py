@@ -77,6 +77,7 @@ def trainer_settings(
         ),
         ce_coef=getattr(args, "ebft_ce_coef", None),
         rl_coef=getattr(args, "ebft_rl_coef", 1.0),
+        teacher_kl_coef=args.teacher_kl_coef if args.teacher_model else 0.0,
         router_aux_loss_coef=router_aux_loss_coef,
         router_replay=args.moe_router_replay,
     )

@@ -26,6 +26,7 @@ from swift.trainers.ebft.rewards import attach
 from swift.trainers.engines import EngineSetup
 from swift.trainers.grpo.arguments import trainer_settings, training_arguments, uncorrected_lines
 from swift.trainers.grpo.build import (
+    Beside,
     build_alignment,
     build_cycle,
     build_parity,
@@ -57,13 +58,14 @@ class Attempt:
         parts: Parts,
         opened: OpenRun,
         model: Any,
-        reference: Any,
+        beside: Beside,
         setup: EngineSetup,
         trap: SignalTrap,
     ) -> None:
         self.resolved, self.parts, self.setup, self.trap = resolved, parts, setup, trap
         if parts.args.use_liger_kernel:  # before anything is compared: sampler and trainer, packed and padded rows
-            for module in (model, *([reference.module] if isinstance(reference, FrozenReference) else [])):
+            own = [frozen.module for frozen in beside.values() if isinstance(frozen, FrozenReference)]
+            for module in (model, *own):
                 apply_liger_kernel(module, parts.args.liger_kernels)
         self.folder, self.log = opened.folder, opened.log
         self.metrics = MetricStore()
@@ -74,10 +76,10 @@ class Attempt:
         self.cycle: ColocateCycle | None = None
         if setup.placement.mode == "colocate" and setup.engine is not None:
             self.cycle = build_cycle(self, setup.engine)
-        self.trainer = self._build_trainer(model, reference)
+        self.trainer = self._build_trainer(model, beside)
         if self.cycle is not None:
-            beside = [frozen.module for frozen in self.trainer.frozen if isinstance(frozen, FrozenReference)]
-            self.cycle.attach(model, lambda: self.trainer.optimizer, beside=beside)
+            modules = [frozen.module for frozen in self.trainer.frozen if isinstance(frozen, FrozenReference)]
+            self.cycle.attach(model, lambda: self.trainer.optimizer, beside=modules)
         self.parity = build_parity(self)
 
     def _build_report(self, number: int) -> RunReport:
@@ -98,7 +100,7 @@ class Attempt:
             diagnosis=parts.rewards.diagnosis,
         )
 
-    def _build_trainer(self, model: Any, reference: Any) -> GRPOTrainer:
+    def _build_trainer(self, model: Any, beside: Beside) -> GRPOTrainer:
         parts, args = self.parts, self.parts.args
         pipeline = build_pipeline(self)
         engine = self.setup.engine
@@ -117,7 +119,7 @@ class Attempt:
             pipeline=pipeline,
             collectives=parts.collectives,
             metrics=self.metrics,
-            reference=reference,
+            beside=beside,
             eval_prompts=parts.eval_prompts or (),
             run_settings=parts.start.settings,
             report=self.report,
@@ -150,8 +152,8 @@ class Attempt:
             trainer.alignment = build_alignment(self, trainer)
         if args.kl_in_reward and args.beta > 0:
             pipeline.batches.kl_of = trainer.logprobs.reward_kl
-        elif args.beta > 0:
-            pipeline.batches.reference_pass = trainer.logprobs.score_reference
+        if trainer.logprobs.frozen:
+            pipeline.batches.frozen_pass = trainer.logprobs.score_frozen
         return trainer
 
     def _epoch(self) -> float:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import set_seed
 from transformers.utils import logging
 
 from swift.devices import own_device
 from swift.errors import ConfigError
-from swift.models import load_policy, load_reference
+from swift.models import load_policy, load_reference, load_teacher
 from swift.models.attention.interface import transformers_model
 from swift.models.policy import load_config
-from swift.models.reference import FrozenReference
+from swift.models.reference import FrozenReference, ReferenceModel
 from swift.models.router_loss import router_coefficient
 from swift.models.sharded_sampling import sampling_from
 from swift.models.source import locate
@@ -32,7 +33,7 @@ from swift.rollout.mailbox import Mailbox
 from swift.rollout.parity import ParityCheck
 from swift.rollout.pipeline import RolloutPipeline
 from swift.rollout.replay import ReplayBuffer
-from swift.rollout.samples import TrainSample
+from swift.rollout.samples import FrozenName, TrainSample
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
 from swift.rollout.sources.atropos.api import MessageAPI, Registration
 from swift.rollout.sources.atropos.groups import GroupReader
@@ -64,8 +65,12 @@ if TYPE_CHECKING:
     from swift.trainers.grpo.trainer import GRPOTrainer
 
 
-def load_models(args: Any, template: Template) -> tuple[Any, Any]:
-    """The policy, on `loading_device`, and, with beta > 0, its reference."""
+Beside: TypeAlias = Mapping[FrozenName, ReferenceModel]
+"""Frozen models beside the policy, by the field of a sample for their log-probs."""
+
+
+def load_models(args: Any, template: Template) -> tuple[Any, Beside]:
+    """The policy, on `loading_device`, and the frozen models of its run."""
     logging.disable_progress_bar()  # swift has its own
     set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
@@ -74,29 +79,35 @@ def load_models(args: Any, template: Template) -> tuple[Any, Any]:
         template.vision.attach(policy)
     router_coefficient(args.router_aux_loss_coef, policy)
     require_experts(policy, args.moe_router_replay)
-    return policy, reference_of(args, policy, len(template.tokenizer))
+    return policy, load_beside(args, policy, len(template.tokenizer))
 
 
-def reference_of(args: Any, policy: Any, num_tokens: int) -> Any:
-    """The reference of a policy, which may be without weights; None with beta = 0.
+def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True) -> Beside:
+    """The reference, with beta > 0, and the teacher, if any, of a policy, which may be without weights.
 
-    Raises ConfigError: its vocabulary is smaller than the tokenizer's.
+    weights: whether there are files of weights, see `load_other`.
+
+    Raises ConfigError: one of them knows fewer tokens than the policy's tokenizer has, `num_tokens`.
     """
-    if args.beta == 0:
-        return None
-    reference = load_reference(args, policy, moves=args.sync_ref_model)
-    if not isinstance(reference, FrozenReference):
-        return reference
-    if (vision := vision_of(policy)) is not None:
-        vision.show(reference.module)
-    require_shareable(reference.module, args, "ref_model")
-    known = transformers_model(reference.module).config.get_text_config().vocab_size
-    if args.ref_model and known < num_tokens:
-        raise ConfigError(
-            f"--ref_model: {args.ref_model}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
-            "give a model with the same tokenizer"
-        )
-    return reference
+    models: dict[FrozenName, ReferenceModel] = {}
+    if args.beta > 0:
+        models["ref_logprobs"] = load_reference(args, policy, moves=args.sync_ref_model, weights=weights)
+    if args.teacher_model:
+        models["teacher_logprobs"] = load_teacher(args, policy, weights=weights)
+    for name, model in models.items():
+        if not isinstance(model, FrozenReference):
+            continue
+        if (vision := vision_of(policy)) is not None:
+            vision.show(model.module)
+        flag = "ref_model" if name == "ref_logprobs" else "teacher_model"
+        require_shareable(model.module, args, flag)
+        known = transformers_model(model.module).config.get_text_config().vocab_size
+        if (given := getattr(args, flag)) and known < num_tokens:
+            raise ConfigError(
+                f"--{flag}: {given}: knows {known} tokens, and the tokenizer of --model has {num_tokens}; "
+                "give a model with the same tokenizer"
+            )
+    return models
 
 
 def build_watchdog(run: Attempt) -> Watchdog:

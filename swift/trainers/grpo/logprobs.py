@@ -1,13 +1,14 @@
-"""Log-probs of the samples of a rollout batch: of the policy before its first update on them, and of the reference.
+"""Log-probs of the samples of a rollout batch: of the policy before its first update on them, and of frozen models.
 
-The log-probs that a rank keeps with a sample (`old_logprobs`, `ref_logprobs`) are needed in every later update on the
-sample, so a sample stays on its rank (`swift.trainers.micro_batches`).
+The log-probs that a rank keeps with a sample (`old_logprobs`, those of `FROZEN`) are needed in every later update on
+the sample, so a sample stays on its rank (`swift.trainers.micro_batches`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
@@ -23,7 +24,7 @@ from swift.models.scoring import score_tokens, scores_and_balance
 from swift.models.vision import Vision, vision_of
 from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy
-from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.rollout.samples import FROZEN, FrozenName, RolloutBatch, TrainSample
 from swift.trainers.distributed import Collectives
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
 from swift.trainers.grpo.routes import RoutingReplay
@@ -43,15 +44,16 @@ Scored: TypeAlias = tuple[Sequence[TrainSample], Tensor]
 class LogProbs:
     """Scores samples with the models of one trainer.
 
-    unwrapped: returns the policy without its wrappers for training. on_progress: called after each micro-batch. timer:
-    times phases. group: the ranks that share micro-batches. in_step: whether the model is sharded, so that every
-    rank has to make the same number of forward passes. routes: replays the experts of samples; None without.
+    models: the frozen ones beside the policy, by the field of a sample for their log-probs. unwrapped: returns the
+    policy without its wrappers for training. on_progress: called after each micro-batch. timer: times phases. group:
+    the ranks that share micro-batches. in_step: whether the model is sharded, so that every rank has to make the same
+    number of forward passes. routes: replays the experts of samples; None without.
     """
 
     settings: GRPOSettings
     collectives: Collectives
     planner: MicroBatchPlanner
-    reference: ReferenceModel | None
+    models: Mapping[FrozenName, ReferenceModel]
     unwrapped: Callable[[], nn.Module]
     device: torch.device
     on_progress: Callable[[], None]
@@ -65,15 +67,22 @@ class LogProbs:
         """What the policy sees images with."""
         return vision_of(self.unwrapped())
 
+    @property
+    def frozen(self) -> list[FrozenName]:
+        """The frozen models whose log-probs are part of the loss; not the reference with `--kl_in_reward`."""
+        weights = {"ref_logprobs": self.settings.loss.beta, "teacher_logprobs": self.settings.teacher_kl_coef}
+        return [name for name in FROZEN if weights[name] > 0]
+
     # --- micro-batches ----------------------------------------------------------------------------------------
 
     def useful(self, batch: RolloutBatch, chosen: Sequence[int]) -> list[bool]:
         """Which samples of a global batch are computed: those with a gradient, or all that set the entropy threshold.
 
-        A sample with advantage 0 has a gradient only from its KL, its entropy bonus or the load-balancing loss.
+        A sample with advantage 0 has a gradient only from its KL, its teacher, its entropy bonus or the load-balancing
+        loss.
         """
         settings = self.settings
-        has_other_terms = settings.loss.beta > 0 or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
+        has_other_terms = bool(self.frozen) or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
         has_other_terms = has_other_terms or settings.router_aux_loss_coef > 0
         every = has_other_terms or not settings.skip_zero_advantage
         trained = [batch.samples[i].num_trained > 0 for i in chosen]
@@ -214,22 +223,22 @@ class LogProbs:
             )
 
     def share(self, batch: RolloutBatch) -> None:
-        """Give every rank the old and reference log-probs, and the routes, that the others keep; collective.
+        """Give every rank the log-probs, and the routes, that the others keep; collective.
 
         For a checkpoint, and where later updates cut the whole global batch over the ranks instead of its arrivals.
         """
         keeps = self.routes is not None and self.routes.mode == "trainer"
+        names = ["old_logprobs", *FROZEN, *(["routes"] if keeps else [])]
         mine = {
-            i: (sample.old_logprobs, sample.ref_logprobs, sample.routes if keeps else None)
+            (i, name): values
             for i, sample in enumerate(batch.samples)
+            for name in names
+            if (values := getattr(sample, name)) is not None
         }
-        mine = {i: kept for i, kept in mine.items() if any(values is not None for values in kept)}
         for of_rank in self.collectives.all_gather(mine):
-            for i, (old, ref, routes) in of_rank.items():
-                sample = batch.samples[i]
-                sample.old_logprobs = old if sample.old_logprobs is None else sample.old_logprobs
-                sample.ref_logprobs = ref if sample.ref_logprobs is None else sample.ref_logprobs
-                sample.routes = routes if sample.routes is None else sample.routes
+            for (i, name), values in of_rank.items():
+                if getattr(batch.samples[i], name) is None:
+                    setattr(batch.samples[i], name, values)
 
     def forget_old(self, batch: RolloutBatch) -> None:
         """Forget what the trainer has kept of a batch that is computed again from the beginning."""
@@ -238,10 +247,10 @@ class LogProbs:
             if self.routes is not None and self.routes.mode == "trainer":
                 sample.routes = None
 
-    # --- reference --------------------------------------------------------------------------------------------
+    # --- frozen models ----------------------------------------------------------------------------------------
 
-    def score_reference(self, batch: RolloutBatch) -> None:
-        """Fill in the reference's log-probs of a rollout batch; collective.
+    def score_frozen(self, batch: RolloutBatch) -> None:
+        """Fill in the log-probs of the frozen models for a rollout batch; collective.
 
         Each sample is scored on the rank, and in the micro-batch, that will train on it. The pipeline calls this while
         rewards are computed. Before the size of micro-batches is known, nothing is scored.
@@ -249,25 +258,26 @@ class LogProbs:
         if not self.planner.ready:
             return
         with self.timer("train"):
-            self.surviving(lambda: self._score_reference(batch))
+            for name in self.frozen:
+                self.surviving(functools.partial(self._score_with, name, batch))
 
-    def _score_reference(self, batch: RolloutBatch) -> None:
+    def _score_with(self, name: FrozenName, batch: RolloutBatch) -> None:
         scored: list[Scored] = []
         with self.agreed():
             for number in range(batch.num_global_batches):
                 plan = self.planner.plan(batch.samples, batch.global_batch(number))
-                missing = self.own_micro_batches(batch.samples, plan, lambda sample: sample.ref_logprobs is None)
+                missing = self.own_micro_batches(batch.samples, plan, lambda sample: getattr(sample, name) is None)
                 for part, held in missing:
-                    logprobs_N = self.of_reference(part)
+                    logprobs_N = self.of_frozen(name, part)
                     if held:
                         scored.append((part.samples, logprobs_N))
-        keep("ref_logprobs", scored)
+        keep(name, scored)
 
-    def of_reference(self, batch: MicroBatch) -> Tensor:
-        """The reference's log-probs [N] of a micro-batch, computed where they are missing; collective if sharded."""
-        given_N = batch.ref_logprobs_N
+    def of_frozen(self, name: FrozenName, batch: MicroBatch) -> Tensor:
+        """A frozen model's log-probs [N] of a micro-batch, computed where they are missing; collective if sharded."""
+        given_N = batch.frozen_N.get(name)
         others_miss = self.in_step and self.collectives.any(given_N is None)
-        return self._reference_scores(batch) if given_N is None or others_miss else given_N
+        return self._frozen_scores(name, batch) if given_N is None or others_miss else given_N
 
     def reward_kl(self, samples: Sequence[TrainSample]) -> list[float]:
         """`sum_t m (lp_s - lp_r)` of each sample in nats, the on-policy k1 estimate; 0 without a trained token.
@@ -287,20 +297,20 @@ class LogProbs:
         values: list[Tensor] = []
         with self.agreed():
             for part, held in self.own_micro_batches(samples, plan, lambda sample: True):
-                k1_S = sequence_k1(part.sampler_logprobs_N, self._reference_scores(part), part.segments)
+                ref_logprobs_N = self._frozen_scores("ref_logprobs", part)
+                k1_S = sequence_k1(part.sampler_logprobs_N, ref_logprobs_N, part.segments)
                 own += held
                 values.append(k1_S[: len(held)])  # none of a filler
         return dict(zip(own, torch.cat(values).tolist(), strict=True)) if values else {}
 
-    def _reference_scores(self, batch: MicroBatch) -> Tensor:
-        """The reference's log-probs [N], without gradient."""
-        assert self.reference is not None, "a KL without a reference"
+    def _frozen_scores(self, name: FrozenName, batch: MicroBatch) -> Tensor:
+        """A frozen model's log-probs [N] at the training temperature, without gradient."""
         paused = nullcontext() if self.routes is None else self.routes.paused()
-        with paused, self.reference.active() as module, torch.no_grad():
+        with paused, self.models[name].active() as module, torch.no_grad():
             return self.scores(module, batch)[0]
 
 
-def keep(name: Literal["old_logprobs", "ref_logprobs"], scored: Sequence[Scored]) -> None:
+def keep(name: Literal["old_logprobs"] | FrozenName, scored: Sequence[Scored]) -> None:
     """Keep log-probs with the samples that have none yet, for later updates on the same rollout batch.
 
     One transfer brings those of all micro-batches to the host.

@@ -13,7 +13,7 @@ from swift.models.forward import TokenBatch, TokenSequence, pack
 from swift.models.transfer import to_device
 from swift.models.vision import Vision
 from swift.rl.segments import Segments
-from swift.rollout.samples import TrainSample
+from swift.rollout.samples import FROZEN, FrozenName, TrainSample
 
 
 @dataclass(slots=True)
@@ -22,8 +22,8 @@ class MicroBatch:
 
     sequences: the token ids, one entry per sample. advantages_N: of each token. weights_N: the loss weight of each
     token (0 outside of the data mask); the loss of the global batch is the sum of weight * objective. mask_N: the data
-    mask. segments: the samples' tokens with that mask. old_logprobs_N: NaN where a sample has none yet. ref_logprobs_N:
-    None unless every sample has them. filler: whether another rank trains on the samples.
+    mask. segments: the samples' tokens with that mask. old_logprobs_N: NaN where a sample has none yet. frozen_N:
+    log-probs of the frozen models that every sample has. filler: whether another rank trains on the samples.
     """
 
     samples: list[TrainSample]
@@ -35,7 +35,7 @@ class MicroBatch:
     segments: Segments
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor
-    ref_logprobs_N: Tensor | None
+    frozen_N: dict[FrozenName, Tensor]
     filler: bool = False
 
 
@@ -58,7 +58,7 @@ def collate(
     sequences = [TokenSequence(sample.prompt_ids.tolist(), sample.token_ids.tolist()) for sample in samples]
     unknown = (np.full(sample.token_ids.size, np.nan, dtype=np.float32) for sample in samples)
     old = [none if s.old_logprobs is None else s.old_logprobs for s, none in zip(samples, unknown, strict=True)]
-    references = [sample.ref_logprobs for sample in samples if sample.ref_logprobs is not None]
+    frozen = {name: [getattr(sample, name) for sample in samples] for name in FROZEN}
     advantages = [np.float32(s.advantage) if s.token_advantages is None else s.token_advantages for s in samples]
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
     index_N = to_device(torch.arange(len(samples)).repeat_interleave(lengths), device)
@@ -74,7 +74,7 @@ def collate(
         segments=Segments(mask_N, index_N, len(samples)),
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
         old_logprobs_N=join(old),
-        ref_logprobs_N=join(references) if len(references) == len(samples) else None,
+        frozen_N={name: join(parts) for name, parts in frozen.items() if all(part is not None for part in parts)},
         filler=filler,
     )
 

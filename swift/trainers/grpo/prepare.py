@@ -81,6 +81,7 @@ def prepare(
     """
     from swift.data.prompts import Tokenizer
     from swift.models import load_chat
+    from swift.models.tokenizer import require_same_tokens
     from swift.observability.health_rules import load_rules
     from swift.rewards import models
     from swift.rewards.pipeline import RewardPipeline
@@ -93,6 +94,8 @@ def prepare(
     from swift.trainers.supervision.heartbeat import Heartbeat
 
     template = load_chat(args)
+    if args.teacher_model not in (None, args.model):
+        require_same_tokens(args.teacher_model, template.tokenizer, args, flag="--teacher_model")
     if template.vision is not None:
         join_problems(_vision_problems(args))
         if args.use_vllm and placement.mode not in ("in_process", "server"):

@@ -69,7 +69,7 @@ def run(resolved: Resolved) -> int:
             from swift.models.tuners import expert_lines
             from swift.trainers.grpo.build import load_models
 
-            model, reference = load_models(args, parts.template)
+            model, beside = load_models(args, parts.template)
             parts.lines += [*expert_lines(model, args), *rate_lines(model, args)]
             setup = cleanup.enter_context(contextlib.closing(build_engines(parts, model)))
         from swift.trainers.grpo.attempt import Attempt
@@ -81,7 +81,7 @@ def run(resolved: Resolved) -> int:
         if collectives.is_main:
             _open_other_files(parts, opened)
         with collector_resting():
-            attempt = Attempt(resolved, parts, opened, model, reference, setup, trap)  # the trainer and its pipeline
+            attempt = Attempt(resolved, parts, opened, model, beside, setup, trap)  # the trainer and its pipeline
         opened.steps = lambda: attempt.trainer.state.global_step
         attempt.run()  # parity check, training, summary
     leave_processes(collectives)

@@ -39,6 +39,7 @@ class GRPOSettings:
     entropy: bonus, top-entropy mask, logs.
     ce_coef: weight of the cross-entropy of `RolloutBatch.references`, a mean over their tokens; None outside of EBFT.
     rl_coef: factor of the advantages in EBFT.
+    teacher_kl_coef: weight of the teacher's log-ratio in the advantages of tokens; 0 is off.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0 is off.
     router_replay: whose experts training passes of a mixture use (`swift.trainers.grpo.routes`).
     """
@@ -60,5 +61,6 @@ class GRPOSettings:
     entropy: EntropySettings = field(default_factory=EntropySettings)
     ce_coef: float | None = None
     rl_coef: float = 1.0
+    teacher_kl_coef: float = 0.0
     router_aux_loss_coef: float = 0.0
     router_replay: Literal["off", "rollout", "trainer"] = "off"

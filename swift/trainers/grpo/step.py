@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from swift.models.transfer import to_device
 from swift.rl.correction import off_policy_sequence_mask, sampler_correction, sampler_mismatch
 from swift.rl.entropy import entropy_bonus
 from swift.rl.global_batch import BatchCounts, count_batch, nominal_batch_tokens
+from swift.rl.kl import k3, teacher_advantages
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import policy_loss
-from swift.rollout.samples import Arrival, RolloutBatch, TrainSample
+from swift.rollout.samples import Arrival, FrozenName, RolloutBatch, TrainSample
 from swift.trainers.grpo.entropy import STEERING, EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
@@ -286,20 +287,20 @@ class GlobalBatchStep:
         entropy = settings.entropy.kind(self.num_updates, free=not scores_itself(model))
         planned = [i for rank in plan.micro_batches for held in rank for i in held]
         num_trained = sum(shared.batch.samples[i].num_trained for i in planned)
-        scored: list[Scored] = []
-        of_reference: list[Scored] = []
+        frozen = logprobs.frozen
+        scored: dict[Literal["old_logprobs"] | FrozenName, list[Scored]] = {"old_logprobs": []}
+        scored |= {name: [] for name in frozen}
 
         def share_of(held: Sequence[int]) -> Tensor:
             samples = [shared.batch.samples[i] for i in held or [shared.filler]]
             weights = [shared.weights[i] for i in held] or [0.0]
             batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
-            if settings.loss.beta > 0:
-                batch.ref_logprobs_N = logprobs.of_reference(batch)
+            batch.frozen_N = {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and shared.batch.updates_per_rollout > 1:
-                scored.append((samples, policy_logprobs_N.detach()))
-                if batch.ref_logprobs_N is not None:
-                    of_reference.append((samples, batch.ref_logprobs_N))
+                scored["old_logprobs"].append((samples, policy_logprobs_N.detach()))
+                for name in frozen:
+                    scored[name].append((samples, batch.frozen_N[name]))
             if held and logprobs.routes is not None:
                 logprobs.routes.observe(shared.report)
             loss = self._loss(shared, held, batch, policy_logprobs_N, entropy_N)
@@ -310,8 +311,8 @@ class GlobalBatchStep:
             return loss * logprobs.collectives.world_size
 
         loss = self._passes(model, plan, share_of, last=last)
-        keep("old_logprobs", scored)
-        keep("ref_logprobs", of_reference)
+        for field, parts in scored.items():
+            keep(field, parts)
         return loss
 
     def _passes(
@@ -372,6 +373,12 @@ class GlobalBatchStep:
         # where a sample has no old log-probs, this is its first update, and the policy itself is the old one
         old_N = batch.old_logprobs_N.to(policy_logprobs_N.dtype)
         old_N = torch.where(old_N.isnan(), policy_logprobs_N.detach(), old_N)
+        if (teacher_N := batch.frozen_N.get("teacher_logprobs")) is not None:
+            batch.advantages_N = teacher_advantages(
+                batch.advantages_N, teacher_N, old_N, batch.mask_N, coefficient=settings.teacher_kl_coef
+            )
+            if held:
+                shared.report.add_mean("teacher_kl", k3(old_N, teacher_N), batch.mask_N)
         keep_N, num_bonus_tokens = None, float(shared.num_tokens)
         if entropy_N is not None and settings.entropy.quantile < 1:
             keep_N, num_bonus_tokens = self._top_mask(shared, held, batch, entropy_N)
@@ -396,7 +403,7 @@ class GlobalBatchStep:
             segments=batch.segments,
             token_weights_T=batch.weights_N,
             old_logprobs_T=old_N,
-            ref_logprobs_T=batch.ref_logprobs_N,
+            ref_logprobs_T=batch.frozen_N.get("ref_logprobs"),
             sampler_logprobs_T=batch.sampler_logprobs_N,
             correction=correction,
             keep_T=keep_N,

@@ -22,7 +22,7 @@ factors has to be cancelled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,7 @@ from swift.models.sharded import is_sharded
 from swift.observability.metric_names import with_aliases
 from swift.plugin.kept import TorchKept
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
-from swift.rollout.samples import RolloutBatch
+from swift.rollout.samples import FrozenName, RolloutBatch
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading, read_state, write_state
 from swift.trainers.distributed import Collectives
@@ -91,7 +91,7 @@ class GRPOTrainer(AtomicTrainer):
         pipeline: makes the rollout batches.
         collectives: the data-parallel ranks.
         metrics: collects the metrics of each step (rank 0 logs them).
-        reference: the KL reference; required if `settings.loss.beta` > 0.
+        beside: frozen models, see `LogProbs`; `settings.loss.beta` > 0 requires the KL reference.
         eval_prompts: held-out prompts, or none.
         report: console output and log files (rank 0 only); flushed to disk before a checkpoint becomes valid.
         on_progress: called after each micro-batch.
@@ -108,7 +108,7 @@ class GRPOTrainer(AtomicTrainer):
         pipeline: RolloutPipeline,
         collectives: Collectives,
         metrics: MetricStore,
-        reference: ReferenceModel | None = None,
+        beside: Mapping[FrozenName, ReferenceModel] | None = None,
         eval_prompts: Sequence[Prompt] = (),
         report: RunReport | None = None,
         on_progress: Callable[[], None] = lambda: None,
@@ -121,8 +121,9 @@ class GRPOTrainer(AtomicTrainer):
         self.torch_kept = TorchKept()
         self.stops_at_alert = stops_at_alert
         self.alert: Alert | None = None
-        self.reference = reference
-        self.frozen = [reference] if reference is not None else []
+        beside = beside or {}
+        self.reference = beside.get("ref_logprobs")
+        self.frozen = list(beside.values())
         """Models beside the policy that are not trained."""
         self.eval_prompts = list(eval_prompts)
         self.report = report
@@ -158,7 +159,7 @@ class GRPOTrainer(AtomicTrainer):
             settings=settings,
             collectives=collectives,
             planner=self.planner,
-            reference=reference,
+            models=beside,
             unwrapped=self._unwrapped,
             device=self.args.device,
             on_progress=on_progress,
@@ -372,7 +373,7 @@ class GRPOTrainer(AtomicTrainer):
             self.report.on_save()
 
     def state_beside_weights(self) -> TrainerState:
-        """The state of trainer and pipeline, with the old and reference log-probs of all ranks; collective."""
+        """The state of trainer and pipeline, with the log-probs that all ranks keep; collective."""
         batch, controller = self.pipeline.batch, self.entropy.controller
         if batch is not None and not batch.exhausted and batch.updates_per_rollout > 1:
             self.logprobs.share(batch)
