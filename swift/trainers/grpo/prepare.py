@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swift.data.source import PromptSource
     from swift.models.template import Template
     from swift.observability.health_rules import Rule
+    from swift.rewards.models import RewardModels
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
@@ -87,7 +88,6 @@ def prepare(
     from swift.rewards.pipeline import RewardPipeline
     from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
     from swift.rollout.arithmetic import plan_batches
-    from swift.rollout.engines.vllm import require_images
     from swift.rollout.sources.function import load_rollout_func
     from swift.rollout.sources.multi_turn.tools import open_toolbox
     from swift.trainers.engines import require_backend
@@ -96,13 +96,9 @@ def prepare(
     template = load_chat(args)
     if args.teacher_model not in (None, args.model):
         require_same_tokens(args.teacher_model, template.tokenizer, args, flag="--teacher_model")
-    if template.vision is not None:
-        join_problems(_vision_problems(args))
-        if args.use_vllm and placement.mode not in ("in_process", "server"):
-            require_images()
     reward_models = models.open_reward_models(args) if collectives.is_main else None
-    if template.vision is not None and reward_models is not None:
-        join_problems(reward_models.blind())
+    if template.vision is not None:
+        _check_vision(args, placement, reward_models)
     rewards = RewardPipeline(
         args,
         seed=args.seed,
@@ -145,10 +141,7 @@ def prepare(
     if args.vllm_enable_lora and args.use_vllm:
         _check_sent_adapter(args)
     require_backend(args)
-    if args.moe_router_replay == "rollout" and args.use_vllm:
-        _check_routes(placement)
-    if args.moe_router_replay == "trainer" and plan.updates_per_rollout == 1 and not args.tuner_dropout:
-        lines.append("--moe_router_replay: trainer: no effect with one update of each rollout batch")
+    lines += _route_lines(args, placement, plan)
     play = _play_of(args, references, toolbox, rewards.names)
     makers = in_use(args, COMPLETION_SETTINGS) or (["--dataset: remaining_turns"] if play is not None else [])
     if makers:
@@ -165,16 +158,21 @@ def prepare(
     )  # fmt: skip
 
 
-def _vision_problems(args: Any) -> list[str]:
-    """What does not work yet with a model that is loaded with its vision tower, one line each."""
+def _check_vision(args: Any, placement: Placement, reward_models: RewardModels | None) -> None:
+    """Raises ConfigError: what does not work yet with a model that is loaded with its vision tower, one line each."""
     from swift.rollout.arguments import in_use
+    from swift.rollout.engines.vllm import require_images
     from swift.trainers.images import WHOLE, vision_problems
 
     makers = in_use(args, ("rollout_source", "rollout_func"))
     problems = [f"{name}: makes completions of texts only; leave it out" for name in makers]
     if args.use_lmdeploy:
         problems.append(f"--use_lmdeploy: true: takes texts only; sample {WHOLE} with --use_vllm true")
-    return [*problems, *vision_problems(args)]
+    join_problems([*problems, *vision_problems(args)])
+    if args.use_vllm and placement.mode not in ("in_process", "server"):
+        require_images()
+    if reward_models is not None:
+        join_problems(reward_models.blind())
 
 
 def _open_data(
@@ -271,13 +269,17 @@ def _check_sent_adapter(args: Any) -> None:
         )
 
 
-def _check_routes(placement: Placement) -> None:
-    """Refuses a vLLM that does not return the experts of tokens."""
+def _route_lines(args: Any, placement: Placement, plan: BatchPlan) -> list[str]:
+    """What `--moe_router_replay` does not change. Raises ConfigError: vLLM does not return the experts of tokens."""
     from swift.rollout.engines.vllm.versions import no_routes, require_version
 
-    on_cpu = any(name.startswith("cpu") for devices in placement.engines for name in devices)
-    if reason := no_routes(require_version(), on_cpu=on_cpu):
-        raise ConfigError(f"--moe_router_replay: rollout: {reason}")
+    if args.moe_router_replay == "rollout" and args.use_vllm:
+        on_cpu = any(name.startswith("cpu") for devices in placement.engines for name in devices)
+        if reason := no_routes(require_version(), on_cpu=on_cpu):
+            raise ConfigError(f"--moe_router_replay: rollout: {reason}")
+    if args.moe_router_replay == "trainer" and plan.updates_per_rollout == 1 and not args.tuner_dropout:
+        return ["--moe_router_replay: trainer: no effect with one update of each rollout batch"]
+    return []
 
 
 def _check_lockstep(args: Any, placement: Placement, maker: str) -> None:
