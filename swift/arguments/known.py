@@ -55,7 +55,7 @@ _KNOWN = _names(
     lora_modules lorap_lr_ratio max_concurrency max_memory max_model_len
     merge_device_map metric missing_eos_penalty model_kwargs
     no_cuda
-    label_names norm_bbox num_mini_batches num_ppo_epochs num_sample_generations offload_teacher_model
+    label_names norm_bbox num_mini_batches num_ppo_epochs num_sample_generations
     optim_target_modules profile
     quant_batch_size
     quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
@@ -90,7 +90,8 @@ _REPLACED = {
     "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
     "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-    "teacher_deepspeed": "leave it out; --deepspeed and --fsdp shard the teacher as they shard the policy",
+    "teacher_deepspeed": "leave it out; in grpo --deepspeed and --fsdp shard the teacher, too",
+    "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine samples",
     "teacher_model_server": "--teacher_model loads the teacher in the processes of the trainer",
     "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
 }

@@ -204,6 +204,7 @@ class RLHFArguments(
             "--reroll_start_fraction samples prompts of low rewards again; use 1": self.reroll_start_fraction < 1,
             "--streaming_partial_batch true begins with groups whose rewards differ": self.streaming_partial_batch,
             "--scale_rewards gdpo normalises each reward function": self.scale_rewards == "gdpo",
+            "--kl_in_reward true lowers rewards; use false": bool(self.kl_in_reward) and self.beta > 0,
         }
         for obstacle in (text for text, given in by_rewards.items() if given and not compares):
             yield f"--teacher_model: {self.teacher_model}: without --reward_funcs it teaches alone, and {obstacle}"

@@ -92,7 +92,8 @@ def sample_line(row: Mapping[str, Any]) -> str:
     *parts, reward = ("none" if value is None else f"{value:.3f}" for value in values)
     functions = ", ".join(f"{name} {part}" for name, part in zip(row["rewards"], parts, strict=True))
     of = f" ({functions})" if len(parts) > 1 else ""
-    return f"sample of step {row['step']}: {prompt} -> {completion}, reward {reward}{of}"
+    scored = f", reward {reward}{of}" if parts else ""
+    return f"sample of step {row['step']}: {prompt} -> {completion}{scored}"
 
 
 def shortened(text: str, most: int) -> str:

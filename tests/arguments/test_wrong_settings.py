@@ -36,9 +36,17 @@ FLAGS = [
         "--teacher_model t --reward_weights 0 --dynamic_sample true",
         ["--teacher_model: t: without --reward_funcs it teaches alone, and --dynamic_sample true replaces groups"],
     ),
+    (
+        "--teacher_model t --reward_weights 0 --kl_in_reward true",
+        ["--teacher_model: t: without --reward_funcs it teaches alone, and --kl_in_reward true lowers rewards"],
+    ),
     ("--teacher_model t --teacher_kl_coef 0", ["--teacher_kl_coef: 0: out of range", "above 0"]),
     ("--teacher_model_server http://t", ["--teacher_model_server: http://t: known in ms-swift, not supported here"]),
-    ("--teacher_deepspeed zero3", ["--teacher_deepspeed: zero3: known in ms-swift", "shard the teacher as they"]),
+    ("--teacher_deepspeed zero3", ["--teacher_deepspeed: zero3: known in ms-swift", "shard the teacher, too"]),
+    (
+        "--offload_teacher_model true",
+        ["--offload_teacher_model: true: known in ms-swift", "--offload_model takes it to the host"],
+    ),
     ("--num_generations", ["--num_generations: none: no value"]),
     ("--num_generations 4 8", ["--num_generations: 4 8: a list of 2 values where one is expected"]),
     ("--max_completion_length 0", ["--max_completion_length: 0: out of range"]),

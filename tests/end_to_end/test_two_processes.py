@@ -58,11 +58,13 @@ def worker(run, rank: int) -> psutil.Process:
             marks=LONG,
         ),
         pytest.param({"beta": 0.05, "sequence_parallel_size": 2}, id="shared-rows"),
+        pytest.param({"beta": 0.05, "num_iterations": 2, "reuse": True, "taught": True}, id="teacher", marks=LONG),
     ],
 )
 def test_two_processes_make_the_run_of_one(cli, flags):
     reuse = flags.get("reuse", False)
-    common = {name: value for name, value in flags.items() if name not in ("reuse", "sequence_parallel_size")}
+    common = {name: value for name, value in flags.items() if name not in ("reuse", "taught", "sequence_parallel_size")}
+    common |= {"teacher_model": cli.model} if flags.get("taught") else {}
     common |= {"per_device_train_batch_size": 2, "optim": "sgd", "learning_rate": 0.2, "max_grad_norm": 0}
     common |= {"max_steps": 8, "save_steps": 8}
     one = cli.finish("one", **common, gradient_accumulation_steps=4, steps_per_generation=8 if reuse else None)
@@ -91,7 +93,7 @@ def test_two_processes_make_the_run_of_one(cli, flags):
 
 @pytest.mark.long
 def test_a_signal_and_a_resume_change_nothing_and_the_number_of_processes_is_kept(cli):
-    flags = {**REUSED, "max_steps": 14, "save_steps": 100}
+    flags = {**REUSED, "teacher_model": cli.model, "max_steps": 14, "save_steps": 100}
     straight = cli.finish("straight", variables=TWO, **flags)
     run = cli.start("stopped", variables=TWO, **flags)
     run.reach(3)

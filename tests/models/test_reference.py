@@ -7,7 +7,7 @@ from policies import full, lora, moved
 from swift.errors import ConfigError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference, load_policy
-from swift.models.reference import FrozenReference, load_reference
+from swift.models.reference import FrozenReference, load_reference, load_teacher
 
 
 @pytest.mark.parametrize("tuner", ["lora", "full"])
@@ -33,6 +33,27 @@ def test_a_lora_run_from_an_adapter_is_compared_with_that_adapter(any_model, mak
         assert torch.equal(logits(module), start)
     assert torch.equal(logits(policy), after)
     assert (after - start).abs().max() > 1e-2
+
+
+TEACHERS = {
+    "lora": ({}, False),
+    "pissa": ({"init_weights": "pissa"}, True),
+    "full": ({"tuner_type": "full"}, True),
+    "from an adapter": ({"adapters": [None]}, False),
+}
+
+
+@pytest.mark.parametrize("name", TEACHERS)
+def test_a_policy_is_taught_by_its_base_without_a_copy_where_an_adapter_can_be_off(qwen2, make_adapter, name, logits):
+    settings, is_apart = TEACHERS[name]
+    settings = settings | ({"adapters": [make_adapter(qwen2)]} if "adapters" in settings else {})
+    args = ModelArguments(model=qwen2, teacher_model=qwen2, **settings)
+    policy = load_policy(args)
+    teacher = load_teacher(args, policy)
+    moved(policy, 0.1)
+    assert isinstance(teacher, FrozenReference) == is_apart
+    with teacher.active() as module:
+        assert torch.equal(logits(module), logits(load_for_inference(ModelArguments(model=qwen2))))
 
 
 @pytest.mark.parametrize("from_adapter", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,18 @@ def test_reference_and_teacher_are_two_models(make, folder):
     assert values["kl"] > 1e-3
     alone = one_step(make(loss=LossConfig(beta=0.1), reference=both[0])).values
     assert "teacher_kl" not in alone and alone["kl"] == values["kl"]
+
+
+def test_a_teacher_goes_with_a_kl_in_the_reward(make, folder):
+    trainer = make(
+        reference=FrozenReference(teacher_of(folder)), teacher=FrozenReference(teacher_of(folder)), teacher_kl_coef=1.0,
+        loss=LossConfig(beta=0.0),
+    )  # fmt: skip
+    batches = trainer.pipeline.batches
+    batches.config, batches.kl_of = replace(batches.config, reward_kl=0.5), trainer.logprobs.reward_kl
+    trainer.train()
+    for row in logs_of(trainer):
+        assert row["kl_in_reward"] > 0 and row["teacher_kl"] > 1e-3 and "kl" not in row
 
 
 def saving_run(make, folder):
