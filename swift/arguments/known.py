@@ -106,7 +106,7 @@ _WHY = {
 
 _VALUES = {
     "rlhf_type": "ppo",
-    "tuner_type": "adalora longlora llamapro fourierft reft adapter bone lora_llm",
+    "tuner_type": "adalora longlora llamapro fourierft reft adapter lora_llm",
     "loss_type": "real fipo",
     "attn_impl": "flash_attention_3 flash_attention_4",
     "loss_scale": "agentflan alpha_umi ignore_think_prefix",

@@ -109,7 +109,7 @@ class QuantArguments(CheckpointArguments):
 WHOLE_WEIGHTS = (None, "zero1", "zero2", "zero2_offload")
 """Values of `--deepspeed` with which each process has all weights."""
 
-_ADAPTERS = "tuner_type=lora|vera|ia3|boft"
+_ADAPTERS = "tuner_type=lora|vera|ia3|boft|miss"
 
 
 @dataclass(kw_only=True)
@@ -119,16 +119,19 @@ class TunerArguments(ImageArguments, QuantArguments):
     USUAL_DROPOUT: ClassVar[float] = 0.0
     """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
 
-    tuner_type: Literal["lora", "full", "vera", "ia3", "boft"] = flag("lora", aliases=("train_type",))
+    tuner_type: Literal["lora", "full", "vera", "ia3", "boft", "miss"] = flag(
+        "lora", aliases=("train_type",), values={"bone": "miss"}
+    )
     """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
-    (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243)."""
+    (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243), MiSS, which was called Bone
+    (arXiv:2409.15371)."""
 
     autocast: Literal["bfloat16"] | None = flag(everyday=False, unset="off", values={"bf16": "bfloat16"})
     """Precision of the matrix products of float32 weights in the trainer, and of engines. It is what `--torch_dtype
     float32 --bf16 true` means in TRL and ms-swift."""
 
-    lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora")
-    """Rank of the LoRA matrices."""
+    lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora|miss")
+    """Rank of the LoRA matrices, or of MiSS."""
 
     lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
     """Scale: the adapter's output times lora_alpha / lora_rank."""

@@ -68,6 +68,7 @@ TUNERS = {
         "BOFTConfig",
         {"boft_block_size": "boft_block_size", "boft_block_num": "boft_block_num", "boft_dropout": "boft_dropout"},
     ),
+    "miss": Tuner("MissConfig", {"lora_rank": "r"}),
 }
 
 

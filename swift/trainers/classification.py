@@ -24,7 +24,7 @@ from swift.errors import ConfigError, RefusedChat
 from swift.models.labels import Labels
 from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
-from swift.trainers.rows import Encoder, counts
+from swift.trainers.rows import IGNORED, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
 
@@ -65,6 +65,8 @@ def wrong_label(label: Sequence[float], labels: Labels) -> str | None:
     >>> wrong_label([2.0], Labels(2, "single_label_classification"))
     'label 2: not one of 0 to 1 (--num_labels 2)'
     """
+    if labels.problem == "regression" and IGNORED in label:
+        return f"label {IGNORED}: transformers ignores this number; scale the labels"
     if labels.problem == "regression":
         return f"{len(label)} numbers as label, not {labels.num}" if len(label) != labels.num else None
     if labels.problem == "single_label_classification" and len(label) != 1:

@@ -26,6 +26,7 @@ TUNERS = {
     "vera": {"tuner_type": "vera", "vera_rank": 8},
     "ia3": {"tuner_type": "ia3"},
     "boft": {"tuner_type": "boft"},
+    "miss": {"tuner_type": "miss"},
     "frozen": {"tuner_type": "full", "freeze_parameters_ratio": 0.5},
     "nf4": {"quant_method": "bnb", "quant_bits": 4},
     "int8": {"quant_method": "bnb", "quant_bits": 8},

@@ -33,6 +33,7 @@ TUNERS = {
     "vera": {"tuner_type": "vera", "vera_rank": 8},
     "ia3": {"tuner_type": "ia3"},
     "boft": {"tuner_type": "boft"},
+    "miss": {"tuner_type": "miss"},
 }
 
 

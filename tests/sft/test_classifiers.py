@@ -141,6 +141,14 @@ def test_an_encoder_reads_texts_without_a_chat_template(settings, tmp_path):
     assert trainer.train_dataset[3]["input_ids"] == [2, 8, 3], "[CLS] aaaa [SEP]"
 
 
+def test_a_stream_of_rows_trains_the_same_steps(settings, tmp_path):
+    table, stream = (
+        trained(settings(VALUE, f"--dataset_shuffle false --output_dir {tmp_path}/{name}", flags))
+        for name, flags in (("table", "--max_steps 2"), ("stream", "--max_steps 2 --streaming true"))
+    )
+    assert logged(table, "loss") == logged(stream, "loss")
+
+
 def test_metrics_count_rows_and_labels():
     logits, truth = np.array([[1.0, -1.0, 2.0], [-1.0, -1.0, 1.0]]), np.array([[1, 0, 1], [0, 1, 1]])
     scores = metrics_of(SimpleNamespace(predictions=logits, label_ids=truth), problem=MULTI)
@@ -151,6 +159,7 @@ def test_metrics_count_rows_and_labels():
     ("flags", "line"),
     [
         ("--num_labels 2", "label 2: not one of 0 to 1 (--num_labels 2)"),
+        ("--num_labels 2 --problem_type regression", "1 numbers as label, not 2"),
         ("--num_labels 1 --problem_type single_label_classification", "--num_labels: 1: one class teaches nothing"),
         ("--use_chat_template false --template chatml", "--template: chatml: contradicts --use_chat_template false"),
         ("--metric_for_best_model mse", "--metric_for_best_model: mse: not measured; there are: accuracy, loss"),
