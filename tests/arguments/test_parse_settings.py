@@ -379,6 +379,12 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             "--enable_thinking: ms-swift's name of --chat_template_kwargs",
         ),
         ("rlhf", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
+        (
+            "dpo",
+            "--truncation_strategy delete",
+            {},
+            "--truncation_strategy: delete: known in ms-swift; this value changes",
+        ),
         ("dpo", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
         (
             "rlhf",

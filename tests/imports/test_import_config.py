@@ -536,3 +536,11 @@ def test_the_page_on_migration_has_the_names_as_they_are():
 @pytest.mark.parametrize(("text", "number"), [(".05", 0.05), ("1E-5", 1e-5), ("5.", 5.0), ("none", 0.0)])
 def test_a_number_of_axolotl_is_read_as_yaml_writes_it(text, number):
     assert axolotl_keys.number(text) == number
+
+
+def test_a_script_of_a_classifier_becomes_its_own_mode(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text("swift sft --model m --dataset d --task_type seq_cls --num_labels 3\n")
+    draft = import_file(str(script)).draft
+    assert (draft.mode, draft.settings["num_labels"]) == ("seq_cls", 3)
+    assert not [key for key, fate, _ in draft.lines if fate == "no counterpart"]

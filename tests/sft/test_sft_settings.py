@@ -106,7 +106,7 @@ def test_pre_training_needs_no_chat_template_and_saves_a_model(nano_folders, sft
 
 WRONG = [
     ("sft", "--push_to_hub true", "--push_to_hub: true: --hub_model_id is missing"),
-    ("sft", "--loss_scale react", "--loss_scale: react: .*default"),
+    ("sft", "--loss_scale agentflan", "--loss_scale: agentflan: .*default"),
     ("sft", "--loss_scale last_round --assistant_only_loss false", "--assistant_only_loss: false: contradicts"),
     ("sft", "--loss_scale all --assistant_only_loss true", "--assistant_only_loss: true: contradicts --loss_scale all"),
     ("sft", "--completion_only_loss true --loss_scale all", "--completion_only_loss: true: contradicts"),
