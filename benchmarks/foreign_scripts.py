@@ -108,11 +108,14 @@ class Parts:
                 file.write_text(text)
         return path
 
-    def dataset(self, method: str, sees: bool, labels: int | None) -> Path:
-        """Rows of a method, 64 of them."""
-        path = self.folder / f"{method}-{sees}-{labels}.jsonl"
+    def dataset(self, method: str, sees: bool, labels: int | None, columns: dict[str, str]) -> Path:
+        """Rows of a method, 64 of them; `columns` are renamed by the script, so they have their old names."""
+        path = self.folder / f"{method}-{sees}-{labels}-{'-'.join(columns)}.jsonl"
         if not path.exists():
-            path.write_text("".join(json.dumps(row(method, sees, labels, at)) + "\n" for at in range(64)))
+            rows = [row(method, sees, labels, at) for at in range(64)]
+            for one in rows:
+                one |= {old: one.pop(new, "5") for old, new in columns.items()}
+            path.write_text("".join(json.dumps(one) + "\n" for one in rows))
         return path
 
 
@@ -166,6 +169,7 @@ def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
 def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
     """The flags of a script, with our models, datasets and folders."""
     given = {item.spelling: show(item.raw) for item in script.given}
+    columns = json.loads(given.get("columns", "{}"))
     labels = 2 if given.get("task_type") in ("seq_cls", "reranker") else None
     if "torch_dtype" not in given:
         yield from ("--torch_dtype", "bfloat16")  # what it is on their machines
@@ -176,7 +180,7 @@ def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
         if item.spelling in MODELS:
             values = [str(parts.model(value)) for value in values]
         elif item.spelling in DATASETS:
-            values = [f"{parts.dataset(script.mode, sees, labels)}{count(value)}" for value in values]
+            values = [f"{parts.dataset(script.mode, sees, labels, columns)}{count(value)}" for value in values]
         elif item.spelling in FOLDERS:
             values = [str(parts.folder / "output")]
         yield f"--{item.spelling}"

@@ -28,7 +28,11 @@ MAY_IMPORT = {
     "data": {"errors", "flags", "types"},
     "models": {"errors", "flags", "startup", "types", "data", "rl"},
     "plugin": {"errors"},
-    "rewards": {"devices", "errors", "flags", "signals", "types", "plugin", "data", "models"},
+    "utils": set(),
+    "template": set(),
+    "infer_engine": {"plugin", "template"},
+    "rewards": {"devices", "errors", "flags", "signals", "types", "plugin", "data", "models"}
+    | {"infer_engine", "template"},
     "rollout": {
         "devices",
         "errors",
@@ -39,6 +43,7 @@ MAY_IMPORT = {
         "types",
         "plugin",
         "data",
+        "infer_engine",
         "models",
         "rl",
     },

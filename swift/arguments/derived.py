@@ -206,7 +206,7 @@ def complete(reader: Reader, machine: Machine) -> None:
     _derive_eval_strategy(reader)
     if getattr(args, "external_plugins", None):
         _find_shipped_plugins(reader)
-    if getattr(args, "gym_env", None) is not None:
+    if getattr(args, "gym_env", None) is not None or getattr(args, "use_gym_env", None):
         _add_gym_reward(reader)
     if getattr(args, "reward_funcs", None):
         _move_reward_models(reader)
@@ -334,7 +334,7 @@ def _derive_engine(reader: Reader) -> None:
 
 
 def _add_gym_reward(reader: Reader) -> None:
-    """Adds the reward of `--gym_env` as the last function if `reward_funcs` has none of its names."""
+    """Adds the reward of an environment as the last function if `reward_funcs` has none of its names."""
     args = reader.args
     if set(ENVIRONMENT_REWARDS) & set(args.reward_funcs):
         return

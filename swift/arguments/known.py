@@ -30,14 +30,17 @@ _SAME = {
 _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
-    "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args"
+    "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args "
+    "vllm_use_async_engine vllm_server_pass_dataset"
 )
 """Flags that change no result here, whatever their value; some belong to a flag that is refused."""
 
 _OF_REFUSED = ("galore_", "adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_", "lisa_step_")
 """Beginnings of flags that have an effect with a tuner, a start or a switch only that is refused."""
 
-_REFUSED = _names("device_map enable_thinking context_manager reward_model_plugin hub_strategy log_level group_size")
+_REFUSED = _names(
+    "device_map enable_thinking add_non_thinking_prefix context_manager hub_strategy log_level group_size"
+)
 """Flags without a value that has no effect."""
 
 _KNOWN = _names(
@@ -54,8 +57,7 @@ _KNOWN = _names(
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
     lora_modules lorap_lr_ratio max_concurrency max_memory max_model_len
     merge_device_map metric missing_eos_penalty model_kwargs
-    no_cuda
-    label_names norm_bbox num_mini_batches num_ppo_epochs num_sample_generations
+    label_names no_cuda norm_bbox num_mini_batches num_ppo_epochs num_sample_generations
     optim_target_modules profile
     quant_batch_size
     quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
@@ -68,11 +70,11 @@ _KNOWN = _names(
     use_galore use_q_galore use_ray val_dataset_shuffle
     vf_coef vit_attn_impl vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
-    vllm_server_group_port vllm_server_pass_dataset vllm_speculative_config
-    vllm_use_async_engine whiten_rewards write_batch_size zero_hpz_partition_size
+    vllm_server_group_port vllm_speculative_config
+    whiten_rewards write_batch_size zero_hpz_partition_size
     """
 )
-_FAMILIES = ("fipo_", "chord_", "rlsd_", "sdar_", "lisa_", "sglang_", "megatron_", *_OF_REFUSED)
+_FAMILIES = ("chord_", "rlsd_", "sdar_", "lisa_", "sglang_", "megatron_", *_OF_REFUSED)
 
 TASKS = {
     "embedding": "embedding models are",
@@ -104,12 +106,19 @@ _WHY = {
 }
 """Known flags -> why they are not supported."""
 
+_INSTEAD = {
+    "vllm_server_pass_dataset": "here the trainer plays the turns: if the server's command has --multi_turn_scheduler, "
+    "--gym_env or --max_turns, give them to swift rlhf",
+}
+"""Flags that change nothing -> what there is in their place."""
+
 _VALUES = {
     "rlhf_type": "ppo",
     "tuner_type": "adalora longlora llamapro fourierft reft adapter lora_llm",
-    "loss_type": "real fipo",
+    "loss_type": "real",
     "attn_impl": "flash_attention_3 flash_attention_4",
     "loss_scale": "agentflan alpha_umi ignore_think_prefix",
+    "multi_turn_scheduler": "thinking_tips_scheduler",
 }
 _MODES = {
     "train": "swift sft, or swift rlhf --rlhf_type grpo",
@@ -145,6 +154,11 @@ def changes_nothing(name: str, text: str) -> bool:
     if same := _SAME.get(name):
         return text.lower() == same or (same == "true" and text.lower() in ("1", "yes", "on"))
     return name not in _REFUSED and text.lower() in _OFF
+
+
+def no_effect(name: str) -> str:
+    """The text of a note about a known flag whose value `changes_nothing`."""
+    return f"known in ms-swift; {_INSTEAD.get(name, 'this value changes nothing here')}"
 
 
 def refusal(name: str) -> str:

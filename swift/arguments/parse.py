@@ -286,7 +286,7 @@ class Reader:
             return found.settings
         elsewhere = [mode for mode in MODES if name in spellings_of(settings_class(mode))]
         if known.is_known(name) and known.changes_nothing(name, shown):
-            self.notes.append(f"{where}: known in ms-swift; this value changes nothing here")
+            self.notes.append(f"{where}: {known.no_effect(name)}")
         elif elsewhere and self.mode == "rollout" and given.source == "file":  # one file for trainer and server
             self.of_trainer.append(name)
         elif elsewhere and _is_default(settings_class(elsewhere[0]), given):

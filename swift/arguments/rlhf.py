@@ -257,7 +257,8 @@ class RLHFArguments(
 
     def _rollout_problems(self) -> Iterator[str]:
         """Settings that contradict the user's code that makes completions."""
-        makers = in_use(self, COMPLETION_SETTINGS)
+        plays_env = self.multi_turn_scheduler and self.gym_env  # one that plays environments; checked later
+        makers = in_use(self, [name for name in COMPLETION_SETTINGS if name != "gym_env" or not plays_env])
         if len(makers) > 1:
             yield f"{makers[0]}: together with {' and '.join(makers[1:])}: each of them makes the completions; give one"
         if makers and not has_own_engine(self) and (self.fsdp or (self.deepspeed or "").startswith("zero3")):
@@ -273,15 +274,15 @@ class RLHFArguments(
             )
         if self.max_turns is not None and not (self.multi_turn_scheduler or self.gym_env or self.rollout_tools):
             yield f"--max_turns: {self.max_turns}: no effect with one answer per completion; leave it out"
-        if self.use_gym_env and not self.gym_env:
-            yield "--use_gym_env: true: no environment is named; give --gym_env NAME"
+        if self.use_gym_env and not (self.gym_env or self.multi_turn_scheduler):
+            yield "--use_gym_env: true: no environment is named; give --gym_env NAME, or --multi_turn_scheduler"
         if self.use_gym_env is False and self.gym_env:
             yield f"--use_gym_env: false: contradicts --gym_env {self.gym_env}; leave one of them out"
         idle = [name for name in ENVIRONMENT_REWARDS if name in self.reward_funcs and not in_use(self, REWARD_SETTINGS)]
         for name in idle:
             yield (
                 f"--reward_funcs: {name}: nothing rewards completions while they are made; give "
-                f"{' or '.join(f'--{rewarder}' for rewarder in REWARD_SETTINGS)}, or another reward function"
+                f"{', '.join(f'--{rewarder}' for rewarder in REWARD_SETTINGS)}, or another reward function"
             )
 
     def _correction_problems(self, changes: list[str]) -> Iterator[str]:

@@ -10,9 +10,9 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
 
     orms["short"] = Short
 
-`--external_plugins my_plugin.py --reward_funcs short` then uses it. `losses`, `advantages`, `optimizers`, `backends`,
-`rollout_functions`, `multi_turns`, `envs`, `tools`, `tool_parsers` and `presets` work alike. Nothing in this package
-imports torch or another part of `swift`.
+`--external_plugins my_plugin.py --reward_funcs short` then uses it. `rm_plugins`, `losses`, `advantages`, `optimizers`,
+`backends`, `rollout_functions`, `multi_turns`, `envs`, `tools`, `tool_parsers` and `presets` work alike.
+Nothing in this package imports torch or another part of `swift`.
 """
 
 from swift.plugin.loader import load_external_plugins
@@ -31,6 +31,7 @@ from swift.plugin.registry import (
     optimizers,
     orms,
     presets,
+    rm_plugins,
     rollout_funcs,
     rollout_functions,
     tool_parsers,
@@ -56,6 +57,7 @@ __all__ = [
     "optimizers",
     "orms",
     "presets",
+    "rm_plugins",
     "rollout_funcs",
     "rollout_functions",
     "tool_parsers",

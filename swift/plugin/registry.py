@@ -191,6 +191,9 @@ def register_again(entries: Recorded, origin: str) -> None:
 orms = Registry("orms", "reward function", package="swift.rewards.functions")
 """Reward functions by name: classes, instances, functions or async functions."""
 
+rm_plugins = Registry("rm_plugins", "reward model plugin", package="swift.rewards.rm_plugin")
+"""Classes of `--reward_model_plugin` by name, which score rows with a reward model."""
+
 losses = Registry("losses", "loss", package="swift.rl.losses")
 """Losses of `--loss_type` by name."""
 
@@ -206,10 +209,10 @@ backends = Registry("backends", "inference backend")
 rollout_functions = Registry("rollout_functions", "rollout function")
 """Rollout functions by name: `function(prompts, rollout)`; see `swift.rollout.sources.function`."""
 
-multi_turns = Registry("multi_turns", "multi-turn scheduler")
+multi_turns = Registry("multi_turns", "multi-turn scheduler", package="swift.rollout.multi_turn")
 """Schedulers (classes or instances of `MultiTurnScheduler`) and functions `f(rows) -> rows` by name."""
 
-envs = Registry("envs", "environment")
+envs = Registry("envs", "environment", package="swift.rollout.gym_env")
 """Environments of `--gym_env` by name: subclasses of `Env`."""
 
 tools = Registry("tools", "tool")
@@ -224,7 +227,8 @@ presets = Registry("presets", "preset", package="swift.arguments.presets")
 inference_backends, rollout_funcs = backends, rollout_functions  # older names
 
 _ALL = (
-    orms, losses, advantages, optimizers, backends, rollout_functions, multi_turns, envs, tools, tool_parsers, presets,
+    orms, rm_plugins, losses, advantages, optimizers, backends, rollout_functions, multi_turns, envs, tools,
+    tool_parsers, presets,
 )  # fmt: skip
 REGISTRIES: Mapping[str, Registry] = {registry.key: registry for registry in _ALL}
 """All registries by the name that users import."""

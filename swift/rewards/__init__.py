@@ -7,6 +7,6 @@ that can be killed, so a function that hangs, crashes or raises excludes only th
 not apply"; a failure never becomes a score of 0.
 """
 
-from swift.plugin import ORM, AsyncORM, orms
+from swift.plugin import ORM, AsyncORM, MultiTurnScheduler, multi_turns, orms, rm_plugins
 
-__all__ = ["ORM", "AsyncORM", "orms"]
+__all__ = ["ORM", "AsyncORM", "MultiTurnScheduler", "multi_turns", "orms", "rm_plugins"]

@@ -22,8 +22,8 @@ class RewardArguments:
         [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}
     )
     """Names of reward functions: accuracy, format, format_strict, cosine, repetition, soft_overlong, reasoning_gym,
-    react_format, environment (what `--gym_env` or NeMo Gym gave), or those of `--external_plugins`. Import paths such
-    as `package.module.function`, called as TRL calls them. Folders and hub ids are reward models."""
+    react_format, toolbench, environment (what `--gym_env` or NeMo Gym gave), or those of `--external_plugins`. Import
+    paths such as `package.module.function`, called as TRL calls them. Folders and hub ids are reward models."""
 
     reward_model: list[str] = flag([])
     """Folders or hub ids of reward models: sequence classification with one label. They follow the functions in
@@ -34,6 +34,10 @@ class RewardArguments:
 
     external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
     """Python files that register reward functions, losses and other parts."""
+
+    reward_model_plugin: list[str] = flag([], everyday=False, unset="default for each")
+    """Plugin that scores with each reward model: default (its head), genrm (a language model that writes a score), or
+    a name in `rm_plugins`, from `--external_plugins`."""
 
     reward_model_revision: list[str] = flag([], everyday=False)
     """Revision of each reward model."""
@@ -62,7 +66,7 @@ class RewardArguments:
                 f"--reward_weights: {weights}: {len(self.reward_weights)} weights for {len(rewards)} rewards; "
                 f"need {len(rewards)}: {' '.join(rewards) or 'none'}"
             )
-        for name in ("reward_model_revision", "reward_adapters"):
+        for name in ("reward_model_plugin", "reward_model_revision", "reward_adapters"):
             given = getattr(self, name)
             if given and len(given) != len(self.reward_model):
                 yield (

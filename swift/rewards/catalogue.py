@@ -23,7 +23,7 @@ from swift.rewards.contract import Signature
 
 logger = logging.getLogger("swift.rewards")
 
-_SAMPLER_FUNCTIONS = ("toolbench", "math")
+_SAMPLER_FUNCTIONS = ("math",)
 
 TRL_FUNCTIONS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 """Names in `trl.rewards` that TRL's own command line accepts."""

@@ -186,6 +186,9 @@ def group_keywords(
     keywords["messages"] = [item.episode.messages if item.episode else group.prompt.messages for group, item, _ in rows]
     keywords["environment_reward"] = [sum(rewards) if rewards else None for rewards in given_rewards]
     keywords["turn_rewards"] = turn_rewards
+    turns = [item.episode.num_turns if item.episode else 1 for _, item, _ in rows]
+    infos = zip((item.columns for _, item, _ in rows), turns, strict=True)
+    keywords["rollout_infos"] = [{**own, "num_turns": number} for own, number in infos]
     keywords["prompt_id"] = [group.prompt.prompt_id for group, _, _ in rows]
     keywords["group_id"] = [group.group_id for group, _, _ in rows]
     keywords["request_id"] = [item.request_id for _, item, _ in rows]

@@ -7,18 +7,31 @@ Chats longer than the model's context are truncated on the left, and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, attributed_to, join_problems, unusable
+from swift.errors import (
+    ConfigError,
+    RefusedChat,
+    RewardError,
+    attributed_to,
+    first_line,
+    join_problems,
+    suggest,
+    unusable,
+)
 from swift.models.source import ModelSource, head_of, read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
+from swift.plugin import load_external_plugins, rm_plugins
 from swift.rewards.catalogue import model_names
+from swift.rewards.contract import read_values
 from swift.types import Completion, RolloutGroup
 
 if TYPE_CHECKING:
@@ -34,13 +47,17 @@ MAX_BATCH_ROWS = 64
 MAX_BATCH_TOKENS = 16_384
 
 
+DEFAULT_PLUGIN = "default"
+
+
 @dataclass(frozen=True)
 class RewardModelSource:
-    """The files of a reward model: its folder, an adapter on top or None; and its name in metrics."""
+    """A reward model: its name in metrics, its folder, an adapter on top or None; its plugin."""
 
     name: str
     folder: Path
     adapter: Path | None
+    plugin: str = DEFAULT_PLUGIN
 
 
 def find_reward_models(args: Any) -> list[RewardModelSource]:
@@ -50,8 +67,11 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
     models = [str(model) for model in args.reward_model]
     revisions = args.reward_model_revision or [None] * len(models)
     adapters = args.reward_adapters or [None] * len(models)
+    plugins = args.reward_model_plugin or [DEFAULT_PLUGIN] * len(models)
     found, problems = [], []
-    for name, model, revision, adapter in zip(model_names(models), models, revisions, adapters, strict=True):
+    for name, model, revision, adapter, plugin in zip(
+        model_names(models), models, revisions, adapters, plugins, strict=True
+    ):
         try:
             if is_adapter(Path(model)):
                 adapter, model = model, str(find_base(None, [adapter_folder(model)], use_hf=args.use_hf))
@@ -59,8 +79,12 @@ def find_reward_models(args: Any) -> list[RewardModelSource]:
             top = adapter_folder(adapter) if adapter else None
             if top is not None:
                 check_adapter(top, folder)
-            _check_head(model, folder, top)
-            found.append(RewardModelSource(name, folder, top))
+            if plugin not in rm_plugins:
+                near = suggest(plugin, sorted(rm_plugins))
+                raise ConfigError(f"--reward_model_plugin: {plugin}: no plugin has registered it; {near}")
+            if plugin == DEFAULT_PLUGIN:
+                _check_head(model, folder, top)
+            found.append(RewardModelSource(name, folder, top, plugin))
         except ConfigError as error:
             problems += error.problems
     join_problems(problems)
@@ -88,7 +112,7 @@ def _check_head(model: str, folder: Path, adapter: Path | None, flag: str = "--r
     elif head is None:
         raise ConfigError(
             f"{flag}: {model}: {architecture} has no score head; give a sequence-classification model "
-            f"with one label (a causal model cannot score)"
+            "with one label, or --reward_model_plugin genrm, for which a causal model writes a score"
         )
     labels = len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)  # as transformers reads a config
     if labels != wanted:
@@ -109,7 +133,7 @@ class RewardModel:
         ConfigError: a tokenizer that cannot be loaded, or no chat template.
     """
 
-    head: ClassVar[Head] = "answer"
+    head: Head | None = "answer"
 
     def __init__(self, source: RewardModelSource, trust_remote_code: bool) -> None:
         from swift.models.source import has_tokenizer
@@ -217,6 +241,12 @@ class RewardModel:
             on_progress()
         return found
 
+    def score_rows(
+        self, rows: Sequence[dict[str, Any]], on_progress: Callable[[], None] = lambda: None
+    ) -> Sequence[float | None]:
+        """A score per row, whose `messages` are the chat and other entries columns."""
+        return self.score([row["messages"] for row in rows], on_progress)
+
     def _encoded(self, chat: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids, or none if the chat template refuses the chat; the first refusal is logged."""
         try:
@@ -292,9 +322,51 @@ class ProcessRewardModel(RewardModel):
         return encode_steps(self._template, chat[:-1], steps, self.separator)
 
 
+class PluginRewardModel(RewardModel):
+    """A model with which a plugin of `rm_plugins` scores rows; a language model if it has no head."""
+
+    def __init__(self, source: RewardModelSource, trust_remote_code: bool) -> None:
+        super().__init__(source, trust_remote_code)
+        self.head = _head(source)
+
+    def load(self, device: torch.device | str, dtype: torch.dtype, quantised: Any = None) -> None:
+        """As `RewardModel.load`, then makes the plugin, whose errors are a `RewardError`."""
+        from swift.template import Template
+
+        super().load(device, dtype, quantised)
+        plugin = rm_plugins[self.source.plugin]
+        with self._attributed():
+            self._plugin = plugin(model=self._model, template=Template(self._template))
+
+    def score_rows(
+        self, rows: Sequence[dict[str, Any]], on_progress: Callable[[], None] = lambda: None
+    ) -> list[float | None]:
+        """The plugin's score of each row, or None; a `RewardError` if it raises or returns anything else."""
+        with self._attributed():
+            scores = read_values(self._plugin([dict(row) for row in rows]), len(rows))
+        on_progress()
+        return scores
+
+    @contextlib.contextmanager
+    def _attributed(self) -> Iterator[None]:
+        """Turns an error of the plugin into one line."""
+        try:
+            yield
+        except Exception as error:  # any error of the user's code
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise RewardError(
+                f"--reward_model_plugin: {self.source.plugin}: {type(error).__name__}: {first_line(error)} "
+                f"({where.filename}:{where.lineno})"
+            ) from error
+
+
+def _head(source: RewardModelSource) -> Head | None:
+    return head_of(source.folder, *([source.adapter] if source.adapter else []))
+
+
 def judges_steps(source: RewardModelSource) -> bool:
     """Whether a reward model was trained by `--rlhf_type prm`, in full or as an adapter."""
-    return head_of(source.folder, *([source.adapter] if source.adapter else [])) == "step"
+    return _head(source) == "step"
 
 
 def _whole_config(folder: Path) -> Any:
@@ -311,7 +383,7 @@ def _whole_config(folder: Path) -> Any:
 
 def _load(
     source: RewardModelSource,
-    head: Head,
+    head: Head | None,
     num_labels: int,
     device: Any,
     dtype: torch.dtype,
@@ -325,6 +397,7 @@ def _load(
     from swift.models.reward_classes import ensure_reward_class
     from swift.models.tuners import adapter_errors, with_adapter
 
+    labels = {"num_labels": num_labels} if num_labels else {}
     config = quantisation_config(quantised, dtype) if getattr(quantised, "quant_method", None) else None
     placed = {} if config is None else {"quantization_config": config, "device_map": {"": device}}
     ensure_reward_class(_whole_config(source.folder))
@@ -332,11 +405,11 @@ def _load(
         model, info = getattr(transformers, HEADS[head][0]).from_pretrained(
             source.folder,
             dtype=dtype,
-            num_labels=num_labels,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            **labels,
             **placed,
         )
     model.config.get_text_config().use_cache = False  # the key-value cache is not needed
@@ -413,15 +486,19 @@ class RewardModels:
         for model in self._models:
             model.load(device, pick_dtype(args.torch_dtype, device))
 
-    def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float]]]:
-        """Scores [group][sample][model]; for the thread that uses the device."""
-        chats = [_finished(group, item) for group in groups for item in group.completions]
+    def score(self, groups: Sequence[RolloutGroup]) -> list[list[list[float | None]]]:
+        """Scores [group][sample][model]; for the thread that uses the device. None: a plugin has given none."""
+        rows_in = [
+            {**group.prompt.columns, **item.columns, "messages": _finished(group, item)}
+            for group in groups
+            for item in group.completions
+        ]
         columns = []
         for model in self._models:
             began = time.monotonic()
-            columns.append(model.score(chats, self.on_progress))
+            columns.append(model.score_rows(rows_in, self.on_progress))
             self._seconds[model.name] += time.monotonic() - began
-        rows = iter(zip(*columns, strict=True)) if columns else iter([()] * len(chats))
+        rows = iter(zip(*columns, strict=True)) if columns else iter([()] * len(rows_in))
         return [[list(next(rows)) for _ in group.completions] for group in groups]
 
     def drain_metrics(self) -> dict[str, float]:
@@ -438,9 +515,12 @@ def open_reward_models(args: Any) -> RewardModels | None:
     """The models of `reward_model`, whose weights are not loaded yet; None when there are none."""
     if not args.reward_model:
         return None
+    load_external_plugins(args.external_plugins)
     return RewardModels([open_reward_model(source, args.trust_remote_code) for source in find_reward_models(args)])
 
 
 def open_reward_model(source: RewardModelSource, trust_remote_code: bool) -> RewardModel:
     """A model of the kind of its head, whose weights are not loaded yet."""
+    if source.plugin != DEFAULT_PLUGIN:
+        return PluginRewardModel(source, trust_remote_code)
     return (ProcessRewardModel if judges_steps(source) else RewardModel)(source, trust_remote_code)

@@ -166,6 +166,8 @@ class RewardPipeline:
         for group_scores, rows in zip(scores, self._models.score(groups), strict=True):
             for sample, values in enumerate(rows):
                 for column, value in enumerate(values, start=first):
+                    if value is None:
+                        continue
                     if is_finite(value):
                         group_scores.values[sample][column] = value
                     elif group_scores.excluded[sample] is None:

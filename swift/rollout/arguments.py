@@ -217,7 +217,7 @@ EXTRA_FIELDS: dict[str, tuple[str, ...]] = {
 COMPLETION_SETTINGS = ("rollout_source", "rollout_func", "multi_turn_scheduler", "gym_env", "rollout_tools")
 """Settings with which other code than the engine makes completions."""
 
-REWARD_SETTINGS = ("rollout_source", "gym_env")
+REWARD_SETTINGS = ("rollout_source", "gym_env", "use_gym_env")
 """Settings with which environments compute rewards, returned by the reward functions in `ENVIRONMENT_REWARDS`."""
 
 ENVIRONMENT_REWARDS = ("environment", "reward_env", "reward_nemo_gym_verify")
@@ -263,7 +263,10 @@ class EnvironmentArguments:
     """Environment in which completions are made: an entry of `envs`. The row's `env_config` may name another."""
 
     use_gym_env: bool | None = flag(everyday=False, unset="true with gym_env")
-    """Whether completions are made in an environment."""
+    """Whether an environment rewards completions: that of `--gym_env`, or a scheduler that returns `total_reward`."""
+
+    loss_scale: Literal["default", "last_round"] = flag("default", everyday=False)
+    """Sampled tokens that are trained on with several turns: all, or those of the last answer alone (last_round)."""
 
     rollout_tools: list[str] = flag([], everyday=False)
     """Functions that the policy may call: names in `tools`, from `--external_plugins`, or all."""

@@ -14,7 +14,7 @@ ENVIRONMENTS = {
     "scheduler nobody registered": ("--multi_turn_scheduler hints", "--multi_turn_scheduler: hints"),
     "scheduler with a typo": (
         lambda d: d.rlhf("--multi_turn_func hint", *plugin(d, "multi_turns['hints'] = lambda rows: rows")),
-        "--multi_turn_func: hint: not a choice; valid: hints",
+        "--multi_turn_func: hint: not a choice; valid: | hints",
     ),
     "scheduler that is a number": (
         lambda d: d.rlhf("--multi_turn_scheduler seven", *plugin(d, "multi_turns['seven'] = 7")),
@@ -27,22 +27,26 @@ ENVIRONMENTS = {
         ),
         "--multi_turn_scheduler: bare: | must take max_turns",
     ),
-    "environment nobody registered": ("--gym_env game", "--gym_env: game: no plugin has"),
+    "environment nobody registered": ("--gym_env game", "--gym_env: game: not a choice; valid: math_env"),
     "environment with a typo": (
         lambda d: d.rlhf("--gym_env gane", *plugin(d, "envs['game'] = Env")),
-        "--gym_env: gane: not a choice; valid: game",
+        "--gym_env: gane: not a choice; valid: math_env, game",
     ),
     "an environment that is not named": (
         "--use_gym_env true",
         "--use_gym_env: true: | --gym_env NAME",
     ),
     "an environment that is not wanted": (
-        "--use_gym_env false --gym_env game",
-        "--use_gym_env: false: contradicts --gym_env game",
+        "--use_gym_env false --gym_env math_env",
+        "--use_gym_env: false: contradicts --gym_env math_env",
     ),
     "environment with weights sharded over ranks": (
-        "--gym_env game --fsdp full_shard",
-        "--gym_env: game: each rank calls it with its own prompts | --vllm_mode dedicated",
+        "--gym_env math_env --fsdp full_shard",
+        "--gym_env: math_env: each rank calls it with its own prompts | --vllm_mode dedicated",
+    ),
+    "an environment and a scheduler that plays none": (
+        "--gym_env math_env --multi_turn_scheduler math_tip_trick",
+        "--gym_env: math_env: --multi_turn_scheduler math_tip_trick plays no environment",
     ),
     "rewards of a scheduler": (
         "--reward_funcs accuracy environment --multi_turn_scheduler hints",

@@ -52,6 +52,15 @@ SCRIPTS = {
         {"reward_funcs": ["accuracy", "format"], "ENV": {"NPROC_PER_NODE": "2", "NNODES": "1"}},
         {"rdzv_backend"},
     ),
+    "variables of a platform": (
+        """NNODES=$WORLD_SIZE NODE_RANK=${RANK} MASTER_ADDR=$(hostname) \\
+          torchrun --nproc_per_node=8 --nnodes=$WORLD_SIZE swift/cli/rlhf.py --rlhf_type dpo \\
+          --model nano --dataset pairs.jsonl
+        """,
+        "dpo",
+        {"dataset": ["pairs.jsonl"], "ENV": {"NPROC_PER_NODE": "8"}},
+        {"NNODES", "NODE_RANK", "MASTER_ADDR"},
+    ),
     "a loop, a secret, two commands": (
         """if [ ! -d out ]; then mkdir out; fi
         for lr in 1e-4 1e-5; do

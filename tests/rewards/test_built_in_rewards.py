@@ -139,6 +139,26 @@ def test_react_format(text, score):
     assert ReActFormat()([text]) == [float(score)]
 
 
+CALL = 'Action: search\nAction Input: {"city": "Ulm", "days": 2}'
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        ('<think>a</think> Action: search Action Input: {"days": 2, "city": "Ulm"}', CALL, 1),
+        (f"{CALL}\nObservation:", f"thought {CALL}", 1),
+        ('Action: search Action Input: {"city": "Ulm"}', CALL, 0),
+        ('Action: find Action Input: {"city": "Ulm", "days": 2}', CALL, 0),
+        ("Action: search Action Input: Ulm", CALL, 0),
+        ("Action: say Action Input: Ulm", "Action: say Action Input: Ulm ", 1),
+        ("no call", CALL, 0),
+        ("no call", "none is needed", 1),
+    ],
+)
+def test_toolbench(text, truth, score):
+    assert swift.rewards.orms["toolbench"]()([text], [truth]) == [float(score)]
+
+
 LENGTHS = [0, 25, 50, 75, 100, 200]
 
 

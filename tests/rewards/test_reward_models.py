@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 def model_args(*models, **values):
     defaults = {"torch_dtype": "float32", "use_hf": False, "trust_remote_code": False}
-    defaults |= {"reward_model_revision": [], "reward_adapters": []}
+    defaults |= {"reward_model_revision": [], "reward_adapters": [], "reward_model_plugin": [], "external_plugins": []}
     return SimpleNamespace(reward_model=[str(model) for model in models], **{**defaults, **values})
 
 

@@ -230,7 +230,7 @@ def test_the_built_in_entries_are_there_whatever_is_imported_first(tmp_path):
         "print(orms.plugins(), orms.origin('format'), len(orms))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["['mine']", "built-in", "12"]
+    assert done.stdout.split() == ["['mine']", "built-in", "13"]
 
 
 def test_a_second_load_in_one_process_registers_the_same_entries_again(plugin):

@@ -61,6 +61,28 @@ ROWS = {
         -0.160475,
         [-0.003297, -0.198, -0.163746, 0.292398, 0],
     ),
+    # K = .45, -.1, -.2 | .1, -.6 with a half-life of one token
+    "fipo": (
+        TOY,
+        {"loss_type": "fipo", "parameters": losses["fipo"].parameters(fipo_decay_rate=1.0, fipo_clip_high_only=False)},
+        -0.164487,
+        [0, -0.180967, -0.134064, 0.329744, 0],
+    ),
+    "fipo without bounds but for unsafe tokens": (
+        TOY,
+        {
+            "loss_type": "fipo",
+            "parameters": losses["fipo"].parameters(fipo_decay_rate=1.0, fipo_clip_range=0, fipo_safety_threshold=1.2),
+        },
+        -0.330345,
+        [0, -0.180967, -0.134064, 0.298365, 0],
+    ),
+    "fipo whose later tokens all lose": (
+        TOY,
+        {"loss_type": "fipo", "delta": 1.4, "parameters": losses["fipo"].parameters(fipo_decay_rate=1.0)},
+        -0.179746,
+        [0, -0.2, -0.163746, 0, 0],
+    ),
     "dapo with a sampler correction": (WEIGHTED, {}, -0.248223, [0, -0.148164, -0.327492, 0.491921, 0]),
     "vespo with a sampler correction": (
         WEIGHTED,
@@ -124,6 +146,7 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce():
         "bnpo": [-1 / 5, 1 / 5],
         "cispo": [-1 / 5, 1 / 5],
         "vespo": [-1 / 5, 1 / 5],
+        "fipo": [-1 / 5, 1 / 5],
         "grpo": [-1 / 6, 1 / 4],
         "gspo": [-1 / 6, 1 / 4],
         "sapo": [-1 / 6, 1 / 4],

@@ -9,7 +9,8 @@ from sources import sampled
 from trajectories import LIMITS, TURN, Again, Once, requests
 
 from swift.errors import ConfigError, RewardError
-from swift.plugin import MultiTurnScheduler, envs, multi_turns
+from swift.plugin import MultiTurnScheduler, RolloutChoice, RolloutInferRequest, envs, multi_turns
+from swift.plugin.multi_turn import ChatMessage
 from swift.rewards.contract import group_keywords
 from swift.rollout.batches import BatchConfig, BatchMaker
 from swift.rollout.round_result import fault
@@ -198,14 +199,153 @@ def test_a_sample_that_ends_only_for_its_turns_is_counted(template, source_for, 
     assert [one.episode.metrics[OUT_OF_TURNS] for one in done] == [counted] * 2
 
 
-@pytest.mark.parametrize("key", ["response_token_ids", "response_loss_mask", "rollout_logprobs"])
-def test_a_scheduler_that_returns_its_own_tokens_ends_the_run(template, source_for, key):
+def test_a_scheduler_may_return_the_tokens_of_a_turn(template, source_for):
+    """A tool's result behind an answer, as ms-swift's schedulers write it, and one sampled token left out."""
+    result, seen = template.encode_text(" = 7"), []
+
+    class Tool(MultiTurnScheduler):
+        def check_finished(self, request, choice, turn):
+            return turn == 2
+
+        def step(self, request, choice, turn):
+            seen.append((list(choice.token_ids), choice.logprobs["content"]))
+            request.messages[-1]["content"] += " = 7"
+            return {
+                "infer_request": request,
+                "response_token_ids": choice.token_ids + result,
+                "response_loss_mask": [0, *[1] * (TURN - 1), *[0] * len(result)],
+                "rollout_logprobs": [one["logprob"] for one in choice.logprobs["content"]],
+            }
+
+    (one,) = sampled(source_for(of_scheduler(Tool(), "tool")), requests(template, 1))
+    ((ids, logprobs),) = seen
+    assert one.token_ids[: TURN + len(result)] == ids + result
+    assert one.mask == [0, *[1] * (TURN - 1), *[0] * len(result), *[1] * TURN]
+    assert one.logprobs[1:TURN] == [row["logprob"] for row in logprobs[1:]]
+    assert not any(value for value, kept in zip(one.logprobs, one.mask, strict=True) if not kept)
+    assert [message["role"] for message in one.episode.messages] == ["user", "assistant"]
+
+
+def test_a_turn_that_is_returned_unchanged_keeps_its_end(template, source_for):
+    class Same(Again):
+        def step(self, request, choice, turn):
+            return {**super().step(request, choice, turn), "response_token_ids": choice.token_ids}
+
+    same = sampled(source_for(of_scheduler(Same(), "same")), requests(template))
+    plain = sampled(source_for(of_scheduler(Again(), "again")), requests(template))
+    assert [(one.token_ids, one.mask) for one in same] == [(one.token_ids, one.mask) for one in plain]
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"response_token_ids": [1] * TURN}, "trains on tokens which were not sampled"),
+        ({"response_token_ids": [1] * TURN, "response_loss_mask": [0]}, "response_loss_mask of 1 values for 5"),
+        ({"rollout_logprobs": [-9.0] * TURN}, "rollout_logprobs that are not those of the engine"),
+    ],
+)
+def test_tokens_that_cannot_be_trained_on_end_the_run(template, source_for, given, line):
     class Own(Again):
         def step(self, request, choice, turn):
-            return {**super().step(request, choice, turn), key: [1] * TURN}
+            return {**super().step(request, choice, turn), **given}
 
-    with pytest.raises(RewardError, match=f"--multi_turn_scheduler: own: step returned {key}, which is not supported"):
+    with pytest.raises(RewardError, match=f"--multi_turn_scheduler: own: step returned .*{line}"):
         sampled(source_for(of_scheduler(Own(), "own")), requests(template, 1))
+
+
+def test_the_last_round_alone_may_be_trained_on(template, source_for):
+    limits = Limits(3, "per_round", 2000, last_round=True)
+    for one in sampled(source_for(of_scheduler(Again(), "again"), limits), requests(template, 2)):
+        assert one.episode.num_turns == 3
+        assert one.mask == [0] * (len(one.mask) - TURN) + [1] * TURN
+        assert not any(one.logprobs[:-TURN])
+
+
+# --- schedulers that ms-swift ships ---------------------------------------------------------------------------
+
+
+def test_math_tip_trick_cuts_a_wrong_answer_and_doubts_it_once():
+    scheduler = multi_turns["math_tip_trick"](max_turns=9)
+    for text in ("<think>3</think><answer>3</answer>", "<think>3<answer>3</answer>"):
+        request = RolloutInferRequest([{"role": "assistant", "content": text}], {"solution": "4"})
+        choice = RolloutChoice(ChatMessage(text), "stop")
+        assert not scheduler.check_finished(request, choice, 1)
+        scheduler.step(request, choice, 1)
+        assert request.messages[-1]["content"] == f"<think>3{scheduler.tips_prompt}"
+        assert scheduler.check_finished(request, choice, 2)
+    right = RolloutInferRequest([{"role": "assistant", "content": "<answer>4</answer>"}], {"solution": "4"})
+    assert scheduler.check_finished(right, choice, 1)
+
+
+def test_gym_scheduler_plays_as_gym_env_does(template, source_for):
+    class Count(Once):
+        async def reset(self, request):
+            self.count = 0
+            return f"Count from {request.data_dict['solution']}.", {}, "Be brief."
+
+        async def step(self, messages):
+            self.count += 1
+            return f"{self.count} so far", self.count, self.count == 2, {"counted": self.count}
+
+    envs["count"] = Count
+    Count.closed = 0
+    scheduled = sampled(source_for(find("gym_scheduler", "count", 3)), requests(template))
+    played = sampled(source_for(find(None, "count", 3)), requests(template))
+    for one, other in zip(scheduled, played, strict=True):
+        assert (one.token_ids, one.mask, one.episode.messages) == (other.token_ids, other.mask, other.episode.messages)
+        assert (one.episode.rewards, other.episode.rewards) == ([3.0], [1.0, 2.0])
+        assert one.columns == {"counted": 2, "total_reward": 3.0, "step_rewards": [1.0, 2.0], "gym_done": True}
+    assert Once.closed == 8
+
+
+def test_an_openenv_scheduler_plays_what_its_wrapper_reaches(template, source_for):
+    class Session:
+        closed = 0
+
+        def reset(self):
+            return {"board": "empty"}, None
+
+        def step(self, action):
+            return {"board": action["message"]}, 0.5, action["message"] != "", None
+
+        def close(self):
+            Session.closed += 1
+
+    class Local(multi_turns["openenv_scheduler"]):
+        def _create_env(self, config):
+            return Session()
+
+        def parse_action(self, text):
+            return {"message": "x"}
+
+    (one,) = sampled(source_for(of_scheduler(Local(max_turns=3), "local")), requests(template, 1))
+    assert one.episode.messages[0] == {"role": "user", "content": '{"board": "empty"}'}
+    assert (one.episode.rewards, one.columns["gym_done"], Session.closed) == ([0.5], True, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ('{"move": 3}', {"move": 3}),
+        ('```json\n{"move": 3}\n```', {"move": 3}),
+        ("left", {"message": "left"}),
+        ("7", {"message": "7"}),
+    ],
+)
+def test_an_openenv_action_is_the_json_of_an_answer(text, action):
+    assert multi_turns["openenv_scheduler"]().parse_action(text) == action
+
+
+def test_accuracy_works_beside_the_main_thread():
+    env = envs["math_env"]({})
+
+    async def play():
+        request = RolloutInferRequest([], {"problem": "What is 1/2?", "solution": "$0.5$"})
+        opened = await env.reset(request)
+        return opened[0], await env.step([{"role": "assistant", "content": "<answer>$\\frac{1}{2}$</answer>"}])
+
+    question, (_, reward, done, columns) = asyncio.run(play())
+    assert (question, reward, done, columns) == ("What is 1/2?", 1.0, True, {"math_reward": 1.0})
 
 
 # --- the other doors ------------------------------------------------------------------------------------------
@@ -284,13 +424,11 @@ def test_a_row_may_name_its_own_environment(template, source_for):
 
 def test_what_is_registered_is_found():
     multi_turns["again"], multi_turns["plain"], multi_turns["seven"], envs["once"] = Again, lambda rows: rows, 7, Once
-    multi_turns["runs"] = type("Runs", (Again,), {"run": lambda self: None})
     assert find(None, None, None) is None
     assert all(map(callable, (find("again", None, 2), find("plain", None, None), find(None, "once", None))))
     for wrong, line in (
         (("agian", None), "--multi_turn_scheduler: agian: .*again"),
         (("seven", None), "seven: is int"),
-        (("runs", None), "runs: run is never called"),
     ):
         with pytest.raises(ConfigError, match=line):
             find(*wrong, None)

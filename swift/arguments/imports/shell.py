@@ -36,6 +36,9 @@ LAUNCHED = {
 }  # fmt: skip
 """Flags of launchers -> our variables."""
 
+OF_PLATFORM = {"NNODES": "WORLD_SIZE", "NODE_RANK": "RANK", "MASTER_ADDR": "MASTER_ADDR", "MASTER_PORT": "MASTER_PORT"}
+"""Our variables -> those of a platform that starts one process per node, which a launch reads itself."""
+
 _BEFORE = ("export", "env", "nohup", "exec", "time", "then", "else", "do", "{", "(")
 """Words that a command follows."""
 _REST = ("$@", "$*", "${@}")
@@ -195,6 +198,11 @@ def _script(project: str, command: str, launcher: list[str], line: Layer, enviro
                     f"{mask(item.spelling, show(item.raw))}: of {launcher[0]}, which starts the command there",
                 )
             )
+    for name in [name for name, value in environment.items() if _SHELL_WORD.search(value)]:
+        value = environment.pop(name)
+        by_platform = value.strip("${}") == OF_PLATFORM.get(name)
+        why = "set by the platform, and read by swift" if by_platform else "known to the shell alone; set it"
+        lost.append((name, f"{mask(name, value)}: {why}"))
     unknown = [item for item in line.given if _SHELL_WORD.search(show(item.raw))]
     for item in unknown:
         lost.append((item.spelling, f"{mask(item.spelling, show(item.raw))}: known to the shell alone; give its value"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -104,7 +105,7 @@ def _same_string(completion: str, truth: str) -> bool:
 def _parse_truth(truth: str) -> tuple[Any, ...]:
     from math_verify import parse
 
-    return tuple(parse(truth, extraction_mode="first_match"))
+    return tuple(parse(truth, extraction_mode="first_match", parsing_timeout=_limit_s()))
 
 
 def _parse_answer(completion: str) -> list[Any]:
@@ -112,9 +113,15 @@ def _parse_answer(completion: str) -> list[Any]:
 
     block = answer_block(completion)
     if block is not None:
-        return parse(block, extraction_mode="first_match")
+        return parse(block, extraction_mode="first_match", parsing_timeout=_limit_s())
     anchored = LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0)
-    return parse(completion, extraction_config=[anchored], extraction_mode="first_match")
+    limit_s = _limit_s()
+    return parse(completion, extraction_config=[anchored], extraction_mode="first_match", parsing_timeout=limit_s)
+
+
+def _limit_s() -> int:
+    """Time limit of math-verify; 0 (none) in schedulers, because its timer needs the main thread."""
+    return 5 if threading.current_thread() is threading.main_thread() else 0
 
 
 def _equivalent(truth: str, answer: list[Any]) -> bool:
@@ -129,7 +136,7 @@ def _equivalent(truth: str, answer: list[Any]) -> bool:
         return True
     safe = [item for item in answer if not has_huge_power(item)]
     truths = [item for item in parsed_truth if not has_huge_power(item)]
-    return bool(safe and truths) and bool(verify(truths, safe))
+    return bool(safe and truths) and bool(verify(truths, safe, timeout_seconds=_limit_s()))
 
 
 def has_huge_power(expression: Any) -> bool:

@@ -22,8 +22,8 @@ FLAG = "--rollout_func"
 RESERVED = frozenset(
     {
         "completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated",
-        "response_token_ids", "trainer_state", "environment_reward", "turn_rewards", "prompt_opens_think", "prompts",
-        "completion_ids",
+        "response_token_ids", "trainer_state", "environment_reward", "turn_rewards", "rollout_infos", "prompts",
+        "prompt_opens_think", "completion_ids",
     }
 )  # fmt: skip
 """Names of swift's own arguments of reward functions; columns may not have them."""

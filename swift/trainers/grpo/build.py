@@ -263,6 +263,7 @@ def _source(run: Attempt) -> Source | None:
             scope=args.completion_length_limit_scope,
             max_model_len=engine.capabilities.max_model_len,
             on_prefix_break=args.on_prefix_break,
+            last_round=args.loss_scale == "last_round",
         )
         if isinstance(parts.play, NemoGym):
             parts.play.attach(engine, _vocab_size(args))

@@ -142,7 +142,7 @@ def prepare(
         _check_sent_adapter(args)
     require_backend(args)
     lines += _route_lines(args, placement, plan)
-    play = _play_of(args, references, toolbox, rewards.names)
+    play = _play_of(args, references, toolbox, rewards.names, template.tokenizer)
     makers = in_use(args, COMPLETION_SETTINGS) or (["--dataset: remaining_turns"] if play is not None else [])
     if makers:
         _check_lockstep(args, placement, makers[0])
@@ -200,7 +200,9 @@ def _open_data(
     return source, first, load_prompts(args, tokenizer, "val") if has_eval else None
 
 
-def _play_of(args: Any, references: References | None, toolbox: Toolbox | None, reward_names: list[str]) -> Play | None:
+def _play_of(
+    args: Any, references: References | None, toolbox: Toolbox | None, reward_names: list[str], tokenizer: Any
+) -> Play | None:
     """The code that makes completions of several turns, or None: further turns of EBFT's rows, tools, environments."""
     if references is not None:
         from swift.rollout.arguments import COMPLETION_SETTINGS, in_use
@@ -222,7 +224,7 @@ def _play_of(args: Any, references: References | None, toolbox: Toolbox | None, 
         return nemo_gym_of(args, reward_names)
     from swift.rollout.sources.multi_turn.environments import find
 
-    return find(args.multi_turn_scheduler, args.gym_env, args.max_turns)
+    return find(args.multi_turn_scheduler, args.gym_env, args.max_turns, tokenizer, args.num_generations)
 
 
 def _check_scoring_by_group(args: Any, rewards: RewardPipeline, mode: str, plan: BatchPlan) -> None:

@@ -10,37 +10,51 @@ from typing import Any
 from swift.data.messages import INSTRUCTIONS
 from swift.errors import ConfigError, RewardError, first_line, suggest
 from swift.models.template import Message
-from swift.plugin.multi_turn import ChatMessage, Env, MultiTurnScheduler, RolloutChoice, RolloutInferRequest
+from swift.plugin.multi_turn import Env, MultiTurnScheduler, RolloutInferRequest
 from swift.plugin.numbers import as_number, is_finite
+from swift.rollout.sources.multi_turn.branches import BranchEngine, of_groups, of_run
 from swift.rollout.sources.multi_turn.source import Play
 from swift.rollout.sources.multi_turn.trajectory import Trajectory
+from swift.rollout.sources.multi_turn.views import choice_of, messages_of, request_of
 
-UNSUPPORTED = ("response_token_ids", "response_loss_mask", "rollout_logprobs")
-"""Keys that `step` may not return: ids, masks and log-probs are those of the engine."""
+TOTAL_REWARD = "total_reward"
+"""Entry of `rollout_infos` with the reward of `--use_gym_env`."""
 CLOSE_S = 10.0
 """Timeout of closing an environment, in seconds."""
 
 
-def find(multi_turn_scheduler: str | None, gym_env: str | None, max_turns: int | None) -> Play | None:
+def find(
+    multi_turn_scheduler: str | None,
+    gym_env: str | None,
+    max_turns: int | None,
+    tokenizer: Any = None,
+    num_generations: int = 1,
+) -> Play | None:
     """The scheduler, function or environment of `--multi_turn_scheduler` or `--gym_env`; None without either.
 
-    Raises ConfigError: it is not registered, is neither scheduler nor function, or has a `run`.
+    A scheduler with `plays_envs` plays the environment of `--gym_env`.
+
+    Raises ConfigError: it is not registered, or is neither scheduler nor function.
     """
     from swift.plugin import envs, multi_turns
 
     if gym_env is not None:
         require_registered(envs, "--gym_env", gym_env)
-        return of_envs(envs, gym_env)
     if multi_turn_scheduler is None:
-        return None
+        return of_envs(envs, gym_env) if gym_env is not None else None
     name = multi_turn_scheduler
     require_registered(multi_turns, "--multi_turn_scheduler", name)
     entry: Any = multi_turns[name]
+    if gym_env is not None and not getattr(entry, "plays_envs", False):
+        raise ConfigError(f"--gym_env: {gym_env}: --multi_turn_scheduler {name} plays no environment; drop one of them")
     if isinstance(entry, type):
-        entry = _new_scheduler(entry, name, max_turns)
+        entry = _new_scheduler(entry, name, {"max_turns": max_turns, "tokenizer": tokenizer, "gym_env": gym_env})
     if isinstance(entry, MultiTurnScheduler):
+        entry.tokenizer = tokenizer
         if hasattr(type(entry), "run"):
-            raise ConfigError(f"--multi_turn_scheduler: {name}: run is never called; define step and check_finished")
+            entry.infer_engine = BranchEngine(name, tokenizer)
+            makes_groups = type(entry).async_infer is not MultiTurnScheduler.async_infer
+            return of_groups(entry, name, num_generations) if makes_groups else of_run(entry, name)
         return of_scheduler(entry, name)
     if not callable(entry):
         kind = type(entry).__name__
@@ -55,9 +69,12 @@ def require_registered(registry: Mapping[str, Any], flag: str, name: str) -> Non
         raise ConfigError(f"{flag}: {name}: no plugin has registered it; {fix}")
 
 
-def _new_scheduler(scheduler: type, name: str, max_turns: int | None) -> Any:
+def _new_scheduler(scheduler: type, name: str, arguments: dict[str, Any]) -> Any:
+    """A scheduler with the maximum number of turns, and the other arguments if its constructor takes any keyword."""
+    max_turns = arguments["max_turns"]
     try:
-        return scheduler(max_turns=max_turns)
+        kinds = [parameter.kind for parameter in inspect.signature(scheduler).parameters.values()]
+        return scheduler(**(arguments if inspect.Parameter.VAR_KEYWORD in kinds else {"max_turns": max_turns}))
     except Exception as error:  # any error of the user's constructor
         raise ConfigError(
             f"--multi_turn_scheduler: {name}: {scheduler.__name__}(max_turns={max_turns}) raised "
@@ -73,27 +90,30 @@ async def _result(value: Any) -> Any:
         raise RuntimeError("it raised KeyboardInterrupt") from error
 
 
-def _request(trajectory: Trajectory) -> RolloutInferRequest:
-    prompt = trajectory.request.prompt
-    columns = dict(prompt.columns) if prompt is not None else {}
-    messages = [dict(message) for message in trajectory.messages]
-    return RolloutInferRequest(messages, columns, trajectory.request.request_id)
-
-
 def of_scheduler(scheduler: MultiTurnScheduler, name: str) -> Play:
     """A trajectory with a scheduler of `multi_turns`."""
 
     async def play(trajectory: Trajectory) -> None:
-        await _result(scheduler.on_trajectory_start([_request(trajectory)]))
+        request = request_of(trajectory)
+        try:
+            await _result(scheduler.on_trajectory_start([request]))
+            if request.messages != trajectory.messages:
+                trajectory.begin(request.messages)
+            await take_turns(trajectory, request)
+        finally:
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.shield(asyncio.ensure_future(_result(scheduler.on_trajectory_end(request))))
+
+    async def take_turns(trajectory: Trajectory, request: RolloutInferRequest) -> None:
         while True:
-            answer = await trajectory.answer()
-            request = _request(trajectory)
-            choice = RolloutChoice(ChatMessage(answer["content"]), trajectory.finish_reason, trajectory.last_ids)
+            await trajectory.answer()
+            request.messages, choice = messages_of(trajectory), choice_of(trajectory)
             ended = await _result(scheduler.on_turn_end(request, choice, trajectory.turns)) or {}
-            trajectory.columns |= ended.get("rollout_infos") or {}
-            if ended.get("done") or await _result(scheduler.check_finished(request, choice, trajectory.turns)):
-                return
-            if trajectory.out_of_turns():
+            _add_infos(trajectory, ended.get("rollout_infos"))
+            done = ended.get("done")
+            if done is None:
+                done = await _result(scheduler.check_finished(request, choice, trajectory.turns))
+            if done or trajectory.out_of_turns():
                 return
             step = await _result(scheduler.step(request, choice, trajectory.turns))
             if not isinstance(step, Mapping) or not hasattr(step.get("infer_request"), "messages"):
@@ -101,16 +121,30 @@ def of_scheduler(scheduler: MultiTurnScheduler, name: str) -> Play:
                     f"--multi_turn_scheduler: {name}: step returned {type(step).__name__}; return a dict whose "
                     '"infer_request" is the request with the next messages'
                 )
-            for key in UNSUPPORTED:
-                if step.get(key) is not None:
-                    raise RewardError(
-                        f"--multi_turn_scheduler: {name}: step returned {key}, which is not supported; "
-                        'put the text into the messages of "infer_request"'
-                    )
-            trajectory.columns |= step.get("rollout_infos") or {}
-            trajectory.replace_chat(step["infer_request"].messages)
+            _add_infos(trajectory, step.get("rollout_infos"))
+            request = step["infer_request"]
+            given = step.get("rollout_logprobs") or []
+            if list(given) != trajectory.last_turn[1][: len(given)]:
+                raise RewardError(
+                    f"--multi_turn_scheduler: {name}: step returned rollout_logprobs that are not those of the engine; "
+                    "leave them out"
+                )
+            if (ids := step.get("response_token_ids")) is None:
+                trajectory.replace_chat(request.messages)
+                continue
+            try:
+                trajectory.replace_turn(ids, step.get("response_loss_mask") or [1] * len(ids), request.messages)
+            except ValueError as error:
+                raise RewardError(f"--multi_turn_scheduler: {name}: step returned {error}") from error
 
     return play
+
+
+def _add_infos(trajectory: Trajectory, infos: Mapping[str, Any] | None) -> None:
+    """Columns for reward functions, and the reward of `--use_gym_env` so far."""
+    trajectory.columns |= infos or {}
+    if infos and TOTAL_REWARD in infos:
+        trajectory.rewards = [_reward(infos[TOTAL_REWARD])]
 
 
 def of_function(function: Callable[[list[dict[str, Any]]], Any], name: str) -> Play:
@@ -123,7 +157,7 @@ def of_function(function: Callable[[list[dict[str, Any]]], Any], name: str) -> P
     async def play(trajectory: Trajectory) -> None:
         while True:
             await trajectory.answer()
-            request = _request(trajectory)
+            request = request_of(trajectory)
             row = {
                 **request.data_dict,
                 "messages": request.messages,
@@ -147,7 +181,7 @@ def of_envs(envs: Mapping[str, type[Env]], default: str) -> Play:
     """A trajectory in an environment of `envs`: that of the row's `env_config`, or `default`."""
 
     async def play(trajectory: Trajectory) -> None:
-        request = _request(trajectory)
+        request = request_of(trajectory)
         config = request.data_dict.get("env_config") or {}
         name = config.get("name") or default
         require_registered(envs, "--gym_env", name)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
@@ -53,13 +54,15 @@ class Limits:
 
     max_turns: maximum number of answers. scope: whether `max_completion_length` applies to each answer, or to all
     tokens after the prompt. max_model_len: maximum number of all tokens. on_prefix_break: whether a sample whose chat
-    template rewrites earlier turns is excluded, or ends before the rewriting turn.
+    template rewrites earlier turns is excluded, or ends before the rewriting turn. last_round: whether the last answer
+    alone is trained on.
     """
 
     max_turns: int
     scope: LengthScope
     max_model_len: int
     on_prefix_break: OnPrefixBreak = "exclude"
+    last_round: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +94,10 @@ class Trajectory:
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     _start: int = 0
     _answer_at: int = 0  # first token of the last answer
+    _turn_at: int = 0  # first token that was sampled last; an answer may go on in several turns
     _num_unencoded: int = 0  # messages after the last answer that are not in token_ids yet
     _open: bool = False  # the next answer continues the last one
+    _path: tuple[int, ...] = ()  # numbers of the branches from the prompt to this one
 
     def __post_init__(self) -> None:
         self._start = len(self.messages)
@@ -129,9 +134,10 @@ class Trajectory:
             self.finish_reason = "length"
             raise OutOfRoom
         sampling = self.request.sampling
-        if self.turns:
-            sampling = replace(sampling, seed=seed_of(sampling.seed, "turn", self.turns))
-        name = f"{self.request.request_id}#{self.turns}"
+        path = self._path if any(self._path) else ()
+        if self.turns or path:
+            sampling = replace(sampling, seed=seed_of(sampling.seed, "turn", self.turns, *path))
+        name = ".".join(map(str, (f"{self.request.request_id}#{self.turns}", *path)))
         ids = [*self.prompt_ids, *self.token_ids]
         turn = Request(name, ids, replace(sampling, max_new_tokens=room), limit_s=self.request.limit_s)
         done = await self.sample(turn)
@@ -140,6 +146,7 @@ class Trajectory:
         if not self._open:
             self._answer_at = len(self.token_ids)
             self.messages.append({"role": "assistant", "content": ""})
+        self._turn_at = len(self.token_ids)
         self._add(done)
         self.messages[-1]["content"] = self._text_of_answer(len(self.token_ids))
         self._open = False
@@ -158,7 +165,7 @@ class Trajectory:
         if list(prompt_ids[: len(seen)]) != seen:
             self._break_prefix()
         self._add_masked(prompt_ids[len(seen) :])
-        self._answer_at = len(self.token_ids)
+        self._answer_at = self._turn_at = len(self.token_ids)
         self._add(done)
         self.finish_reason = done.finish_reason
         self.turns += 1
@@ -182,12 +189,36 @@ class Trajectory:
         Without more messages the next answer continues the last one. Raises Excluded or OutOfRoom, by
         `Limits.on_prefix_break`, if earlier messages differ.
         """
-        count = len(self.messages)
-        if list(messages[: count - 1]) != self.messages[:-1] or len(messages) < count:
-            self._break_prefix()
-        text = messages[count - 1].get("content") or ""
+        count, text = len(self.messages), self._next_text(messages)
         if text != self.messages[-1]["content"] or len(messages) == count:
             self.edit(text)
+        self.add_messages(*messages[count:])
+
+    def replace_turn(self, ids: Sequence[int], mask: Sequence[int], messages: Sequence[Message]) -> None:
+        """Replace the tokens of the last turn, and the chat by one with more messages or another end of the answer.
+
+        Tokens of the common prefix keep their log-probs, all others are masked. mask: 1 for tokens that are trained
+        on. Without more messages the next answer continues the last one.
+
+        Raises:
+            ValueError: the mask has another length, or a token that was not sampled is trained on.
+            Excluded, OutOfRoom: as in `replace_chat`.
+        """
+        sampled, count, text = self.last_turn[0], len(self.messages), self._next_text(messages)
+        kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sampled, ids, strict=False)))
+        if len(mask) != len(ids):
+            raise ValueError(f"response_loss_mask of {len(mask)} values for {len(ids)} response_token_ids")
+        if any(mask[kept:]):
+            raise ValueError("a response_loss_mask that trains on tokens which were not sampled; set them to 0")
+        end = kept
+        if list(ids) != sampled or len(messages) == count:
+            while end and sampled[end - 1] in self.template.stop_token_ids:
+                end -= 1
+            self._cut(self._turn_at + end)
+            self._add_masked(ids[kept:])
+            self._open = True
+        self.leave_out(self._turn_at + index for index in range(end) if not mask[index])
+        self.messages[-1]["content"] = text
         self.add_messages(*messages[count:])
 
     def edit(self, text: str) -> None:
@@ -207,6 +238,29 @@ class Trajectory:
         self._add_masked(self.template.encode_text(text[len(kept) :]))
         self.messages[-1]["content"] = text
         self._open = True
+
+    def leave_out(self, places: Iterable[int]) -> None:
+        """Leave tokens out of the loss."""
+        for place in places:
+            self.mask[place], self.logprobs[place] = 0, 0.0
+            if self.log_mass:
+                self.log_mass[place] = 0.0
+
+    def branch(self, number: int) -> Trajectory:
+        """A copy that goes on by itself. number: of this branch among those at its place, which gives it its seeds."""
+        other = copy.copy(self)
+        other.messages = [dict(message) for message in self.messages]
+        other.columns, other.metrics = dict(self.columns), dict(self.metrics)
+        for name in ("rewards", "prompt_ids", "token_ids", "logprobs", "log_mass", "mask", "versions"):
+            setattr(other, name, list(getattr(self, name)))
+        other._path = (*self._path, number)
+        return other
+
+    def take(self, other: Trajectory) -> None:
+        """Become a branch, under the own request and time limit."""
+        for one in fields(self):
+            if one.name not in ("request", "sample", "clock"):
+                setattr(self, one.name, getattr(other, one.name))
 
     def reward(self, value: float | None) -> None:
         """Append the environment's reward of the last turn; None without one."""
@@ -236,10 +290,26 @@ class Trajectory:
     def last_ids(self) -> list[int]:
         return self.token_ids[self._answer_at :]
 
+    @property
+    def last_turn(self) -> tuple[list[int], list[float]]:
+        """Ids and log-probs of the last turn, which may continue an answer."""
+        return self.token_ids[self._turn_at :], self.logprobs[self._turn_at :]
+
+    @property
+    def text_of_turn(self) -> str:
+        return self.template.decode(self.token_ids[self._turn_at :])
+
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def _text_of_answer(self, end: int) -> str:
         return self.template.decode(self.token_ids[self._answer_at : end])
+
+    def _next_text(self, messages: Sequence[Message]) -> str:
+        """The last answer in the next chat. Raises Excluded or OutOfRoom: earlier messages differ."""
+        count = len(self.messages)
+        if list(messages[: count - 1]) != self.messages[:-1] or len(messages) < count:
+            self._break_prefix()
+        return messages[count - 1].get("content") or ""
 
     def _encode_messages(self) -> None:
         """Append the tokens between the last answer and the next one."""
@@ -303,6 +373,8 @@ class Trajectory:
 
     def completion(self, problem: str = "") -> Completion:
         """The sample as a completion. problem: reason of an exclusion, or ""."""
+        if self.limits.last_round:
+            self.leave_out(range(self._answer_at))
         new = self.messages[self._start :]
         answers = [message.get("content") for message in new if message.get("role") == "assistant"]
         other_prompt = [] if self.prompt_ids == list(self.request.prompt_ids) else self.prompt_ids
