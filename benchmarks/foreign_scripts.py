@@ -40,9 +40,13 @@ DROPPED = ("load_args", "model_type", "template", "use_hf", "hub_token")
 """Flags about the files that are exchanged."""
 EXPERTS = re.compile(r"moe|-a\d+(\.\d+)?b|mixtral|gpt-oss", re.IGNORECASE)
 HERE = re.compile(
-    r"not installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install", re.IGNORECASE
+    r"not installed|seem to be installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install",
+    re.IGNORECASE,
 )
 SECONDS = 180
+ROWS = 256
+PLATFORM = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Variables of a platform that starts one process per node, for scripts that read them."""
 USER, ANSWER = {"role": "user", "content": "How much is 2 + 3?"}, {"role": "assistant", "content": "5"}
 
 
@@ -109,10 +113,10 @@ class Parts:
         return path
 
     def dataset(self, method: str, sees: bool, labels: int | None, columns: dict[str, str]) -> Path:
-        """Rows of a method, 64 of them; `columns` are renamed by the script, so they have their old names."""
+        """`ROWS` rows of a method; `columns` are renamed by the script, so they have their old names."""
         path = self.folder / f"{method}-{sees}-{labels}-{'-'.join(columns)}.jsonl"
         if not path.exists():
-            rows = [row(method, sees, labels, at) for at in range(64)]
+            rows = [row(method, sees, labels, at) for at in range(ROWS)]
             for one in rows:
                 one |= {old: one.pop(new, "5") for old, new in columns.items()}
             path.write_text("".join(json.dumps(one) + "\n" for one in rows))
@@ -163,7 +167,8 @@ def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
     except ConfigError as error:
         yield Result(name, kind, "refused", error.problems)
         return
-    yield Result(name, kind, *answered(words, script.environment))
+    platform = PLATFORM if "$WORLD_SIZE" in text else {}
+    yield Result(name, kind, *answered(words, {**platform, **script.environment}))
 
 
 def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
@@ -188,9 +193,9 @@ def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
 
 
 def count(dataset: str) -> str:
-    """`#500` of a dataset, with at most our number of rows."""
+    """`#500` of a dataset, with at most `ROWS`."""
     found = re.search(r"#(\d+)$", dataset)
-    return f"#{min(int(found[1]), 64)}" if found else ""
+    return f"#{min(int(found[1]), ROWS)}" if found else ""
 
 
 def answered(words: Sequence[str], environment: dict[str, str]) -> tuple[str, list[str]]:

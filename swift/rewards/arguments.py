@@ -58,7 +58,10 @@ class RewardArguments:
 
     def problems(self) -> Iterator[str]:
         if self.needs_reward and not self.reward_funcs and not self.reward_model:
-            yield "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model"
+            yield (
+                "--reward_funcs: none: nothing to score completions with; give --reward_funcs or --reward_model, or an "
+                "environment that rewards with --gym_env"
+            )
         rewards = [*self.reward_funcs, *self.reward_model]
         if self.reward_weights and len(self.reward_weights) != len(rewards):
             weights = " ".join(f"{weight:g}" for weight in self.reward_weights)

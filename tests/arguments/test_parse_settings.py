@@ -378,6 +378,13 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             {"chat_template_kwargs": {"enable_thinking": False}},
             "--enable_thinking: ms-swift's name of --chat_template_kwargs",
         ),
+        (
+            "rlhf",
+            "--vllm_server_pass_dataset true",
+            {},
+            "--vllm_server_pass_dataset: true: known in ms-swift; here the trainer plays the turns",
+        ),
+        ("rlhf", "--vllm_use_async_engine true", {}, "--vllm_use_async_engine: true: known in ms-swift; this value"),
         ("rlhf", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
         (
             "dpo",

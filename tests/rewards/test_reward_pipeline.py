@@ -31,7 +31,7 @@ import json
 EXPECTED = {"solution": ["s", "s"], "level": [3, 3], "prompt_id": ["p0"] * 2, "group_id": ["g0"] * 2,
             "request_id": ["g0-0", "g0-1"], "finish_reason": ["stop", "length"],
             "is_truncated": [False, True], "response_token_ids": [[0], [0, 1]],
-            "messages": [[{"role": "user", "content": "question"}]] * 2}
+            "messages": [[{"role": "user", "content": "question"}]] * 2, "rollout_infos": [{"num_turns": 1}] * 2}
 def look(completions, **kwargs):
     state = kwargs.pop("trainer_state")
     good = kwargs == EXPECTED and (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.5)
