@@ -28,14 +28,14 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 
 def _chat_template(args: Any) -> Template:
-    from swift.models.tokenizer import load_chat
+    from swift.models import load_chat
 
     return load_chat(args)
 
 
 def load_texts(args: Any) -> Template:
     """The tokenizer alone, for rows that are documents."""
-    from swift.models.tokenizer import load_chat
+    from swift.models import load_chat
 
     return load_chat(args, plain=True)
 
