@@ -58,6 +58,8 @@ def classify(resolved: Resolved, source: ModelSource) -> int:
     args: Any = resolved.args
     result_path = infer.new_file(args.result_path, args)
     lines = take_trained(args, resolved.given)
+    unused = sorted(resolved.given & {"max_length", "truncation_strategy", "max_new_tokens", "temperature"})
+    lines += [f"--{name}: not used by a classifier, which reads whole texts" for name in unused]
     rows = load_rows(args, "val" if args.val_dataset else "train", purpose="classified")
     device = own_device()
     model = Classifier(source, args.trust_remote_code)

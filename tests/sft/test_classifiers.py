@@ -100,8 +100,9 @@ def labelled(tmp_path, rows, *words):
 def test_labels_of_a_trained_adapter_are_those_of_the_merged_model(settings, tmp_path, capsys, problem):
     rows, lora = texts(problem), f"--tuner_type lora --val_dataset {tmp_path}/{problem}.jsonl"
     last = list_checkpoints(trained(settings(problem, lora)))[-1]
-    lines = labelled(tmp_path, rows, "--adapters", last)
+    lines = labelled(tmp_path, rows, "--adapters", last, "--truncation_strategy", "right")
     printed = capsys.readouterr().out
+    assert "--truncation_strategy: not used by a classifier" in printed
     with (last.parent / "logging.jsonl").open() as logs:
         measured = [json.loads(line) for line in logs if "eval_loss" in line][-1]
     if problem == VALUE:
