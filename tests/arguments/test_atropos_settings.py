@@ -58,7 +58,7 @@ def test_flags_of_the_example_trainer_are_aliases():
         (OWN.replace("--max_steps 5", ""), "--max_steps: -1: environments have no end; give --max_steps"),
         (OWN + "--vllm_mode colocate", "--vllm_mode: colocate: environments sample with a server; --vllm_mode server"),
         (OWN + "--vllm_mode dedicated", "--vllm_mode: dedicated: environments sample with a server"),
-        (OWN + "--gym_env game", "--rollout_source: atropos: together with --gym_env: game"),
+        (OWN + "--gym_env math_env", "--rollout_source: atropos: together with --gym_env: math_env"),
         (OWN + "--rollout_func f.py:g", "--rollout_source: atropos: together with --rollout_func: f.py:g"),
         (OWN + "--val_dataset v.jsonl", "--val_dataset: v.jsonl: environments evaluate themselves; leave it out"),
         (OWN + "--split_dataset_ratio 0.1", "--split_dataset_ratio: 0.1: environments evaluate themselves"),

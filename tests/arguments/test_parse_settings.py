@@ -440,7 +440,7 @@ def test_known_flags_that_change_nothing_are_noted():
 def test_settings_of_a_switch_that_is_off_are_noted():
     notes = rlhf("--vllm_max_num_seqs", "4", "--tuner_type", "full", "--lora_rank", "4").notes
     assert "--vllm_max_num_seqs: 4: no effect without --use_vllm" in notes
-    assert "--lora_rank: 4: no effect without --tuner_type lora" in notes
+    assert "--lora_rank: 4: no effect without --tuner_type lora or miss" in notes
 
 
 IDLE = [

@@ -401,10 +401,12 @@ CHECKPOINTS = {
 TABLE = {**MODES, **FLAGS, **CONFIGS, **DATA, **REWARDS, **BATCHES, **MODELS, **ADAPTERS, **CHECKPOINTS}
 
 
-LONG = {"ranks that take for ever"}
+TAKES_LONG = {"ranks that take for ever"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in TABLE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in TAKES_LONG else ()) for name in TABLE]
+)
 def test_a_wrong_input_is_told_in_lines_and_leaves_nothing(name, desk, capfd):
     refused_without_a_trace(desk, TABLE[name], capfd)
 

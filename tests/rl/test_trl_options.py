@@ -182,7 +182,7 @@ LOSS_AND_LEVEL = [pytest.param(name, level, id=f"{name}-{level}") for name, leve
 
 
 def test_every_loss_is_compared():
-    assert {*SHAPES, "gspo"} == set(losses)
+    assert {*SHAPES, "gspo", "fipo"} == set(losses)  # TRL has no FIPO
     gspo, spelled = (LossConfig(loss_type=name, importance_sampling_level=level) for name, level in GSPO)
     ours = [run_ours(WINDOW, Options(config)) for config in (gspo, spelled)]
     assert ours[0].loss == ours[1].loss and torch.equal(ours[0].gradient, ours[1].gradient)

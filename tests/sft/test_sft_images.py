@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 
 from swift.arguments import parse
+from swift.data import image_store
 from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.multimodal import parts_of_parameters
@@ -134,7 +135,7 @@ def test_two_processes_take_the_steps_of_one(settings, tmp_path, sharing):
 
 def test_cached_rows_have_their_images_and_depend_on_the_processor(settings, tmp_path, monkeypatch):
     def rows_of(*flags):
-        monkeypatch.setattr("swift.data.image_store._prompts", {})
+        monkeypatch.setattr(image_store._store.get(), "prompts", {})
         trainer = trainer_of(settings("--dataset_num_proc 2", *flags), tmp_path / "run")
         return trainer.train_dataset["input_ids"], trainer.data_collator(list(trainer.train_dataset))
 

@@ -264,7 +264,7 @@ def test_turns_that_are_no_conversation_are_refused(turns):
     ("flags", "said"),
     [
         ("--gym_env x", "--gym_env: x: makes the completions, and rows have remaining_turns"),
-        ("--multi_turn_scheduler x", "--multi_turn_scheduler: x: makes the completions"),
+        ("--multi_turn_scheduler math_tip_trick", "--multi_turn_scheduler: math_tip_trick: makes the completions"),
         ("--steps_per_generation 2 --per_device_train_batch_size 8", "--steps_per_generation: 2 optimizer steps per"),
     ],
 )
