@@ -9,6 +9,7 @@ lora        LoRA steps in bf16; beside `swift plan`
 memory      sleep levels and offloading change no bit of the weights, and what they free
 profile     the 15 operations that take most of a step
 hybrid      steps of Qwen3.5's linear attention, where flash-linear-attention is installed; beside `swift plan`
+vision      steps of a Qwen3-VL with an image in each prompt, tower and aligner trained
 vllm        steps with vLLM in the trainer's process at sleep levels 1 and 2, where it is installed
 """
 
@@ -223,6 +224,14 @@ def hybrid(checks: Checks) -> dict[str, Any]:
     return {**speed(run), **largest(output, "memory/"), **planned(checks, work)}
 
 
+def vision(checks: Checks) -> dict[str, Any]:
+    """The tower runs once for the completions of a prompt; an image is 1,024 patches, in small 64."""
+    row = {"arch": "qwen3_vl", "vocab_size": None, "completion_tokens": 256, "mean_tokens": None}
+    work = checks.work("gpu", **row, image_side=64 if checks.small else 256)
+    run, output = checks.run(work, "--freeze_vit", "false", "--freeze_aligner", "false")
+    return {**speed(run), **largest(output, "memory/")}
+
+
 def vllm(checks: Checks) -> dict[str, Any]:
     """Steps, weight sync and parity at sleep levels 1 and 2."""
     if find_spec("vllm") is None or checks.small:
@@ -235,7 +244,8 @@ def vllm(checks: Checks) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
-    check.__name__: check for check in (kernels, gradients, parity, packed, step, lora, memory, profile, hybrid, vllm)
+    check.__name__: check
+    for check in (kernels, gradients, parity, packed, step, lora, memory, profile, hybrid, vision, vllm)
 }
 
 
