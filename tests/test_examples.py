@@ -181,7 +181,7 @@ for flag in ("model", "reward_model", "dataset", "val_dataset"):
     if at and not os.path.exists(words[at]):  # it is on a hub, or the user's
         words[at] = os.environ["SMALL_" + flag.upper()]
         short = ["--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
-        short += ["--max_completion_length", "64"] if "grpo" in words else []
+        short += ["--max_length", "512", "--max_completion_length", "64"] if "grpo" in words else []
 os.execv(sys.executable, [sys.executable, "-m", "swift", *words, *short])
 """
 
