@@ -146,6 +146,8 @@ def row(method: str, sees: bool, labels: int | None, at: int) -> dict[str, Any]:
         images = {"images": [f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"]}
     if labels is not None:
         return {"messages": [user], "label": at % max(labels, 2), **images}
+    if method == "pt":
+        return {"messages": [answer]}
     if method == "rlhf":
         return {"messages": [user], "solution": answer["content"], **images}
     more = {"kto": {"label": at % 2 == 0}, "rm": {"rejected_response": "no"}}.get(method, {})
