@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "str", "dict"]
+Resume = Literal["fixed", "noted", "free"]
+"""What a changed setting means on resume: an error, since it decides what is in the checkpoint; a line, since it makes
+another run from there; nothing, since it decides where the run is watched and how fast it goes."""
 
 _NEED = re.compile(r"(\w*)([=<]?)(.*)")
 SECRET: dict[str, bool | None] = {}
@@ -51,6 +54,7 @@ class Details:
     instead of contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are
     choices (too); their attribute `summary`, if any, is part of the help. secret: whether the value is never
     shown; False: it contains no secret, whatever its keys are called; None: its URLs and keys may contain some.
+    resume: whether it may change when a run is resumed.
     """
 
     aliases: Sequence[str] = ()
@@ -67,6 +71,7 @@ class Details:
     joins: bool = False
     registry: str | None = None
     secret: bool | None = None
+    resume: Resume = "noted"
 
     @property
     def bounds(self) -> dict[str, float]:

@@ -34,10 +34,10 @@ class CommonArguments:
 
     GROUP: ClassVar[str] = "Run"
 
-    debug: bool = flag(False, everyday=False)
+    debug: bool = flag(False, everyday=False, resume="free")
     """Whether expected errors keep their traceback. SWIFT_DEBUG=1 does the same."""
 
-    json: bool = flag(False, everyday=False)
+    json: bool = flag(False, everyday=False, resume="free")
     """Whether output is machine-readable."""
 
     def problems(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ class TrainerModeArguments(
 ):
     """Settings of the modes whose trainer is TRL's or transformers'."""
 
-    load_from_cache_file: bool = flag(True, group="Data", everyday=False)
+    load_from_cache_file: bool = flag(True, group="Data", everyday=False, resume="free")
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:

@@ -45,20 +45,22 @@ class FeatureArguments:
 
     GROUP: ClassVar[str] = "Energy-based fine-tuning"
 
-    ebft_mode: Literal["structured", "strided"] = flag("structured")
+    ebft_mode: Literal["structured", "strided"] = flag("structured", resume="fixed")
     """Source of the samples: completions of prompts with a reference (structured), or blocks of plain text that the
     trainer samples itself (strided)."""
 
-    ebft_feature_layers: list[float] = flag([0.25, 0.5, 0.75], above=0, at_most=1, aliases=("feature_layers",))
+    ebft_feature_layers: list[float] = flag(
+        [0.25, 0.5, 0.75], above=0, at_most=1, aliases=("feature_layers",), resume="fixed"
+    )
     """Depths of the layers whose hidden states are features, as shares of the number of layers."""
 
     ebft_embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = flag(
-        "last_token", aliases=("embed_method",)
+        "last_token", aliases=("embed_method",), resume="fixed"
     )
     """Pooling over tokens: the last one; the mean over the whole sequence (strided: over the block); the mean over the
     completion; or the tokens at a quarter, half and three quarters of it, side by side."""
 
-    ebft_feature_norm: Literal["concat", "per_layer"] = flag("concat", everyday=False)
+    ebft_feature_norm: Literal["concat", "per_layer"] = flag("concat", everyday=False, resume="fixed")
     """L2 norm of a token's features: over all layers, or over each layer."""
 
     ebft_whitening: Literal["none", "pooled", "group"] = flag(
@@ -97,13 +99,17 @@ class FeatureArguments:
     )
     """Maximum length of a completion, as a multiple of its reference."""
 
-    ebft_stride: int = flag(8, at_least=1, aliases=("stride",), needs=STRIDED, strict=True)
+    ebft_stride: int = flag(8, at_least=1, aliases=("stride",), needs=STRIDED, strict=True, resume="fixed")
     """Distance between the starts of two blocks, in tokens."""
 
-    ebft_context_length: int = flag(8, at_least=1, aliases=("context_length",), needs=STRIDED, strict=True)
+    ebft_context_length: int = flag(
+        8, at_least=1, aliases=("context_length",), needs=STRIDED, strict=True, resume="fixed"
+    )
     """Number of tokens before the first block. Each block sees all of its document before it."""
 
-    ebft_generate_max_len: int = flag(8, at_least=1, aliases=("generate_max_len",), needs=STRIDED, strict=True)
+    ebft_generate_max_len: int = flag(
+        8, at_least=1, aliases=("generate_max_len",), needs=STRIDED, strict=True, resume="fixed"
+    )
     """Length of a block in tokens."""
 
     ebft_n_samples_per_prompt: int = flag(4, at_least=1, aliases=("n_samples_per_prompt",), needs=STRIDED, strict=True)
@@ -116,7 +122,7 @@ class FeatureArguments:
     """Nucleus of the samples of blocks. Structured mode uses `--top_p`."""
 
     ebft_min_completion_prefix: int = flag(
-        0, at_least=0, aliases=("min_completion_prefix",), needs=STRIDED, strict=True, everyday=False
+        0, at_least=0, aliases=("min_completion_prefix",), needs=STRIDED, strict=True, everyday=False, resume="fixed"
     )
     """Number of tokens after the prompt of a document before its first block."""
 
@@ -151,7 +157,9 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
     loss_type: str = flag("dapo", registry="losses", everyday=False, group="Objective")
     """Normaliser of the loss: all tokens of the global batch count alike (dapo)."""
 
-    truncation_strategy: Literal["left", "right", "delete"] = flag("delete", everyday=False, group="Sampling")
+    truncation_strategy: Literal["left", "right", "delete"] = flag(
+        "delete", everyday=False, group="Sampling", resume="fixed"
+    )
     """What happens to a row whose prompt is above `--max_length` or whose reference is above
     `--max_completion_length`. No row is cut, so it is left out and counted (delete)."""
 
@@ -161,7 +169,7 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
             "reasoning_split_thinking", "reasoning_answer_only",
         ]
         | None
-    ) = flag(group="Data", unset="rows have a prompt and ground_truth")  # fmt: skip
+    ) = flag(group="Data", unset="rows have a prompt and ground_truth", resume="fixed")  # fmt: skip
     """Rows of other formats as prompts with a reference."""
 
     @property

@@ -30,15 +30,17 @@ class StridedArguments(
     GROUP: ClassVar[str] = "Data"
 
     dataset_transform: Literal["strided", "strided_text", "strided_structured", "strided_chat", "strided_reasoning"] = (
-        flag("strided")
+        flag("strided", resume="fixed")
     )
     """Rows as documents: a text, a prompt with its completion, or a chat; strided chooses by the columns."""
 
-    max_length: int | None = flag(at_least=2, unset="the model's context")
+    max_length: int | None = flag(at_least=2, unset="the model's context", resume="fixed")
     """Maximum length of a document in tokens. A text above it is several documents, a completion is cut, a chat is left
     out."""
 
-    ebft_mask_thinking_ce: bool = flag(False, group="Objective", aliases=("mask_thinking_ce",), everyday=False)
+    ebft_mask_thinking_ce: bool = flag(
+        False, group="Objective", aliases=("mask_thinking_ce",), everyday=False, resume="fixed"
+    )
     """Whether the cross-entropy leaves thoughts of assistant turns out. Blocks may still begin there."""
 
     def problems(self) -> Iterator[str]:

@@ -25,7 +25,7 @@ from swift.trainers.preferences.arguments import (
 class PreferenceArguments(TrainerModeArguments, MethodArguments):
     """What all methods that learn from given preferences have."""
 
-    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
+    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context", resume="fixed")
     """Maximum length of prompt and answer together, in tokens. Longer rows are left out and counted."""
 
 
@@ -82,10 +82,10 @@ class RewardModelArguments(RewardParameters, ActivationArguments, PreferenceArgu
 class ProcessRewardArguments(PreferenceArguments):
     """`swift rlhf --rlhf_type prm`: a process reward model, from answers whose steps are right or wrong."""
 
-    step_separator: str = flag("\n", group="Data")
+    step_separator: str = flag("\n", group="Data", resume="fixed")
     """Text between two steps of an answer. The model says at its last token whether the step before it is right."""
 
-    train_on_last_step_only: bool = flag(False, group="Objective", everyday=False)
+    train_on_last_step_only: bool = flag(False, group="Objective", everyday=False, resume="fixed")
     """Whether only the last step of an answer is learnt, which makes an outcome reward model."""
 
     def problems(self) -> Iterator[str]:
@@ -104,7 +104,7 @@ class ProcessRewardArguments(PreferenceArguments):
 class DistillationArguments(PreferenceArguments):
     """`swift rlhf --rlhf_type gkd`: generalized knowledge distillation (arXiv:2306.13649)."""
 
-    teacher_model: str | None = flag(group="Model", unset=REQUIRED)
+    teacher_model: str | None = flag(group="Model", unset=REQUIRED, resume="fixed")
     """Folder or hub id of the teacher, which has the model's vocabulary."""
 
     lmbda: float = flag(0.5, at_least=0, at_most=1, group="Objective")

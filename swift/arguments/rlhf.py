@@ -40,7 +40,7 @@ class MethodArguments:
 
     rlhf_type: Literal[
         "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft"
-    ] | None = flag(unset=REQUIRED)  # fmt: skip
+    ] | None = flag(unset=REQUIRED, resume="fixed")  # fmt: skip
     """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
 
@@ -66,19 +66,19 @@ class RLHFArguments(
 
     SEES: ClassVar[bool] = True
 
-    log_completions: bool = flag(False)
+    log_completions: bool = flag(False, resume="free")
     """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
 
-    log_unique_prompts: bool = flag(False, needs="log_completions", everyday=False)
+    log_unique_prompts: bool = flag(False, needs="log_completions", everyday=False, resume="free")
     """Whether trackers show one completion per prompt."""
 
-    metric_names: Literal["trl", "verl"] | None = flag(everyday=False, unset="swift's own names only")
+    metric_names: Literal["trl", "verl"] | None = flag(everyday=False, unset="swift's own names only", resume="free")
     """Other names under which metrics are logged, too."""
 
-    health_action: Literal["warn", "stop"] = flag("warn", everyday=False)
+    health_action: Literal["warn", "stop"] = flag("warn", everyday=False, resume="free")
     """What an alert does: warn, or save a checkpoint and end the run with code 6."""
 
-    health_rules: str | None = flag(everyday=False, unset="the built-in limits")
+    health_rules: str | None = flag(everyday=False, unset="the built-in limits", resume="free")
     """YAML or JSON file with other limits of health rules, such as `kl: 5.0`. false leaves a rule out."""
 
     @property

@@ -28,26 +28,30 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
     GROUP: ClassVar[str] = "Data"
     USUAL_DROPOUT: ClassVar[float] = 0.05
 
-    max_length: int | None = flag(at_least=1, unset="the model's context, with packing 2048 tokens at most")
+    max_length: int | None = flag(
+        at_least=1, unset="the model's context, with packing 2048 tokens at most", resume="fixed"
+    )
     """Maximum length of a row in tokens. Longer chats are left out and counted."""
 
-    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False)
+    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False, resume="fixed")
     """Rows above max_length: left out, or cut at this side. Rows with images are left out in any case."""
 
-    packing: bool = flag(False)
+    packing: bool = flag(False, resume="fixed")
     """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
 
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag("bfd", needs="packing", everyday=False)
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
+        "bfd", needs="packing", everyday=False, resume="fixed"
+    )
     """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
     wherever a packed row is full."""
 
-    packing_length: int | None = flag(at_least=2, needs="packing", everyday=False, unset="max_length")
+    packing_length: int | None = flag(at_least=2, needs="packing", everyday=False, unset="max_length", resume="fixed")
     """Length of packed rows in tokens. With max_length too, rows over that are left out instead of cut."""
 
-    padding_free: bool = flag(False, everyday=False)
+    padding_free: bool = flag(False, everyday=False, resume="fixed")
     """Whether a micro-batch is one stream of tokens without padding, as with packing."""
 
-    group_by_length: bool = flag(False, group="Optimization", everyday=False)
+    group_by_length: bool = flag(False, group="Optimization", everyday=False, resume="fixed")
     """Whether a batch has rows of similar length, which saves padding."""
 
     loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
@@ -85,23 +89,22 @@ class SFTArguments(LanguageModelingArguments):
     SEES: ClassVar[bool] = True
 
     loss_scale: LossScale = flag(
-        "default",
-        values={f"default+{name}": name for name in ("ignore_empty_think", *WEIGHTS)},
+        "default", values={f"default+{name}": name for name in ("ignore_empty_think", *WEIGHTS)}, resume="fixed"
     )
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
     token. ignore_empty_think leaves out empty thoughts; hermes, react and qwen weigh calls of tools twice. `loss` of a
     message has precedence."""
 
-    agent_template: str | None = flag(group="Data", everyday=False, unset="that of the chat template")
+    agent_template: str | None = flag(group="Data", everyday=False, unset="that of the chat template", resume="fixed")
     """Format of tools and calls. The chat template writes them; another format than its own is refused."""
 
-    disable_ignore_empty_think: bool = flag(False, everyday=False)
+    disable_ignore_empty_think: bool = flag(False, everyday=False, resume="fixed")
     """Whether empty thoughts count where the chat template can switch thinking off; by default they are left out."""
 
-    assistant_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says")
+    assistant_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says", resume="fixed")
     """Whether the loss counts the assistant's turns only. false is loss_scale all."""
 
-    completion_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says")
+    completion_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says", resume="fixed")
     """Whether the loss counts the last answer only. true is loss_scale last_round, false is all."""
 
     @property
@@ -132,7 +135,7 @@ class PTArguments(LanguageModelingArguments):
     GROUP: ClassVar[str] = "Data"
 
     truncation_strategy: Literal["delete", "left", "right", "split"] = flag(  # type: ignore[assignment]
-        "delete", everyday=False
+        "delete", everyday=False, resume="fixed"
     )
     """Documents above max_length: left out, cut at this side, or split into several rows."""
 
@@ -152,19 +155,23 @@ class ClassifierArguments(TrainerModeArguments):
     task_type: Literal["seq_cls"] = flag("seq_cls")
     """Kind of model: seq_cls is a classifier."""
 
-    num_labels: int | None = flag(at_least=1, unset="1 in regression")
+    num_labels: int | None = flag(at_least=1, unset="1 in regression", resume="fixed")
     """Number of labels: classes 0 to num_labels - 1, or numbers of a row."""
 
-    problem_type: Problem | None = flag(unset="regression with one label, else single_label_classification")
+    problem_type: Problem | None = flag(
+        unset="regression with one label, else single_label_classification", resume="fixed"
+    )
     """Loss: cross-entropy of one class of a row, binary cross-entropy of each of several, or mean squared error."""
 
-    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context")
+    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context", resume="fixed")
     """Maximum length of a text in tokens. Longer rows are left out and counted."""
 
-    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", group="Data", everyday=False)
+    truncation_strategy: Literal["delete", "left", "right"] = flag(
+        "delete", group="Data", everyday=False, resume="fixed"
+    )
     """Texts above max_length: left out, or cut at this side."""
 
-    use_chat_template: bool | None = flag(group="Data", unset="true if the tokenizer has one")
+    use_chat_template: bool | None = flag(group="Data", unset="true if the tokenizer has one", resume="fixed")
     """Whether a text is rendered by the chat template, as a prompt. Otherwise contents are tokenised as they are."""
 
     @property

@@ -16,7 +16,7 @@ class HubArguments:
 
     GROUP: ClassVar[str] = "Data"
 
-    use_hf: bool = flag(False)
+    use_hf: bool = flag(False, resume="free")
     """Whether hub ids mean Hugging Face instead of ModelScope. USE_HF=1 does the same."""
 
 
@@ -26,59 +26,61 @@ class DataArguments(HubArguments):
 
     GROUP: ClassVar[str] = "Data"
 
-    dataset: list[str] = flag([])
+    dataset: list[str] = flag([], resume="fixed")
     """Training data: `[hf::|ms::]id_or_path[:subset][#n]` or `reasoning_gym:<task>[#n]`. A path is a jsonl, json, csv
     or parquet file or a folder; `#n` takes n random rows, `#:10%` or `#100:200` those of that place."""
 
-    val_dataset: list[str] = flag([])
+    val_dataset: list[str] = flag([], resume="free")
     """Evaluation data, in the form of `--dataset`."""
 
-    split: str | None = flag(everyday=False, aliases=("dataset_train_split",), unset="train")
+    split: str | None = flag(everyday=False, aliases=("dataset_train_split",), unset="train", resume="fixed")
     """Split of `--dataset` entries of a hub."""
 
-    split_dataset_ratio: float = flag(0.0, at_least=0, below=1)
+    split_dataset_ratio: float = flag(0.0, at_least=0, below=1, resume="fixed")
     """Share of training rows split off for evaluation."""
 
-    allow_media_urls: bool = flag(False, everyday=False)
+    allow_media_urls: bool = flag(False, everyday=False, resume="free")
     """Whether images of rows are fetched from public addresses of the network."""
 
-    columns: dict[str, Any] = flag({}, secret=False)
+    columns: dict[str, Any] = flag({}, secret=False, resume="fixed")
     """Columns to rename, such as `{"answer":"solution"}`."""
 
-    model_name: list[str] = flag([], everyday=False)
+    model_name: list[str] = flag([], everyday=False, resume="fixed")
     """Name for `{{NAME}}` in rows about the model, such as those of swift/self-cognition. Of two names, the first is
     for rows with `tag` zh."""
 
-    model_author: list[str] = flag([], everyday=False)
+    model_author: list[str] = flag([], everyday=False, resume="fixed")
     """Name of the model's author for `{{AUTHOR}}`, likewise."""
 
-    system: str | None = flag(unset="the chat template's own")
+    system: str | None = flag(unset="the chat template's own", resume="fixed")
     """System prompt: text, a text file or a shipped example. A row's own has precedence."""
 
-    strict: bool = flag(False)
+    strict: bool = flag(False, resume="fixed")
     """Whether the first bad row stops the run."""
 
     max_skipped_fraction: float = flag(0.2, at_least=0, at_most=1, everyday=False)
     """Maximum share of bad rows in a dataset."""
 
-    dataset_shuffle: bool = flag(True)
+    dataset_shuffle: bool = flag(True, resume="fixed")
     """Whether each epoch has a new random order. If false, `#n` takes the first n rows."""
 
-    interleave_prob: list[float] = flag([], above=0, at_most=1, everyday=False, unset="all rows of each")
+    interleave_prob: list[float] = flag(
+        [], above=0, at_most=1, everyday=False, unset="all rows of each", resume="fixed"
+    )
     """Share of the rows from each `--dataset`; they add up to 1."""
 
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = flag(
-        "first_exhausted", everyday=False, needs="interleave_prob"
+        "first_exhausted", everyday=False, needs="interleave_prob", resume="fixed"
     )
     """End of mixed datasets: when the first is exhausted, or when every row was used and shorter datasets repeated."""
 
-    dataset_num_proc: int = flag(1, at_least=1, everyday=False)
+    dataset_num_proc: int = flag(1, at_least=1, everyday=False, resume="free")
     """Number of processes that prepare rows."""
 
-    seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization")
+    seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization", resume="fixed")
     """Seed of weights and sampling."""
 
-    data_seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization", everyday=False)
+    data_seed: int = flag(42, at_least=0, at_most=2**32 - 1, group="Optimization", everyday=False, resume="fixed")
     """Seed of row selection and row order, whatever `--seed` is."""
 
     def notes(self) -> Iterator[str]:
@@ -111,10 +113,10 @@ class DataArguments(HubArguments):
 class StreamArguments(DataArguments):
     """Rows that may be read while training."""
 
-    streaming: bool = flag(False, everyday=False)
+    streaming: bool = flag(False, everyday=False, resume="fixed")
     """Whether rows are read while training. Needs `--max_steps`."""
 
-    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming")
+    shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming", resume="fixed")
     """Number of rows among which a stream is shuffled."""
 
     def notes(self) -> Iterator[str]:
@@ -129,14 +131,16 @@ class StreamArguments(DataArguments):
 class PromptArguments(StreamArguments):
     """Prompts, and the order in which they are used."""
 
-    curriculum_column: str | None = flag(everyday=False, unset="no curriculum")
+    curriculum_column: str | None = flag(everyday=False, unset="no curriculum", resume="fixed")
     """Numeric column that orders the rows of each epoch, such as a difficulty."""
 
-    curriculum_order: Literal["ascending", "descending"] = flag("ascending", everyday=False, needs="curriculum_column")
+    curriculum_order: Literal["ascending", "descending"] = flag(
+        "ascending", everyday=False, needs="curriculum_column", resume="fixed"
+    )
     """Order of `--curriculum_column`."""
 
     curriculum_bins: int | None = flag(
-        at_least=1, everyday=False, needs="curriculum_column", unset="one per distinct number"
+        at_least=1, everyday=False, needs="curriculum_column", unset="one per distinct number", resume="fixed"
     )
     """Number of stages of about equal size."""
 

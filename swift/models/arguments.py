@@ -20,23 +20,25 @@ class CheckpointArguments(HubArguments):
     SEES: ClassVar[bool] = False
     """Whether a model with a vision tower is loaded whole, and prompts may have images."""
 
-    model: str | None = flag(unset="the base model that --adapters name")
+    model: str | None = flag(unset="the base model that --adapters name", resume="fixed")
     """Local folder or hub id of the model."""
 
-    model_revision: str | None = flag(everyday=False, unset="the hub's default branch")
+    model_revision: str | None = flag(everyday=False, unset="the hub's default branch", resume="fixed")
     """Branch, tag or commit of a hub model."""
 
-    model_type: str | None = flag(everyday=False, unset="read from config.json")
+    model_type: str | None = flag(everyday=False, unset="read from config.json", resume="fixed")
     """Architecture in transformers' names."""
 
-    template: str | None = flag(unset="the tokenizer's own")
+    template: str | None = flag(unset="the tokenizer's own", resume="fixed")
     """Name of a chat template."""
 
-    chat_template_kwargs: dict[str, Any] = flag({}, everyday=False)
+    chat_template_kwargs: dict[str, Any] = flag({}, everyday=False, resume="fixed")
     """Variables of the chat template, such as `{"enable_thinking": false}`."""
 
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
-        aliases=("dtype",), values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+        aliases=("dtype",),
+        values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},
+        resume="fixed",
     )
     """Precision of weights and arithmetic. In float16 sampler and trainer agree better than in bfloat16; the loss of
     grpo and ebft is scaled by 65536."""
@@ -48,11 +50,11 @@ class CheckpointArguments(HubArguments):
     flash_attn need a GPU; flash_attn also its package and 16 bits. eager is used if an architecture has no sdpa or caps
     its scores."""
 
-    adapters: list[str] = flag([])
+    adapters: list[str] = flag([], resume="fixed")
     """Folders of adapters to start from. An adapter tuner trains a single one further; otherwise all are merged into
     the weights, in order."""
 
-    trust_remote_code: bool = flag(False, everyday=False)
+    trust_remote_code: bool = flag(False, everyday=False, resume="free")
     """Whether Python code of a model's repository may run."""
 
 
@@ -60,7 +62,7 @@ class CheckpointArguments(HubArguments):
 class ImageArguments(CheckpointArguments):
     """How a model sees images."""
 
-    max_pixels: int | None = flag(at_least=1, everyday=False, unset="as the model's processor has it")
+    max_pixels: int | None = flag(at_least=1, everyday=False, unset="as the model's processor has it", resume="fixed")
     """Pixels of an image; a larger one is made smaller, in the same proportions."""
 
 
@@ -75,17 +77,17 @@ class SeeingArguments(ImageArguments):
 class QuantArguments(CheckpointArguments):
     """How the linear layers of a model are stored."""
 
-    quant_method: Literal["bnb"] | None = flag(everyday=False, unset="weights as they are in the files")
+    quant_method: Literal["bnb"] | None = flag(everyday=False, unset="weights as they are in the files", resume="fixed")
     """Quantisation of the base model while it is loaded, by bitsandbytes. Training needs `--tuner_type lora` (QLoRA,
     arXiv:2305.14314)."""
 
-    quant_bits: int | None = flag(everyday=False, needs="quant_method", unset="none")
+    quant_bits: int | None = flag(everyday=False, needs="quant_method", unset="none", resume="fixed")
     """Bits of a weight, 4 or 8."""
 
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", everyday=False, needs="quant_method")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = flag("nf4", everyday=False, needs="quant_method", resume="fixed")
     """Values of a 4-bit weight."""
 
-    bnb_4bit_use_double_quant: bool = flag(True, everyday=False, needs="quant_method")
+    bnb_4bit_use_double_quant: bool = flag(True, everyday=False, needs="quant_method", resume="fixed")
     """Whether the scales of 4-bit weights are quantised, too."""
 
     bnb_4bit_compute_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
@@ -94,7 +96,7 @@ class QuantArguments(CheckpointArguments):
     """Precision of products with 4-bit weights."""
 
     bnb_4bit_quant_storage: Literal["uint8", "bfloat16", "float16", "float32"] | None = flag(
-        everyday=False, needs="quant_method", unset="uint8; torch_dtype where the base is sharded"
+        everyday=False, needs="quant_method", unset="uint8; torch_dtype where the base is sharded", resume="free"
     )
     """Type in which 4-bit weights are packed."""
 
@@ -120,105 +122,111 @@ class TunerArguments(ImageArguments, QuantArguments):
     """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
 
     tuner_type: Literal["lora", "full", "vera", "ia3", "boft", "miss"] = flag(
-        "lora", aliases=("train_type",), values={"bone": "miss"}
+        "lora", aliases=("train_type",), values={"bone": "miss"}, resume="fixed"
     )
     """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
     (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243), MiSS, which was called Bone
     (arXiv:2409.15371)."""
 
-    autocast: Literal["bfloat16"] | None = flag(everyday=False, unset="off", values={"bf16": "bfloat16"})
+    autocast: Literal["bfloat16"] | None = flag(
+        everyday=False, unset="off", values={"bf16": "bfloat16"}, resume="fixed"
+    )
     """Precision of the matrix products of float32 weights in the trainer, and of engines. It is what `--torch_dtype
     float32 --bf16 true` means in TRL and ms-swift."""
 
-    lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora|miss")
+    lora_rank: int = flag(8, at_least=1, needs="tuner_type=lora|miss", resume="fixed")
     """Rank of the LoRA matrices, or of MiSS."""
 
-    lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora")
+    lora_alpha: float = flag(32.0, above=0, needs="tuner_type=lora", resume="fixed")
     """Scale: the adapter's output times lora_alpha / lora_rank."""
 
-    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora")
+    lora_dropout: float | None = flag(at_least=0, below=1, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Dropout before the LoRA matrices."""
 
-    target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS)
+    target_modules: list[str] = flag(["all-linear"], everyday=False, needs=_ADAPTERS, resume="fixed")
     """Modules with an adapter. all-linear excludes the output head, and in Nemotron-H and Falcon-H1 out_proj; for ia3
     it is PEFT's choice for the model. Other names may stand beside it, such as embed_tokens."""
 
-    target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules")
+    target_regex: str | None = flag(everyday=False, needs=_ADAPTERS, unset="target_modules", resume="fixed")
     """Regular expression for the whole names of the modules with an adapter."""
 
     target_parameters: list[str] = flag(
-        [], aliases=("lora_target_parameters",), everyday=False, needs="tuner_type=lora"
+        [], aliases=("lora_target_parameters",), everyday=False, needs="tuner_type=lora", resume="fixed"
     )
     """Ends of the names of parameters with an adapter besides, such as experts.down_proj."""
 
-    modules_to_save: list[str] = flag([], everyday=False, needs=_ADAPTERS)
+    modules_to_save: list[str] = flag([], everyday=False, needs=_ADAPTERS, resume="fixed")
     """Modules trained in full and saved with the adapter, such as embed_tokens."""
 
-    use_dora: bool = flag(False, everyday=False, needs="tuner_type=lora")
+    use_dora: bool = flag(False, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Whether the length of each row of a weight is trained apart from its direction (DoRA, arXiv:2402.09353)."""
 
-    use_rslora: bool = flag(False, everyday=False, needs="tuner_type=lora")
+    use_rslora: bool = flag(False, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Whether the scale is lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv:2312.03732)."""
 
-    init_weights: str = flag("true", aliases=("init_lora_weights",), everyday=False, needs="tuner_type=lora")
+    init_weights: str = flag(
+        "true", aliases=("init_lora_weights",), everyday=False, needs="tuner_type=lora", resume="fixed"
+    )
     """Start of the LoRA matrices: true (no change), gaussian, orthogonal, pissa (arXiv:2404.02948), pissa_niter_N (the
     same with a fast SVD), olora (arXiv:2406.01775), or false (random)."""
 
-    rank_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora")
+    rank_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Other ranks by module name or regular expression, such as `{"q_proj": 16}`."""
 
-    alpha_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora")
+    alpha_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Other values of lora_alpha, likewise."""
 
-    vera_rank: int = flag(256, at_least=1, everyday=False, needs="tuner_type=vera")
+    vera_rank: int = flag(256, at_least=1, everyday=False, needs="tuner_type=vera", resume="fixed")
     """Rank of the two shared random matrices."""
 
-    vera_projection_prng_key: int = flag(0, everyday=False, needs="tuner_type=vera")
+    vera_projection_prng_key: int = flag(0, everyday=False, needs="tuner_type=vera", resume="fixed")
     """Seed of these matrices."""
 
     vera_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=vera")
     """Dropout before them."""
 
-    vera_d_initial: float = flag(0.1, everyday=False, needs="tuner_type=vera")
+    vera_d_initial: float = flag(0.1, everyday=False, needs="tuner_type=vera", resume="fixed")
     """Start of the trained vector between them."""
 
-    boft_block_size: int = flag(4, at_least=0, everyday=False, needs="tuner_type=boft")
+    boft_block_size: int = flag(4, at_least=0, everyday=False, needs="tuner_type=boft", resume="fixed")
     """Size of the orthogonal blocks; 0 leaves it to boft_block_num."""
 
-    boft_block_num: int = flag(0, at_least=0, everyday=False, needs="tuner_type=boft")
+    boft_block_num: int = flag(0, at_least=0, everyday=False, needs="tuner_type=boft", resume="fixed")
     """Number of blocks per layer; 0 leaves it to boft_block_size."""
 
     boft_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=boft")
     """Share of blocks that are left out in a forward pass."""
 
-    freeze_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full")
+    freeze_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full", resume="fixed")
     """Beginnings of the names of parameters that are not trained."""
 
-    freeze_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none")
+    freeze_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none", resume="fixed")
     """Regular expression found in the names of parameters that are not trained."""
 
-    freeze_parameters_ratio: float = flag(0.0, at_least=0, at_most=1, everyday=False, needs="tuner_type=full")
+    freeze_parameters_ratio: float = flag(
+        0.0, at_least=0, at_most=1, everyday=False, needs="tuner_type=full", resume="fixed"
+    )
     """Share of the numbers, from the first layer on, that are not trained."""
 
-    trainable_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full")
+    trainable_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full", resume="fixed")
     """Beginnings of the names of parameters that are trained although the freeze settings name them."""
 
-    trainable_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none")
+    trainable_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none", resume="fixed")
     """The same as a regular expression."""
 
-    freeze_vit: bool = flag(True, everyday=False)
+    freeze_vit: bool = flag(True, everyday=False, resume="fixed")
     """Whether a model's vision tower stays as it is; for adapters, whether they leave it out."""
 
-    freeze_aligner: bool = flag(True, everyday=False)
+    freeze_aligner: bool = flag(True, everyday=False, resume="fixed")
     """The same for the layers between the tower and the language model."""
 
-    freeze_llm: bool = flag(False, everyday=False)
+    freeze_llm: bool = flag(False, everyday=False, resume="fixed")
     """The same for the language model of a model that sees."""
 
-    vit_lr: float | None = flag(above=0, everyday=False, unset="learning_rate")
+    vit_lr: float | None = flag(above=0, everyday=False, unset="learning_rate", resume="fixed")
     """Peak learning rate of the vision tower."""
 
-    aligner_lr: float | None = flag(above=0, everyday=False, unset="learning_rate")
+    aligner_lr: float | None = flag(above=0, everyday=False, unset="learning_rate", resume="fixed")
     """Peak learning rate of the layers between the tower and the language model."""
 
     gradient_checkpointing: bool = flag(True)
@@ -350,9 +358,9 @@ class TunerArguments(ImageArguments, QuantArguments):
 class ModelArguments(TunerArguments):
     """The policy and the frozen models beside it."""
 
-    ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts")
+    ref_model: str | None = flag(everyday=False, needs="beta", unset="the policy as it starts", resume="fixed")
     """Model or adapter folder of the KL reference."""
 
-    teacher_model: str | None = flag(everyday=False, unset="none")
+    teacher_model: str | None = flag(everyday=False, unset="none", resume="fixed")
     """Model or adapter folder of a teacher with the policy's tokenizer, for on-policy distillation (arXiv:2306.13649).
     Then `--reward_funcs` may be left out."""

@@ -19,20 +19,20 @@ class RewardArguments:
     GROUP: ClassVar[str] = "Reward"
 
     reward_funcs: list[str] = flag(
-        [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}
+        [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}, resume="fixed"
     )
     """Names of reward functions: accuracy, format, format_strict, cosine, repetition, soft_overlong, reasoning_gym,
     react_format, toolbench, environment (what `--gym_env` or NeMo Gym gave), or those of `--external_plugins`. Import
     paths such as `package.module.function`, called as TRL calls them. Folders and hub ids are reward models."""
 
-    reward_model: list[str] = flag([])
+    reward_model: list[str] = flag([], resume="fixed")
     """Folders or hub ids of reward models: sequence classification with one label. They follow the functions in
     `--reward_weights`."""
 
     reward_weights: list[float] = flag([], at_least=-1e30, at_most=1e30, unset="1.0 for each")
     """Weights of the reward functions and models, in the order given."""
 
-    external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True)
+    external_plugins: list[str] = flag([], aliases=("custom_register_path",), joins=True, resume="free")
     """Python files that register reward functions, losses and other parts."""
 
     reward_model_plugin: list[str] = flag([], everyday=False, unset="default for each")
@@ -48,7 +48,7 @@ class RewardArguments:
     reward_timeout: float = flag(30.0, above=0)
     """Time limit of a call of a reward function, in seconds."""
 
-    reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False)
+    reward_workers: int | None = flag(at_least=1, aliases=("reward_num_workers",), everyday=False, resume="free")
     """Number of reward processes, all beside rank 0."""
 
     @property

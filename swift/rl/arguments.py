@@ -44,10 +44,10 @@ class ObjectiveArguments:
     delta: float | None = flag(above=1, everyday=False, unset="off")
     """Cap of the unclipped ratio (two-sided clip, arXiv:2505.07291), above 1 + epsilon_high."""
 
-    num_iterations: int = flag(1, at_least=1)
+    num_iterations: int = flag(1, at_least=1, resume="fixed")
     """Number of passes over each generation batch (mu)."""
 
-    advantage_estimator: str = flag("grpo", everyday=False, registry="advantages")
+    advantage_estimator: str = flag("grpo", everyday=False, registry="advantages", resume="fixed")
     """Baseline of a reward."""
 
     scale_rewards: Literal["group", "batch", "population", "none", "gdpo"] | None = flag(
@@ -65,13 +65,15 @@ class ObjectiveArguments:
     overlong_filter: bool = flag(False, aliases=("mask_truncated_completions",))
     """Whether completions cut at max_completion_length are left out of the loss, but not of group statistics."""
 
-    dynamic_sample: bool = flag(False)
+    dynamic_sample: bool = flag(False, resume="fixed")
     """Whether zero-variance groups are replaced by new ones (DAPO)."""
 
     max_resample_times: int = flag(3, at_least=0, everyday=False, needs="dynamic_sample")
     """Maximum extra launches per generation batch, as a multiple of its groups."""
 
-    log_entropy: bool | None = flag(everyday=False, unset="every 10 steps, or each where it costs nothing")
+    log_entropy: bool | None = flag(
+        everyday=False, unset="every 10 steps, or each where it costs nothing", resume="free"
+    )
     """Whether the policy's entropy at the sampling temperature is logged in each step."""
 
     top_entropy_quantile: float = flag(1.0, above=0, at_most=1, everyday=False)
@@ -118,12 +120,13 @@ class ObjectiveArguments:
         aliases=("router_replay_mode",),
         values={"disabled": "off", "false": "off", "r2": "trainer", "r3": "rollout"},
         everyday=False,
+        resume="fixed",
     )
     """Experts of a mixture in forward passes of the trainer: its own choice; that of the rollout engine (R3,
     arXiv:2510.11370); or that of the trainer's first pass over a completion (R2). Gate weights are those of the current
     router."""
 
-    log_rollout_offpolicy_metrics: bool = flag(False, everyday=False)
+    log_rollout_offpolicy_metrics: bool = flag(False, everyday=False, resume="free")
     """Whether log-probs are logged by the sign of the advantage (`logp/...`)."""
 
     off_policy_sequence_mask_delta: float | None = flag(
@@ -131,7 +134,7 @@ class ObjectiveArguments:
     )
     """Distance from the policy beyond which sequences of negative advantage are masked (arXiv:2512.02556)."""
 
-    sync_ref_model: bool = flag(False, everyday=False)
+    sync_ref_model: bool = flag(False, everyday=False, resume="fixed")
     """Whether the reference model moves towards the policy (arXiv:2404.09656). With LoRA it gets a copy of the
     adapter."""
 

@@ -34,10 +34,10 @@ class GenerationArguments:
     max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"))
     """Maximum number of new tokens per completion."""
 
-    max_length: int | None = flag(at_least=1, unset="the model's context minus max_completion_length")
+    max_length: int | None = flag(at_least=1, unset="the model's context minus max_completion_length", resume="fixed")
     """Maximum prompt length in tokens."""
 
-    truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False)
+    truncation_strategy: Literal["left", "right", "delete"] = flag("left", everyday=False, resume="fixed")
     """Treatment of prompts over `--max_length`: cut on the left or right, or leave the row out."""
 
     temperature: float = flag(0.9, at_least=LEAST_TEMPERATURE)
@@ -247,7 +247,7 @@ class EnvironmentArguments:
     )
     """Origin of completions or their rewards: the engine alone, or environments of Atropos or NeMo Gym."""
 
-    max_excluded_frac: float = flag(0.5, at_least=0, at_most=1, everyday=False)
+    max_excluded_frac: float = flag(0.5, at_least=0, at_most=1, everyday=False, resume="free")
     """Maximum share of excluded samples over 20 rollout batches. More stop the run, and so do 32 at the start without
     any other; 1 stops none."""
 
@@ -265,7 +265,7 @@ class EnvironmentArguments:
     use_gym_env: bool | None = flag(everyday=False, unset="true with gym_env")
     """Whether an environment rewards completions: that of `--gym_env`, or a scheduler that returns `total_reward`."""
 
-    loss_scale: Literal["default", "last_round"] = flag("default", everyday=False)
+    loss_scale: Literal["default", "last_round"] = flag("default", everyday=False, resume="fixed")
     """Sampled tokens that are trained on with several turns: all, or those of the last answer alone (last_round)."""
 
     rollout_tools: list[str] = flag([], everyday=False)
@@ -299,18 +299,18 @@ class SamplingArguments(GenerationArguments):
     force_restart: bool = flag(False, group="Engine", everyday=False)
     """Whether the servers start anew before each adapter. Adapters are swapped without that."""
 
-    num_generations: int = flag(8, at_least=1)
+    num_generations: int = flag(8, at_least=1, resume="fixed")
     """Number of completions per prompt, G in GRPO (arXiv:2402.03300). Divides the global batch. 1 goes with a teacher
     without rewards."""
 
-    num_generations_eval: int | None = flag(at_least=1, everyday=False)
+    num_generations_eval: int | None = flag(at_least=1, everyday=False, resume="free")
     """Number of completions per prompt in evaluation."""
 
-    steps_per_generation: int | None = flag(at_least=1, group="Optimization", everyday=False)
+    steps_per_generation: int | None = flag(at_least=1, group="Optimization", everyday=False, resume="fixed")
     """Number of accumulation steps per generation batch, a multiple or divisor of gradient_accumulation_steps."""
 
     generation_batch_size: int | None = flag(
-        at_least=1, group="Optimization", everyday=False, unset="follows from steps_per_generation"
+        at_least=1, group="Optimization", everyday=False, unset="follows from steps_per_generation", resume="fixed"
     )
     """Number of completions of a generation batch over all processes, instead of steps_per_generation."""
 
@@ -343,11 +343,11 @@ class EngineArguments:
     num_infer_workers: int | None = flag(at_least=1, unset="NPROC_PER_NODE if that is the number of devices, else 1")
     """Number of inference devices per node."""
 
-    vllm_device: list[str] = flag(["auto"], everyday=False)
+    vllm_device: list[str] = flag(["auto"], everyday=False, resume="free")
     """Devices of the engines, such as `cuda:7`. auto takes the last ones, or each process's own in colocate."""
 
     vllm_gpu_memory_utilization: float | None = flag(
-        above=0, at_most=1, needs="use_vllm", unset="0.45 in colocate, else 0.9"
+        above=0, at_most=1, needs="use_vllm", unset="0.45 in colocate, else 0.9", resume="free"
     )
     """Share of a device's memory for vLLM. In colocate it must be free beside the trainer's weights at the start."""
 
@@ -381,16 +381,16 @@ class EngineArguments:
     vllm_data_parallel_size: int = flag(1, at_least=1, needs="use_vllm", everyday=False)
     """Number of engines of a `swift rollout` server."""
 
-    vllm_server_host: list[str] = flag([], everyday=False)
+    vllm_server_host: list[str] = flag([], everyday=False, resume="free")
     """Addresses of `swift rollout` servers. Implies `--use_vllm true --vllm_mode server`."""
 
-    vllm_server_port: list[int] = flag([8000], at_least=1, at_most=65535, everyday=False)
+    vllm_server_port: list[int] = flag([8000], at_least=1, at_most=65535, everyday=False, resume="free")
     """Ports of the servers, one for all or one each."""
 
-    vllm_server_base_url: list[str] = flag([], everyday=False)
+    vllm_server_base_url: list[str] = flag([], everyday=False, resume="free")
     """URLs of the servers, instead of hosts and ports."""
 
-    vllm_server_timeout: float = flag(120.0, above=0, everyday=False)
+    vllm_server_timeout: float = flag(120.0, above=0, everyday=False, resume="free")
     """Time to wait until a server is healthy, in seconds."""
 
     vllm_server_api_key: str | None = flag(secret=True, everyday=False, unset="SWIFT_API_KEY of the environment")
@@ -409,30 +409,30 @@ class EngineArguments:
     """Whether the next batch is sampled while this one trains, in dedicated or server mode."""
 
     sleep_level: Literal[0, 1, 2] = flag(
-        0, aliases=("vllm_enable_sleep_mode",), values={"true": "1", "false": "0"}, everyday=False
+        0, aliases=("vllm_enable_sleep_mode",), values={"true": "1", "false": "0"}, everyday=False, resume="free"
     )
     """Level of engine sleep while training, in colocate: 1 moves weights to the CPU, 2 drops them."""
 
-    offload_model: bool = flag(False, everyday=False)
+    offload_model: bool = flag(False, everyday=False, resume="free")
     """Whether the trainer's model moves to the CPU during generation, in colocate."""
 
-    offload_optimizer: bool = flag(False, everyday=False)
+    offload_optimizer: bool = flag(False, everyday=False, resume="free")
     """Whether the optimizer state moves to the CPU during generation, in colocate."""
 
-    gc_collect_after_offload: bool = flag(False, everyday=False)
+    gc_collect_after_offload: bool = flag(False, everyday=False, resume="free")
     """Whether garbage is collected and the device cache emptied after offloading."""
 
-    move_model_batches: int | None = flag(at_least=1, everyday=False, unset="all weights in one pass")
+    move_model_batches: int | None = flag(at_least=1, everyday=False, unset="all weights in one pass", resume="free")
     """Number of layer groups of a weight sync; the rest is one more."""
 
     ds3_gather_for_generation: bool = flag(True, everyday=False)
     """Whether ZeRO-3 gathers the weights once per rollout batch. Required with vLLM."""
 
-    parity_check: str = flag("start")
+    parity_check: str = flag("start", resume="free")
     """Schedule of the comparison of engine and trainer log-probs: start, every:N steps, warn (at the start, without
     error), or off."""
 
-    cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed")
+    cpu_devices: int | None = flag(at_least=1, everyday=False, unset="as many as are needed", resume="free")
     """Number of groups of CPU cores that stand for devices without an accelerator."""
 
     weight_transport: Literal["auto", "object_store", "broadcast", "disk", "http"] = flag("auto", everyday=False)
@@ -445,20 +445,22 @@ class EngineArguments:
     ray_token_file: str | None = flag(everyday=False, needs="ray_address", unset="made for a cluster of this run")
     """File with the token of the cluster."""
 
-    engine_restarts: int = flag(3, at_least=0, everyday=False)
+    engine_restarts: int = flag(3, at_least=0, everyday=False, resume="free")
     """Maximum number of engine restarts per hour."""
 
-    rollout_timeout: float | None = flag(above=0, everyday=False, unset="600, or 0.2 per token of the longest sample")
+    rollout_timeout: float | None = flag(
+        above=0, everyday=False, unset="600, or 0.2 per token of the longest sample", resume="free"
+    )
     """Time limit of a request to an engine, in seconds, without its time in the queue of the engine."""
 
-    stall_timeout: float = flag(300.0, above=0, everyday=False)
+    stall_timeout: float = flag(300.0, above=0, everyday=False, resume="free")
     """Time without progress after which the run ends, in seconds."""
 
     deterministic_rollout: bool | None = flag(everyday=False, unset="true, except for vLLM on GPUs of its own")
     """Whether each sample has a seed of its own, so that a run can be repeated; vLLM on GPUs samples faster without."""
 
     engine_timeout: float | None = flag(
-        above=0, everyday=False, unset="300 + 1 for each 50 MB of the checkpoint, at most 1500"
+        above=0, everyday=False, unset="300 + 1 for each 50 MB of the checkpoint, at most 1500", resume="free"
     )
     """Time limit of a weight sync, of sleep and wake, and of any other call to an engine, in seconds."""
 

@@ -66,15 +66,16 @@ class OptimizationArguments:
         values={"adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw": "paged_adamw_32bit"},
         everyday=False,
         registry="optimizers",
+        resume="fixed",
     )
     """Optimizer. adamw is adamw_torch_fused. adamw_8bit and the paged ones need bitsandbytes; adamw_torch_8bit and
     adamw_torch_4bit need torchao; adamw_cpu keeps state and updates on the host. muon is Muon (arXiv:2502.16982) for
     matrices, with AdamW for embeddings, output layer and vectors."""
 
-    optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults")
+    optim_args: str | None = flag(everyday=False, unset="the optimizer's defaults", resume="fixed")
     """Further settings of the optimizer, as `name=value,name=value`."""
 
-    master_weights: Literal["fp32", "bf16_stochastic"] = flag("fp32", everyday=False)
+    master_weights: Literal["fp32", "bf16_stochastic"] = flag("fp32", everyday=False, resume="fixed")
     """Numbers that 16-bit weights are updated through. fp32 are float32 copies; bf16_stochastic has none and rounds
     updated bfloat16 weights stochastically, which saves 4 bytes per trained weight."""
 
@@ -96,23 +97,23 @@ class OptimizationArguments:
     max_steps: int = flag(-1, at_least=-1, aliases=("training_steps",))
     """Number of optimizer steps; above 0 it replaces num_train_epochs."""
 
-    per_device_train_batch_size: int = flag(1, at_least=1)
+    per_device_train_batch_size: int = flag(1, at_least=1, resume="fixed")
     """Number of rows (completions in grpo) per process and accumulation step. By default grpo takes the smallest that
     makes the global batch a multiple of num_generations."""
 
-    per_device_eval_batch_size: int = flag(1, at_least=1)
+    per_device_eval_batch_size: int = flag(1, at_least=1, resume="free")
     """Number of rows (completions in grpo) per process and evaluation batch."""
 
-    gradient_accumulation_steps: int | None = flag(at_least=1)
+    gradient_accumulation_steps: int | None = flag(at_least=1, resume="fixed")
     """Number of micro-batches per optimizer step."""
 
-    dataloader_drop_last: bool | None = flag(everyday=False)
+    dataloader_drop_last: bool | None = flag(everyday=False, resume="fixed")
     """Whether an incomplete last batch of training rows is left out."""
 
-    dataloader_num_workers: int = flag(1, at_least=0, everyday=False)
+    dataloader_num_workers: int = flag(1, at_least=0, everyday=False, resume="free")
     """Number of processes that prepare batches."""
 
-    deepspeed: str | None = flag(everyday=False, unset="off")
+    deepspeed: str | None = flag(everyday=False, unset="off", resume="fixed")
     """DeepSpeed setting: zero0, zero1, zero2, zero3, zero2_offload, zero3_offload or a JSON file."""
 
     fsdp: Literal["full_shard", "shard_grad_op"] | None = flag(
@@ -123,28 +124,31 @@ class OptimizationArguments:
         },
         everyday=False,
         unset="off",
+        resume="fixed",
     )
     """FSDP2: shards weights, gradients and optimizer state. shard_grad_op keeps gathered layers from forward to
     backward."""
 
-    fsdp_replicas: int = flag(1, at_least=1, everyday=False, aliases=("dp_replicate_size",), needs="fsdp")
+    fsdp_replicas: int = flag(
+        1, at_least=1, everyday=False, aliases=("dp_replicate_size",), needs="fsdp", resume="free"
+    )
     """Number of copies of the sharded model (HSDP), each on its part of the processes, such as those of a node."""
 
-    fsdp_offload_params: bool = flag(False, everyday=False, needs="fsdp")
+    fsdp_offload_params: bool = flag(False, everyday=False, needs="fsdp", resume="free")
     """Whether shards of weights, their gradients and the optimizer's state are in the memory of the host, where the
     CPU updates them. A layer comes to the device when it is gathered. Slow."""
 
     sequence_parallel_size: int = flag(
-        1, at_least=1, everyday=False, aliases=("context_parallel_size", "sequence_parallel_degree")
+        1, at_least=1, everyday=False, aliases=("context_parallel_size", "sequence_parallel_degree"), resume="fixed"
     )
     """Number of neighbouring processes that compute the same rows together, a part of the tokens each, where rows are
     too long for one device. A batch has the rows of one process for each such group; in grpo it keeps its completions,
     which the groups share."""
 
-    ddp_timeout: int = flag(1800, at_least=1, everyday=False)
+    ddp_timeout: int = flag(1800, at_least=1, everyday=False, resume="free")
     """Timeout of distributed collectives, in seconds."""
 
-    ddp_find_unused_parameters: bool = flag(False, everyday=False)
+    ddp_find_unused_parameters: bool = flag(False, everyday=False, resume="free")
     """Whether DDP searches for parameters without gradient in every step."""
 
     use_liger_kernel: bool = flag(False, everyday=False)
@@ -221,7 +225,7 @@ class TrainerArguments:
     torch_compile_mode: str | None = flag(everyday=False, needs="torch_compile", unset="torch's default")
     """Mode of torch.compile, such as max-autotune."""
 
-    eval_on_start: bool = flag(False, everyday=False, group="Run")
+    eval_on_start: bool = flag(False, everyday=False, group="Run", resume="free")
     """Whether the model is evaluated before the first step."""
 
     early_stopping_patience: int | None = flag(
@@ -234,18 +238,20 @@ class TrainerArguments:
     )
     """Least improvement that counts."""
 
-    push_to_hub: bool = flag(False, everyday=False, group="Run")
+    push_to_hub: bool = flag(False, everyday=False, group="Run", resume="free")
     """Whether the model is uploaded to the Hugging Face hub at the end of the run."""
 
-    hub_model_id: str | None = flag(everyday=False, group="Run", needs="push_to_hub")
+    hub_model_id: str | None = flag(everyday=False, group="Run", needs="push_to_hub", resume="free")
     """Repository of the uploaded model, as owner/name."""
 
     hub_token: str | None = flag(
-        secret=True, everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login"
+        secret=True, everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login", resume="free"
     )
     """Token of the hub."""
 
-    hub_private_repo: bool | None = flag(everyday=False, group="Run", needs="push_to_hub", unset="the owner's default")
+    hub_private_repo: bool | None = flag(
+        everyday=False, group="Run", needs="push_to_hub", unset="the owner's default", resume="free"
+    )
     """Whether the repository is private if it is made."""
 
     def problems(self) -> Iterator[str]:
@@ -276,7 +282,7 @@ class ActivationArguments:
 
     GROUP: ClassVar[str] = "Optimization"
 
-    activation_offloading: bool = flag(False, everyday=False)
+    activation_offloading: bool = flag(False, everyday=False, resume="free")
     """Whether activations wait on the host for the backward pass, where those of a CPU are anyway."""
 
     def notes(self) -> Iterator[str]:
@@ -293,61 +299,63 @@ class RunArguments:
 
     GROUP: ClassVar[str] = "Run"
 
-    output_dir: str | None = flag()
+    output_dir: str | None = flag(resume="free")
     """Folder of the runs; each makes `v<N>-<time>` in it."""
 
-    add_version: bool = flag(True, everyday=False)
+    add_version: bool = flag(True, everyday=False, resume="free")
     """Whether each run gets a new folder, instead of output_dir itself."""
 
-    run_name: str | None = flag(everyday=False, unset="the run's folder")
+    run_name: str | None = flag(everyday=False, unset="the run's folder", resume="free")
     """Name of the run in wandb and swanlab."""
 
-    logging_steps: int = flag(5, at_least=1)
+    logging_steps: int = flag(5, at_least=1, resume="free")
     """Number of steps between two log lines."""
 
-    logging_first_step: bool = flag(True, everyday=False)
+    logging_first_step: bool = flag(True, everyday=False, resume="free")
     """Whether the first step is logged too."""
 
-    report_to: list[Literal["none", "tensorboard", "wandb", "swanlab"]] = flag(["tensorboard"])
+    report_to: list[Literal["none", "tensorboard", "wandb", "swanlab"]] = flag(["tensorboard"], resume="free")
     """Trackers of metrics besides logging.jsonl."""
 
-    save_strategy: Literal["no", "steps", "epoch"] = flag("steps", everyday=False, values={"false": "no"})
+    save_strategy: Literal["no", "steps", "epoch"] = flag(
+        "steps", everyday=False, values={"false": "no"}, resume="free"
+    )
     """Schedule of checkpoints; the last step is always saved."""
 
-    save_steps: float = flag(500, above=0)
+    save_steps: float = flag(500, above=0, resume="free")
     """Number of steps between two checkpoints. Below 1, a share of all steps."""
 
-    save_total_limit: int | None = flag(at_least=1, unset="all are kept")
+    save_total_limit: int | None = flag(at_least=1, unset="all are kept", resume="free")
     """Maximum number of checkpoints. The oldest is deleted first; the best is kept."""
 
-    save_only_model: bool = flag(False, everyday=False)
+    save_only_model: bool = flag(False, everyday=False, resume="free")
     """Whether checkpoints have weights only and cannot be resumed."""
 
-    async_save: bool = flag(False, everyday=False)
+    async_save: bool = flag(False, everyday=False, resume="free")
     """Whether the optimizer's state (FSDP: and float32 weights) is copied to the host, and written while training goes
     on. The model is written at once. A checkpoint exists when it is complete, a step or more later."""
 
     eval_strategy: Literal["no", "steps", "epoch"] | None = flag(
-        aliases=("evaluation_strategy",), values={"false": "no"}
+        aliases=("evaluation_strategy",), values={"false": "no"}, resume="free"
     )
     """Schedule of evaluation; off without evaluation data."""
 
-    eval_steps: float | None = flag(above=0)
+    eval_steps: float | None = flag(above=0, resume="free")
     """Number of steps between two evaluations. Below 1, a share of all steps."""
 
-    load_best_model_at_end: bool = flag(False, everyday=False)
+    load_best_model_at_end: bool = flag(False, everyday=False, resume="free")
     """Whether the run keeps the best checkpoint and ends with its weights."""
 
-    metric_for_best_model: str | None = flag(everyday=False, needs="eval_strategy=steps|epoch")
+    metric_for_best_model: str | None = flag(everyday=False, needs="eval_strategy=steps|epoch", resume="free")
     """Metric of the best checkpoint."""
 
-    greater_is_better: bool | None = flag(everyday=False, needs="eval_strategy=steps|epoch")
+    greater_is_better: bool | None = flag(everyday=False, needs="eval_strategy=steps|epoch", resume="free")
     """Whether a larger metric is better."""
 
-    resume_from_checkpoint: str | None = flag(unset="start anew")
+    resume_from_checkpoint: str | None = flag(unset="start anew", resume="free")
     """Checkpoint folder to resume, or `last` for the newest of output_dir."""
 
-    dry_run: bool = flag(False)
+    dry_run: bool = flag(False, resume="free")
     """Whether to check everything, print the plan and end, without loading weights."""
 
     def notes(self) -> Iterator[str]:

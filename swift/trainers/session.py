@@ -147,7 +147,7 @@ def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = 
         return Start(settings)
     run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
     check_writable(run_dir)
-    change = compare_settings(read_json(checkpoint / "args.json"), settings)
+    change = compare_settings(read_json(checkpoint / "args.json"), settings, type(args))
     join_problems(change.problems)
     notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
     return Start(settings, run_dir, checkpoint, change.changed, notes)

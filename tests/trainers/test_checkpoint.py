@@ -8,10 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
+from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError, ResourceError
+from swift.flags import flags_of
 from swift.trainers import checkpoint as module
 from swift.trainers.checkpoint import (
     MANIFEST,
@@ -24,8 +27,10 @@ from swift.trainers.checkpoint import (
     staging_folder,
     verify,
 )
-from swift.trainers.resume_settings import FREE, OUT_OF_TURN, compare_settings
+from swift.trainers.resume_settings import OUT_OF_TURN
+from swift.trainers.resume_settings import compare_settings as compared_settings
 
+compare_settings = partial(compared_settings, arguments=RLHFArguments)
 FILES = {"model.safetensors": b"weights" * 100, "optimizer.pt": b"moments", "sub/rng.json": b"{}"}
 
 
@@ -326,7 +331,8 @@ def test_what_publishes_weights_out_of_turn_is_free_only_with_a_publication_per_
     change = compare_settings(saved | {"vllm_sync_interval": then}, current | {"vllm_sync_interval": now})
     noted = [note.split()[1] for note in change.notes if "--vllm_sync_interval 4 it also decides" in note]
     assert noted == ["eval_steps", "save_steps", "sleep_level"]
-    assert change.problems == [] and OUT_OF_TURN <= FREE
+    assert change.problems == []
+    assert {flags_of(RLHFArguments)[name].details.resume for name in OUT_OF_TURN} == {"free"}
 
 
 def test_a_system_prompt_and_the_file_that_it_came_from_are_one_setting(tmp_path):

@@ -34,7 +34,7 @@ class BetaArguments:
 class ReferenceArguments(BetaArguments):
     """Settings of the frozen reference model."""
 
-    ref_model: str | None = flag(group="Model", everyday=False, unset="the model as it starts")
+    ref_model: str | None = flag(group="Model", everyday=False, unset="the model as it starts", resume="fixed")
     """Model or adapter folder of the reference. By default LoRA switches its adapter off, full tuning keeps a copy."""
 
     precompute_ref_log_probs: bool = flag(False, everyday=False)
@@ -45,7 +45,7 @@ class ReferenceArguments(BetaArguments):
     )
     """Number of rows per process in a batch of that pass."""
 
-    sync_ref_model: bool = flag(False, everyday=False)
+    sync_ref_model: bool = flag(False, everyday=False, resume="fixed")
     """Whether the reference moves towards the model (TR-DPO, arXiv:2404.09656). Full tuning only."""
 
     ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
@@ -167,7 +167,7 @@ class KTOParameters(ReferenceArguments):
     undesirable_weight: float = flag(1.0, above=0)
     """Weight of bad answers."""
 
-    per_device_train_batch_size: int = flag(2, at_least=1, group="Optimization")
+    per_device_train_batch_size: int = flag(2, at_least=1, group="Optimization", resume="fixed")
     """Number of rows per process and accumulation step. The KL term pairs the prompts of a batch with each other's
     answers, with 1 those of the accumulation steps."""
 

@@ -29,7 +29,9 @@ class NemoGymArguments:
     )  # fmt: skip
     """Use of NeMo Gym: verify scores completions of the engine, run samples them with agents and the policy server."""
 
-    nemo_gym_head: str = flag("http://127.0.0.1:11000", aliases=("nemo_gym_head_port",), needs=NEEDS, everyday=False)
+    nemo_gym_head: str = flag(
+        "http://127.0.0.1:11000", aliases=("nemo_gym_head_port",), needs=NEEDS, everyday=False, resume="free"
+    )
     """URL of the head server; a number is a port of this machine."""
 
     nemo_gym_agent: str | None = flag(needs=NEEDS, everyday=False, unset="the only server")
@@ -41,19 +43,18 @@ class NemoGymArguments:
     nemo_gym_run_timeout: float = flag(300.0, above=0, needs=NEEDS, everyday=False)
     """Time limit of a /run call, in seconds."""
 
-    nemo_gym_server_timeout: float = flag(360.0, above=0, needs=NEEDS, everyday=False)
+    nemo_gym_server_timeout: float = flag(360.0, above=0, needs=NEEDS, everyday=False, resume="free")
     """Time until all servers must answer at the start, in seconds."""
 
     nemo_gym_command: str | None = flag(
         aliases=("nemo_gym_auto_start",), values={"true": "ng_run"}, needs=NEEDS, everyday=False,
-        unset="the servers run already",
-    )  # fmt: skip
+        unset="the servers run already", resume="free")  # fmt: skip
     """Command that starts the servers with the run and ends them with it, such as `ng_run`."""
 
-    nemo_gym_dir: str | None = flag(needs=NEEDS, everyday=False, unset="the working folder")
+    nemo_gym_dir: str | None = flag(needs=NEEDS, everyday=False, unset="the working folder", resume="free")
     """Folder of NeMo Gym: working folder of the command, and of the paths in `--nemo_gym_datasets`."""
 
-    nemo_gym_config_paths: list[str] = flag([], needs=NEEDS, everyday=False)
+    nemo_gym_config_paths: list[str] = flag([], needs=NEEDS, everyday=False, resume="free")
     """Configs of the servers, given to the command as `+config_paths=[...]`."""
 
     nemo_gym_datasets: list[dict[str, Any]] = flag([], needs=NEEDS, everyday=False)
