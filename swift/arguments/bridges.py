@@ -15,6 +15,7 @@ from swift.flags import typed
 from swift.rollout.placement import has_own_engine
 
 if TYPE_CHECKING:
+    from swift.arguments.derived import Machine
     from swift.arguments.parse import Reader
 
 BRIDGES: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ INTERVAL = 3
 """Optimizer steps between two weight syncs if neither the bridge nor the user sets the interval."""
 
 
-def apply_bridge(reader: Reader) -> None:
+def apply_bridge(reader: Reader, _: Machine) -> None:
     """Derives the settings that `--weight_bridge` stands for; a given setting with another value is a problem."""
     bridge = reader.args.weight_bridge
     usual = {} if "vllm_sync_interval" in reader.origins else {"vllm_sync_interval": INTERVAL}

@@ -6,6 +6,7 @@ is recorded in the provenance and shown by the help.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from swift.arguments.values import convert
 from swift.data.system import shipped_example
 from swift.devices import allowed_cores, count_accelerators, is_worker, launch_variables
 from swift.flags import registered, typed
+from swift.models.arguments import OTHER_FLASH
 from swift.rollout.arguments import ENVIRONMENT_REWARDS, request_limit_s
 from swift.rollout.placement import has_own_engine
 
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The properties of the machine that defaults depend on."""
+    """The properties of the machine that defaults depend on; of another machine, all that it may have."""
 
     has_accelerator: bool
     cores: int
     processes: int = 1
+    has_flash_attn: bool = True
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Machine:
@@ -39,7 +42,8 @@ class Machine:
         sizes = ("WORLD_SIZE",) if is_worker(environ) else ("NPROC_PER_NODE", "NNODES")
         given = launch_variables(environ)
         counts = [int(given[name]) for name in sizes if given.get(name, "").isdigit()]
-        return cls(count_accelerators()[0] > 0, len(allowed_cores()), max(1, math.prod(counts)))
+        flash = importlib.util.find_spec("flash_attn") is not None
+        return cls(count_accelerators()[0] > 0, len(allowed_cores()), max(1, math.prod(counts)), flash)
 
 
 USUAL_BATCH = 16
@@ -203,22 +207,9 @@ RULES: tuple[Rule, ...] = (
 def complete(reader: Reader, machine: Machine) -> None:
     """Derives the settings that no layer gave. Adds notes and problems to those of the reader."""
     args = reader.args
-    _derive_eval_strategy(reader)
-    if getattr(args, "external_plugins", None):
-        _find_shipped_plugins(reader)
-    if getattr(args, "gym_env", None) is not None or getattr(args, "use_gym_env", None):
-        _add_gym_reward(reader)
-    if getattr(args, "reward_funcs", None):
-        _move_reward_models(reader)
-    if getattr(args, "weight_bridge", None) is not None:
-        apply_bridge(reader)
-    if getattr(args, "rollout_source", "engine") != "engine":
-        _derive_from_rollout_source(reader)
-    if hasattr(args, "num_generations"):
-        _derive_batch_size(reader, machine)
-        _derive_engine(reader)
-    if getattr(args, "generation_kwargs", None):
-        _move_generation_kwargs(reader)
+    for names, rewrite in REWRITES:
+        if any(getattr(args, name, None) not in (None, [], {}, False) for name in names.split()):
+            rewrite(reader, machine)
     for rule in RULES:
         if getattr(args, rule.name, rule) is None and (rule.when is None or rule.when(args, machine)):
             value, text = rule.value(args, machine) if callable(rule.value) else rule.value, rule.text
@@ -227,7 +218,27 @@ def complete(reader: Reader, machine: Machine) -> None:
                 text = f"{typed(value)} with {rule.choice} {getattr(args, rule.choice)}"
             if value is not None:
                 reader.derive(rule.name, value, text)
+    _replace_attention(reader, machine)
     _note_other_defaults(reader)
+
+
+def _replace_attention(reader: Reader, machine: Machine) -> None:
+    """Another kernel of the same attention, with a note, in place of one that machine or precision rules out."""
+    chosen, kernel, gap = getattr(reader.args, "attn_impl", None), "sdpa", ""
+    if chosen == "flex_attention":
+        gap = "" if machine.has_accelerator else "has no backward pass on a CPU"
+    elif chosen in ("flash_attn", *OTHER_FLASH):
+        if not machine.has_accelerator:
+            gap = "needs a GPU"
+        elif not machine.has_flash_attn:
+            gap = "needs the package flash_attn, which is not installed"
+        elif reader.args.torch_dtype == "float32":
+            gap = "has no kernels for --torch_dtype float32"
+        elif chosen in OTHER_FLASH:
+            kernel, gap = "flash_attn", "not used here"
+    if gap:
+        reader.derive("attn_impl", kernel, f"in place of {chosen}")
+        reader.notes.append(f"--attn_impl: {chosen}: {gap}; {kernel} computes the same attention")
 
 
 def _note_other_defaults(reader: Reader) -> None:
@@ -256,7 +267,7 @@ def _derive_batch_size(reader: Reader, machine: Machine) -> None:
     )
 
 
-def _find_shipped_plugins(reader: Reader) -> None:
+def _find_shipped_plugins(reader: Reader, _: Machine) -> None:
     """Replaces plugin paths that do not exist by shipped examples of the same name."""
     given = reader.args.external_plugins
     found = [find_plugin(path) for path in given]
@@ -269,7 +280,7 @@ def _find_shipped_plugins(reader: Reader) -> None:
         reader.derive("external_plugins", found, "found among the shipped examples")
 
 
-def _move_reward_models(reader: Reader) -> None:
+def _move_reward_models(reader: Reader, _: Machine) -> None:
     """Moves folders and hub ids from `reward_funcs`, as TRL takes them, to `reward_model`, with their weights."""
     args = reader.args
     given: list[str] = args.reward_funcs
@@ -303,7 +314,7 @@ def load_plugins(paths: Sequence[str]) -> None:
         load_external_plugins([find_plugin(path) for path in paths])
 
 
-def _derive_eval_strategy(reader: Reader) -> None:
+def _derive_eval_strategy(reader: Reader, _: Machine) -> None:
     """Turns evaluation off without evaluation rows; `--save_strategy no` alone turns it off too, as in ms-swift."""
     args = reader.args
     if getattr(args, "eval_strategy", "no") is None and args.save_strategy == "no" and args.val_dataset:
@@ -315,7 +326,7 @@ def _derive_eval_strategy(reader: Reader) -> None:
         reader.notes.append("evaluation: off: neither --val_dataset nor --split_dataset_ratio is given")
 
 
-def _derive_engine(reader: Reader) -> None:
+def _derive_engine(reader: Reader, _: Machine) -> None:
     """A vLLM mode or a server address selects vLLM, unless another backend is given."""
     args = reader.args
     asked = [name for name in ("vllm_mode", "vllm_server_host", "vllm_server_base_url") if getattr(args, name)]
@@ -333,7 +344,7 @@ def _derive_engine(reader: Reader) -> None:
         reader.derive("vllm_mode", "server", "server because its address is given")
 
 
-def _add_gym_reward(reader: Reader) -> None:
+def _add_gym_reward(reader: Reader, _: Machine) -> None:
     """Adds the reward of an environment as the last function if `reward_funcs` has none of its names."""
     args = reader.args
     if set(ENVIRONMENT_REWARDS) & set(args.reward_funcs):
@@ -347,10 +358,12 @@ def _add_gym_reward(reader: Reader) -> None:
     reader.derive("reward_funcs", [*args.reward_funcs, "environment"], "environment is added with gym_env")
 
 
-def _derive_from_rollout_source(reader: Reader) -> None:
+def _derive_from_rollout_source(reader: Reader, _: Machine) -> None:
     """Environments score their samples; those of Atropos sample with a server, by default at temperature 1."""
     args = reader.args
     source = args.rollout_source
+    if source == "engine":
+        return
     wanted: dict[str, Any] = {}
     if not args.reward_model:
         wanted["reward_funcs"] = ["environment"]
@@ -362,7 +375,7 @@ def _derive_from_rollout_source(reader: Reader) -> None:
         reader.derive(name, wanted[name], f"with rollout_source {source}")
 
 
-def _move_generation_kwargs(reader: Reader) -> None:
+def _move_generation_kwargs(reader: Reader, _: Machine) -> None:
     """Entries of `--generation_kwargs` that have a flag become its value."""
     args = reader.args
     for name, value in args.flags_in_kwargs().items():
@@ -375,6 +388,20 @@ def _move_generation_kwargs(reader: Reader) -> None:
         if name in reader.origins and getattr(args, name) != converted:
             reader.notes.append(f"--generation_kwargs: {name}: {value}: beats {reader.origins[name].subject}")
         reader.derive(name, converted, "from --generation_kwargs")
+
+
+REWRITES: tuple[tuple[str, Callable[[Reader, Machine], None]], ...] = (
+    ("save_strategy", _derive_eval_strategy),
+    ("external_plugins", _find_shipped_plugins),
+    ("gym_env use_gym_env", _add_gym_reward),
+    ("reward_funcs", _move_reward_models),
+    ("weight_bridge", apply_bridge),
+    ("rollout_source", _derive_from_rollout_source),
+    ("num_generations", _derive_batch_size),
+    ("num_generations", _derive_engine),
+    ("generation_kwargs", _move_generation_kwargs),
+)
+"""Settings -> what changes others when one of them is set, in this order, before `RULES`."""
 
 
 def rule_texts(name: str, *, exporting: bool = False) -> list[str]:

@@ -31,7 +31,7 @@ _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
     "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args "
-    "vllm_use_async_engine vllm_server_pass_dataset"
+    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset"
 )
 """Flags that change no result here, whatever their value; some belong to a flag that is refused."""
 
@@ -68,7 +68,7 @@ _KNOWN = _names(
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt truncation unsloth use_cpu
     use_galore use_q_galore use_ray val_dataset_shuffle
-    vf_coef vit_attn_impl vllm_disable_cascade_attn
+    vf_coef vllm_disable_cascade_attn
     vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
     vllm_server_group_port vllm_speculative_config
     whiten_rewards write_batch_size zero_hpz_partition_size
@@ -116,7 +116,6 @@ _VALUES = {
     "rlhf_type": "ppo",
     "tuner_type": "adalora longlora llamapro fourierft reft adapter lora_llm",
     "loss_type": "real",
-    "attn_impl": "flash_attention_3 flash_attention_4",
     "loss_scale": "agentflan alpha_umi ignore_think_prefix",
     "multi_turn_scheduler": "thinking_tips_scheduler",
 }

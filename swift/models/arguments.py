@@ -10,6 +10,9 @@ from typing import Any, ClassVar, Literal
 from swift.data.arguments import HubArguments
 from swift.flags import flag
 
+OTHER_FLASH = ("flash_attention_3", "flash_attention_4")
+"""Kernels of attention whose place flash_attn takes."""
+
 
 @dataclass(kw_only=True)
 class CheckpointArguments(HubArguments):
@@ -43,12 +46,12 @@ class CheckpointArguments(HubArguments):
     """Precision of weights and arithmetic. In float16 sampler and trainer agree better than in bfloat16; the loss of
     grpo and ebft is scaled by 65536."""
 
-    attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention"] = flag(
-        "sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False
+    attn_impl: Literal["sdpa", "eager", "flash_attn", "flex_attention", "flash_attention_3", "flash_attention_4"] = (
+        flag("sdpa", aliases=("attn_implementation",), values={"flash_attention_2": "flash_attn"}, everyday=False)
     )
     """Attention kernel. In rlhf, sdpa is FlexAttention on CUDA if a trial agrees with masked SDPA. flex_attention and
-    flash_attn need a GPU; flash_attn also its package and 16 bits. eager is used if an architecture has no sdpa or caps
-    its scores."""
+    flash_attn need a GPU, flash_attn also its package and 16 bits; without them sdpa takes their place, with a note, as
+    flash_attn does for flash_attention_3 and 4. eager is used if an architecture has no sdpa or caps its scores."""
 
     adapters: list[str] = flag([], resume="fixed")
     """Folders of adapters to start from. An adapter tuner trains a single one further; otherwise all are merged into

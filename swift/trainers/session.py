@@ -22,7 +22,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import (
-    ConfigError,
     Interrupted,
     ResourceError,
     SwiftError,
@@ -86,16 +85,12 @@ SAME_IN_TRANSFORMERS = (
 
 def require_packages(args: Any) -> None:
     """Checks, before anything is loaded, that the optional packages behind settings are installed and usable."""
-    import torch
-
     from swift.trainers.arguments import OPTIMIZER_PACKAGES
     from swift.trainers.optimizers.choice import check_optimizer
     from swift.trainers.parallel.sharding import require_sharding
 
     if args.deepspeed or args.fsdp:
         require_sharding(args)
-    if args.attn_impl == "flex_attention" and not torch.accelerator.is_available():
-        raise ConfigError("--attn_impl: flex_attention: has no backward pass on a CPU; use --attn_impl sdpa")
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]
     if package := OPTIMIZER_PACKAGES.get(args.optim):
         needs.append((f"--optim: {args.optim}", package, "use --optim adamw"))
@@ -103,12 +98,6 @@ def require_packages(args: Any) -> None:
         needs.append(("--quant_method: bnb", "bitsandbytes", "leave it out"))
     if getattr(args, "use_liger_kernel", False):
         needs.append(("--use_liger_kernel: true", "liger_kernel", "leave it out"))
-    if args.attn_impl == "flash_attn":
-        if args.torch_dtype == "float32":
-            raise ConfigError(
-                "--attn_impl: flash_attn: has no kernels for --torch_dtype float32; use bfloat16, or --attn_impl sdpa"
-            )
-        needs.append(("--attn_impl: flash_attn", "flash_attn", "use --attn_impl sdpa"))
     join_problems(
         [
             f"{subject}: needs the package {package}, which is not installed; install it, or {instead}"

@@ -8,6 +8,7 @@ import pytest
 from command_lines import RLHF, problems, rlhf
 
 from swift.arguments import parse
+from swift.arguments.derived import Machine
 from swift.arguments.imports import axolotl, ms_swift, trl
 from swift.errors import ConfigError
 from swift.observability.secrets import mask_argv, mask_config
@@ -100,9 +101,8 @@ def test_what_is_written_is_what_is_meant(name):
         ("scale_rewards", "true", "scale_rewards", "group"),
         ("scale_rewards", "False", "scale_rewards", "none"),
         ("vllm_mode", "async", "vllm_mode", "dedicated"),
-        ("attn_impl", "flash_attention_2", "attn_impl", "flash_attn"),
         ("optim", "adamw", "optim", "adamw_torch_fused"),
-        ("attn_implementation", "flash_attention_2", "attn_impl", "flash_attn"),
+        ("attn_implementation", "eager", "attn_impl", "eager"),
         ("mask_truncated_completions", "true", "overlong_filter", True),
         ("vllm_enable_sleep_mode", "true", "sleep_level", 1),
         ("vllm_importance_sampling_mode", "token_mask", "rollout_importance_sampling_mode", "token_mask"),
@@ -295,6 +295,28 @@ def test_derived_defaults_say_their_rule(words, name, expected, rule):
     found = resolved.provenance[name]
     assert found["source"] == "default"
     assert found["rule"] is None if rule is None else rule in found["rule"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "machine", "kernel", "gap"),
+    [
+        ("flash_attention_2", Machine(True, 1), "flash_attn", None),
+        ("flash_attention_3", Machine(True, 1), "flash_attn", "not used here"),
+        ("flash_attention_3 --torch_dtype float32", Machine(True, 1), "sdpa", "no kernels for --torch_dtype float32"),
+        ("flash_attn", Machine(True, 1, has_flash_attn=False), "sdpa", "the package flash_attn"),
+        ("flash_attn", Machine(False, 1), "sdpa", "needs a GPU"),
+        ("flex_attention", Machine(True, 1), "flex_attention", None),
+        ("flex_attention", Machine(False, 1), "sdpa", "no backward pass on a CPU"),
+        ("eager", Machine(False, 1), "eager", None),
+    ],
+)
+def test_another_kernel_takes_the_place_of_one_that_the_machine_lacks(chosen, machine, kernel, gap):
+    resolved = parse("rlhf", [*RLHF, "--attn_impl", *chosen.split()], {}, machine=machine)
+    assert resolved.args.attn_impl == kernel
+    notes = [note for note in resolved.notes if "attn_impl" in note]
+    assert [f"{gap}" in note and note.endswith(f"{kernel} computes the same attention") for note in notes] == (
+        [True] if gap else []
+    )
 
 
 def test_the_batch_size_follows_from_the_processes_too():

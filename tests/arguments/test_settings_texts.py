@@ -85,7 +85,7 @@ def test_help_of_a_flag_that_does_not_exist():
     with pytest.raises(ConfigError) as caught:
         render_flag("rlhf", "foo")
     assert len(str(caught.value)) < 100
-    assert "known in ms-swift, not supported here" in render_flag("rlhf", "vit_attn_impl")
+    assert "known in ms-swift, not supported here" in render_flag("rlhf", "vllm_quantization")
 
 
 def test_choices_hold_every_schedule_of_transformers():

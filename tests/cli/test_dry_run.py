@@ -145,9 +145,6 @@ REFUSED = {
         "--dynamic_sample: true: groups are scored one by one, but whole must see the whole batch",
     ),
     "modules that the model does not have": ("--target_modules no_proj", 2, "--target_modules: no_proj: "),
-    "attention without its package": (
-        "--attn_impl flash_attn --torch_dtype bfloat16", 3, "--attn_impl: flash_attn: needs the package"
-    ),
     "no room for a prompt": (
         "--max_length 8 --max_completion_length 2000", 2, "--max_completion_length: 2000: leaves no room for a prompt"
     ),

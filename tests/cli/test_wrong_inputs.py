@@ -71,14 +71,6 @@ MODES = {
 }
 
 FLAGS = {
-    "FlexAttention on a CPU": (
-        "--attn_impl flex_attention",
-        "--attn_impl: flex_attention | --attn_impl sdpa",
-    ),
-    "flash-attn in 32 bits": (
-        "--attn_impl flash_attn --torch_dtype float32",
-        "--attn_impl: flash_attn | --torch_dtype float32",
-    ),
     "settings of no optimizer": (
         "--optim_args seven",
         "--optim_args: seven | --optim adamw_torch_fused",
