@@ -78,14 +78,11 @@ def dry_run_trl(resolved: Resolved) -> int:
     args: Any = resolved.args
     require_packages(args)
     placed = _place(resolved)
-    where = [
-        placement.describe(placed),
-        *placed.notes,
-        *find_start(args, resolved.to_json(), launcher.world_size(os.environ)).notes,
-    ]
-    method = method_of(resolved.mode)
+    method, world_size = method_of(resolved.mode), launcher.world_size(os.environ)
+    start = find_start(args, resolved.to_json(), world_size, divides=method.divides(args))
+    where = [placement.describe(placed), *placed.notes, *start.notes]
     train, _, lines = rows_of(args, method, method.template(args))
-    plan = plan_line(args, train, launcher.world_size(os.environ))
+    plan = plan_line(args, train, world_size)
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model)

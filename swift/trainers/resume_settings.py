@@ -63,16 +63,19 @@ class SettingsChange:
     notes: list[str] = field(default_factory=list)
 
 
-def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any], arguments: type) -> SettingsChange:
+def compare_settings(
+    saved: Mapping[str, Any], current: Mapping[str, Any], arguments: type, *, divides: bool = False
+) -> SettingsChange:
     """Compare two args.json contents, of the checkpoint and of the command that resumes; pure apart from paths.
 
-    arguments: the dataclass whose fields these settings are.
+    arguments: the dataclass whose fields these settings are. divides: whether a trainer of TRL has a loss that does not
+    depend on the rows of a micro-batch.
 
     Names that the former lacks (an older version wrote it) and masked values are passed over. Example: num_generations
     8 -> 4 is a problem, learning_rate 1e-5 -> 1e-6 a note, save_steps neither unless vllm_sync_interval is above 1.
     """
     change = SettingsChange()
-    reason = _why_not_shared_otherwise(saved, current)
+    reason = _why_not_shared_otherwise(saved, current, divides)
     flags = flags_of(arguments)
     interval = max(int(settings.get("vllm_sync_interval") or 1) for settings in (saved, current))
     for name, now in current.items():
@@ -103,7 +106,7 @@ def compare_settings(saved: Mapping[str, Any], current: Mapping[str, Any], argum
     return change
 
 
-def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any], divides: bool) -> str | None:
     """Why processes cannot share the batches in another way, and what to do; None if they can."""
     if current.get("world_size") != saved.get("world_size") and current.get("deepspeed"):
         return ", and ZeRO's state is cut for that number;"
@@ -115,7 +118,7 @@ def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, An
         return ", and the KL of --rlhf_type kto is a mean over the rows of all processes;"
     rows = "per_device_train_batch_size"
     if current.get(rows) != saved.get(rows) and (
-        "num_generations" not in current or current.get("loss_type") == "bnpo"
+        current.get("loss_type") == "bnpo" if "num_generations" in current else not divides
     ):
         return f", and the loss has means over a micro-batch: keep --{rows} {saved.get(rows)};"
     (total, generation), now = _batches(saved), _batches(current)

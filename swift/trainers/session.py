@@ -109,13 +109,16 @@ def require_packages(args: Any) -> None:
     check_optimizer(args)
 
 
-def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = None) -> Start:
+def find_start(
+    args: Any, settings: Mapping[str, Any], world_size: int | None = None, *, divides: bool = False
+) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
     Args:
         args: with `resume_from_checkpoint` and `output_dir`.
         settings: of the run, by name.
         world_size: processes that share the batches; None leaves them out of the comparison.
+        divides: whether a micro-batch may have other rows; see `compare_settings`.
 
     Raises:
         ConfigError: no valid checkpoint there, a setting differs that may not change, or an `--output_dir` that is
@@ -136,7 +139,7 @@ def find_start(args: Any, settings: Mapping[str, Any], world_size: int | None = 
         return Start(settings)
     run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
     check_writable(run_dir)
-    change = compare_settings(read_json(checkpoint / "args.json"), settings, type(args))
+    change = compare_settings(read_json(checkpoint / "args.json"), settings, type(args), divides=divides)
     join_problems(change.problems)
     notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
     return Start(settings, run_dir, checkpoint, change.changed, notes)

@@ -80,11 +80,15 @@ def trained(resolved) -> Path:
 
 def in_two(resolved, *, count=2, **variables) -> Path:
     """Runs it in two processes (or `count`); the run's folder."""
-    words = [f"--{name} {_words(getattr(resolved.args, name))}".split(" ") for name in resolved.given]
     output = Path(resolved.args.output_dir)
-    command = ["-m", "swift", resolved.command, *chain.from_iterable(words)]
+    command = ["-m", "swift", resolved.command, *words_of_settings(resolved)]
     run_ranks(command, output.with_name(f"{output.name}-logs"), count=count, limit_s=600, **variables)
     return newest_run(output)
+
+
+def words_of_settings(resolved):
+    """The flags that gave these settings."""
+    return chain.from_iterable(f"--{name} {_words(getattr(resolved.args, name))}".split(" ") for name in resolved.given)
 
 
 def _words(value):

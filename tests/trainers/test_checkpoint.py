@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+from swift.arguments.preferences import PREFERENCES
 from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError, ResourceError
 from swift.flags import flags_of
@@ -314,6 +315,14 @@ def test_processes_may_share_equal_batches_in_another_way(more, now, fix):
 def test_a_batch_of_another_size_is_refused_with_equal_processes_too():
     (problem,) = compare_settings(FOUR, {**FOUR, "gradient_accumulation_steps": 2}).problems
     assert problem.startswith("--gradient_accumulation_steps: 2: the checkpoint was made with 1")
+
+
+@pytest.mark.parametrize(("divides", "problems"), [(True, 0), (False, 2)])
+def test_micro_batches_have_other_rows_if_the_loss_does_not_depend_on_them(divides, problems):
+    saved = {"world_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    now = {**saved, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    change = compared_settings(saved, now, PREFERENCES["dpo"], divides=divides)
+    assert len(change.problems) == problems and change.notes == []
 
 
 def test_fsdp_may_cut_in_another_way_but_not_begin():

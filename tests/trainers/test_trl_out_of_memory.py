@@ -1,13 +1,31 @@
 """Memory that runs out in a pass of TRL's trainers changes no gradient: the step begins again, in smaller parts."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl_runs import argv_of, logged, sums, trained, trainer_of, verdicts, written
+from trl_runs import (
+    argv_of,
+    in_two,
+    logged,
+    newest_run,
+    sums,
+    trained,
+    trainer_of,
+    verdicts,
+    weights,
+    words_of_settings,
+    written,
+)
 
 from swift.arguments import parse
+from swift.errors import note_smaller, smaller
+from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.trl import parts
 from swift.trainers.trl.method import method_of, named
 
@@ -158,8 +176,62 @@ def test_one_of_several_processes_does_not_begin_again_alone(settings, tmp_path,
     monkeypatch.setattr(trainer.collectives, "active", True)
     trainer._part = {"input_ids": torch.zeros(8, 4)}
     assert not trainer._can_part(None)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert smaller() == ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    note_smaller()  # no flags for the next one
     monkeypatch.setattr(trainer.collectives, "active", False)
     assert trainer._can_part(None)
+
+
+SITE = """
+import os
+from pathlib import Path
+
+import torch
+from transformers import Trainer
+
+usual = Trainer.training_step
+
+def training_step(self, model, inputs, *rest):
+    rows = next(value.shape[0] for name, value in inputs.items() if name.endswith("input_ids"))
+    if os.environ["RANK"] == "1" and self.state.global_step == 2 and rows > int(os.environ["ROWS"]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return usual(self, model, inputs, *rest)
+
+if "RANK" in os.environ:
+    Trainer.training_step = training_step
+"""
+
+
+@pytest.mark.long  # each start waits for a process that waits for the one that is gone
+@pytest.mark.parametrize(
+    ("method", "sharding"), [("dpo", ""), ("sft", "--deepspeed zero3"), ("rm", "--fsdp full_shard")]
+)
+def test_a_run_of_several_processes_starts_again_with_fewer_rows(settings, tmp_path, method, sharding):
+    """One of them runs out of memory; the others wait for it in a collective, until the launcher ends them."""
+    own = ["--max_steps 4 --save_steps 2 --save_total_limit 9", *([sharding] if sharding else [])]
+    ample = in_two(settings(method, *own))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    resolved = settings(method, *own, f"--output_dir {tmp_path / 'short'}")
+    variables = {
+        "NPROC_PER_NODE": "2", "ROWS": "4" if method in ("dpo", "rm") else "2",
+        "PYTHONPATH": f"{tmp_path / 'site'}:{Path(__file__).parents[2]}",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "swift", resolved.command, *words_of_settings(resolved)]
+    ended = subprocess.run(
+        command, check=False, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600
+    )
+    assert ended.returncode == 0, ended.stderr
+    (note,) = [line for line in ended.stderr.splitlines() if line.startswith("swift: note: the run starts again: ")]
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2" in note and "checkpoint-2" in note
+    short = newest_run(tmp_path / "short")
+    for name, rel in (("loss", 1e-4), ("grad_norm", 1e-3)):
+        found, expected = ([*logged(one, name).values()] for one in (short, ample))
+        assert len(found) == 4 and found == pytest.approx(expected, rel=rel)
+    ours, theirs = (weights(list_checkpoints(one)[-1]) for one in (short, ample))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])

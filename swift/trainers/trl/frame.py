@@ -91,6 +91,7 @@ def build_trainer(
         **parts,
     )
     trainer.parting = method.parting(args) if vision is None else ""  # pixels are not in rows
+    trainer.divides = method.divides(args)
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:
             parameter.data = data

@@ -84,6 +84,10 @@ class Method:
     measured: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
 
+    def divides(self, args: Any) -> bool:
+        """Whether the loss is the same with fewer rows in a micro-batch and more of these."""
+        return bool(self.parting(args))
+
     @property
     def evaluated(self) -> list[str]:
         """The metrics that an evaluation may have, without the prefix `eval_`."""

@@ -5,7 +5,8 @@ with half the tokens in a pass, which stays so for the rest of the start. Losses
 those of the whole step, and means over rows do not depend on the parts; `Method.parting` says which methods have such a
 loss. A load-balancing loss of routers is that of each part. Means of metrics are those over parts.
 
-Only one process does so: with several, a rank that fails by itself would leave the others in a collective.
+Only one process does so: with several, a rank that fails by itself would leave the others in a collective. That run
+ends, and the launcher starts it again from its last checkpoint, with fewer rows in a micro-batch and more of these.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from swift.errors import is_out_of_memory
+from swift.errors import is_out_of_memory, note_smaller
 from swift.observability.memory import collect_garbage
 
 Parting: TypeAlias = Literal["rows", "pairs", ""]
@@ -29,10 +30,12 @@ answers before those of rejected ones. "": a batch is never parted."""
 class InParts:
     """Mixin between `AtomicTrainer` and a trainer of TRL.
 
-    parting: how batches are parted. most_tokens: of a pass, padding included; None is no limit. say: prints a line.
+    parting: how batches are parted. divides: whether the loss is the same with fewer rows in a micro-batch and more of
+    these. most_tokens: of a pass, padding included; None is no limit. say: prints a line.
     """
 
     parting: Parting = ""
+    divides = False
     current_gradient_accumulation_steps: float
     most_tokens: int | None = None
     say: Callable[[str], object] = print
@@ -55,7 +58,10 @@ class InParts:
                     loss = self._in_parts(model, batch, num_items_in_batch)
                 return loss
             except Exception as error:
-                if not (is_out_of_memory(error) and self._can_part(num_items_in_batch)):
+                if not is_out_of_memory(error):
+                    raise
+                if not self._can_part(num_items_in_batch):
+                    self._note_smaller()
                     raise
             had = tokens_of(self._part)  # here the traceback, which holds what the failed pass had made, is gone
             first, self.most_tokens = 0, had // 2
@@ -86,6 +92,15 @@ class InParts:
         alone = not (trainer.collectives.active or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
         counts = self.parting == "pairs" or num_items is not None or "labels" not in self._part
         return bool(self.parting) and alone and counts and count(self._part, self.parting) > 1
+
+    def _note_smaller(self) -> None:
+        """The flags of a run with half the rows in a micro-batch, or fewer."""
+        args: Any = self.args  # type: ignore[attr-defined]
+        rows = args.per_device_train_batch_size
+        fewer = next((size for size in range(rows // 2, 0, -1) if rows % size == 0), None)
+        if self.divides and fewer:
+            updates = args.gradient_accumulation_steps * rows // fewer
+            note_smaller("--per_device_train_batch_size", str(fewer), "--gradient_accumulation_steps", str(updates))
 
     def _metrics_now(self) -> dict[str, Any]:
         metrics = {

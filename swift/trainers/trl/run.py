@@ -52,7 +52,7 @@ def run(resolved: Resolved) -> int:
     with collector_resting():
         method = method_of(resolved.mode)
         collectives = join_processes(args)
-        start = find_start(args, resolved.to_json(), collectives.world_size)
+        start = find_start(args, resolved.to_json(), collectives.world_size, divides=method.divides(args))
         template = method.template(args)
     with collectives.together():
         if collectives.is_main:
