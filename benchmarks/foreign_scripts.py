@@ -29,16 +29,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from swift.arguments.imports import ms_swift, shell
 from swift.arguments.values import show
 from swift.errors import ConfigError
+from swift.flags import typed
 
 MODELS = ("model", "model_id_or_path", "ref_model", "reward_model", "teacher_model", "sft_model", "base_model")
 DATASETS = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
 FOLDERS = ("output_dir", "logging_dir")
 DROPPED = ("load_args", "model_type", "template", "use_hf", "hub_token")
 """Flags about the files that are exchanged."""
-EXPERTS = re.compile(r"moe|-a\d+(\.\d+)?b|mixtral|gpt-oss", re.IGNORECASE)
+EXPERTS = re.compile(r"moe|-a\d+(\.\d+)?b|mixtral|gpt-oss|\d+b-\d+e\b|deepseek-v[23]", re.IGNORECASE)
+TOOLS = """{% if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == "assistant" %}{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>{% endgeneration %}
+{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A template that writes tools as those of Qwen do."""
 HERE = re.compile(
     r"not installed|seem to be installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install",
     re.IGNORECASE,
@@ -107,6 +120,8 @@ class Parts:
         path = self.folder / arch
         if not path.exists():
             build_tiny(path, size="nano", arch=arch)
+            if arch == "qwen3":
+                (path / "chat_template.jinja").write_text(TOOLS)
             for file in path.glob("*config.json"):  # lengths are those of the script
                 text = re.sub(r'("(max_position_embeddings|model_max_length)": )\d+', r"\g<1>262144", file.read_text())
                 file.write_text(text)
@@ -175,22 +190,25 @@ def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
 
 def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
     """The flags of a script, with our models, datasets and folders."""
-    given = {item.spelling: show(item.raw) for item in script.given}
+    files = [why.partition(": a file of settings")[0] for name, why in script.lost if name == "config"]
+    settings = [pair for file in files for pair in yaml.safe_load(Path(file).read_text()).items()]
+    settings += [(item.spelling, item.raw) for item in script.given]
+    given = {name: show(raw) for name, raw in settings}
     columns = json.loads(given.get("columns", "{}"))
     labels = 2 if given.get("task_type") in ("seq_cls", "reranker") else None
     if "torch_dtype" not in given:
         yield from ("--torch_dtype", "bfloat16")  # what it is on their machines
-    for item in script.given:
-        values = [show(value) for value in item.raw] if isinstance(item.raw, list) else [show(item.raw)]
-        if item.spelling in DROPPED:
+    for name, raw in settings:
+        values = [typed(value) for value in raw] if isinstance(raw, list) else [typed(raw)]
+        if name in DROPPED:
             continue
-        if item.spelling in MODELS:
+        if name in MODELS:
             values = [str(parts.model(value)) for value in values]
-        elif item.spelling in DATASETS:
+        elif name in DATASETS:
             values = [f"{parts.dataset(script.mode, sees, labels, columns)}{count(value)}" for value in values]
-        elif item.spelling in FOLDERS:
+        elif name in FOLDERS:
             values = [str(parts.folder / "output")]
-        yield f"--{item.spelling}"
+        yield f"--{name}"
         yield from values
 
 

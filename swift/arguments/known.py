@@ -48,7 +48,8 @@ _KNOWN = _names(
     acc_strategy
     bbox_format
     callbacks channels cliprange cliprange_value
-    create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size disable_tqdm
+    create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size device_groups
+    disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
     exist_ok
     fsdp_config gamma gkd_logits_topk
@@ -84,8 +85,6 @@ TASKS = {
 """Values of `--task_type` that nothing here trains -> beginning of the reason."""
 
 _REPLACED = {
-    "cached_dataset": "give --dataset: its rows are tokenised once, and kept in HF_DATASETS_CACHE",
-    "cached_val_dataset": "give --val_dataset: its rows are tokenised once, and kept in HF_DATASETS_CACHE",
     "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE",
     "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
     "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",

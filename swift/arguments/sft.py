@@ -54,7 +54,7 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
     group_by_length: bool = flag(False, group="Optimization", everyday=False, resume="fixed")
     """Whether a batch has rows of similar length, which saves padding."""
 
-    loss_type: Literal["nll", "dft"] = flag("nll", group="Objective", everyday=False)
+    loss_type: Literal["nll", "dft"] = flag("nll", values={"loss_scale": "nll"}, group="Objective", everyday=False)
     """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
 
     def notes(self) -> Iterator[str]:

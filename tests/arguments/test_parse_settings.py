@@ -423,6 +423,12 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             "over 3999 tokens end there",
         ),
         ("rlhf", "--dataloader_drop_last false", {}, "--dataloader_drop_last: false: changes nothing"),
+        (
+            "sft",
+            "--cached_dataset a b --cached_val_dataset c",
+            {"dataset": ["a", "b"], "val_dataset": ["c"]},
+            "--cached_dataset: ms-swift's name of --dataset a b",
+        ),
     ],
 )
 def test_names_of_other_projects_are_ours_where_they_mean_the_same(mode, words, settings, note):

@@ -363,7 +363,7 @@ FLAGS = [
         "--vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask",
         ["--vllm_importance_sampling_correction: false: contradicts --rollout_importance_sampling_mode token_mask"],
     ),
-    ("--cached_dataset folder", ["--cached_dataset: folder: known in ms-swift, not supported here; give --dataset"]),
+    ("--device_groups a", ["--device_groups: a: known in ms-swift, not supported here"]),
     ("--predict_with_generate true", ["--predict_with_generate: true: known in", "swift infer answers --val_dataset"]),
     (
         "--eval_use_evalscope true --eval_limit 10",

@@ -118,6 +118,39 @@ SCRIPTS = {
         {"model": "nano", "tuner_type": "lora", "lora_rank": 8, "ENV": {"NPROC_PER_NODE": "2"}},
         {"config_file", "config"},
     ),
+    "accelerate's file": (
+        """accelerate launch --config_file zero3.json --machine_rank 1 swift/cli/sft.py \
+            --model nano --dataset rows.jsonl
+        """,
+        "sft",
+        {"deepspeed": "zero3_offload",
+         "ENV": {"NPROC_PER_NODE": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}},
+        set(),
+    ),
+    "accelerate's file of FSDP": (
+        """accelerate launch --config_file fsdp.yaml --num_processes 3 swift/cli/sft.py --model nano \\
+            --dataset rows.jsonl
+        """,
+        "sft",
+        {"fsdp": "shard_grad_op", "fsdp_offload_params": True, "ENV": {"NPROC_PER_NODE": "3"}},
+        set(),
+    ),
+    "accelerate's file beside the project's own sharding": (
+        """accelerate launch --config_file fsdp.yaml swift/cli/sft.py --model nano \\
+            --dataset rows.jsonl --fsdp full_shard
+        """,
+        "sft",
+        {"fsdp": "full_shard", "fsdp_offload_params": None, "ENV": {"NPROC_PER_NODE": "2"}},
+        set(),
+    ),
+}  # fmt: skip
+ZERO3 = {
+    "distributed_type": "DEEPSPEED", "num_machines": 2, "num_processes": 8, "main_process_ip": "host",
+    "main_process_port": 1234, "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu"},
+}  # fmt: skip
+FSDP = {
+    "distributed_type": "FSDP", "num_processes": 2,
+    "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True},
 }  # fmt: skip
 
 
@@ -131,6 +164,9 @@ def place(tmp_path, monkeypatch):
 def test_a_script_says_what_the_shell_would_say(name, place):
     text, mode, settings, lost = SCRIPTS[name]
     (place / "theirs.sh").write_text(text)
+    if "zero3.json" in text or "fsdp.yaml" in text:
+        (place / "zero3.json").write_text(json.dumps(ZERO3))
+        (place / "fsdp.yaml").write_text(yaml.dump(FSDP))
     imported = import_file("theirs.sh")
     (place / "ours.yaml").write_text(imported.to_yaml("theirs.sh", "ours.yaml"))
     ours = yaml.safe_load((place / "ours.yaml").read_text())

@@ -58,6 +58,15 @@ def _optimizer(draft: Draft, key: str, raw: Any) -> None:
         draft.take(key, "optim", raw)
 
 
+def _cached(draft: Draft, key: str, raw: Any) -> None:
+    """Rows that `swift export --to_cached_dataset` has tokenised there; here training keeps what it has tokenised."""
+    for folder in raw if isinstance(raw, list) else [raw]:
+        if (Path(str(folder)).expanduser() / "state.json").is_file():
+            draft.lose(key, f"{folder}: token ids of ms-swift; give the rows that they were made of with --dataset")
+            return
+    draft.take(key, key.removeprefix("cached_"), raw)
+
+
 RULES: dict[str, Rule] = {
     "optimizer": _optimizer,
     "model": _model,
@@ -68,6 +77,8 @@ RULES: dict[str, Rule] = {
     "sft_type": Renamed("tuner_type"),
     "model_id_or_path": _model,
     "custom_train_dataset_path": Renamed("dataset"),
+    "cached_dataset": _cached,
+    "cached_val_dataset": _cached,
     "gpu_memory_utilization": Renamed("vllm_gpu_memory_utilization"),
     "bf16": take_precision("bfloat16"),
     "fp16": take_precision("float16"),

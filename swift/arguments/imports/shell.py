@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from swift.arguments.imports import accelerate
 from swift.arguments.imports.draft import known_mode
 from swift.arguments.layers import Given, Layer, read_command_line
 from swift.arguments.values import show
@@ -184,11 +185,35 @@ def _program(words: list[str]) -> tuple[list[str], str, str, list[str]]:
     return [], "", "", []
 
 
+def _take_accelerate(
+    beside: dict[str, Given], line: Layer, environment: dict[str, str], lost: list[tuple[str, str]]
+) -> None:
+    """Takes processes and sharding from the flags of `accelerate launch` and from its file."""
+    settings: Mapping[str, Any] = {}
+    if file := beside.pop("config_file", None):
+        path = show(file.raw)
+        settings = accelerate.read_settings(path)
+        if not settings:
+            lost.append((file.spelling, f"{path}: cannot be read here; its processes and sharding are not imported"))
+    flags = [name for name in beside if name in ("num_processes", *accelerate.VARIABLES)]
+    settings = {**settings, **{name: show(beside.pop(name).raw) for name in flags}}
+    for name, value in accelerate.environment(settings):
+        environment.setdefault(name, value)
+    if not {"deepspeed", "fsdp"} & {item.spelling for item in line.given}:
+        line.given += [
+            Given(name, [value], "command line", f"--{name}", f"--{name}")
+            for name, value in accelerate.sharding(settings)
+        ]
+
+
 def _script(project: str, command: str, launcher: list[str], line: Layer, environment: dict[str, str]) -> Script:
     lost = [("command line", problem) for problem in line.problems]
     if line.config:
         lost.append(("config", f"{line.config}: a file of settings; import it as well"))
-    for item in read_command_line(launcher[1:]).given:
+    beside = {item.spelling: item for item in read_command_line(launcher[1:]).given}
+    if launcher[:1] == ["accelerate"]:
+        _take_accelerate(beside, line, environment, lost)
+    for item in beside.values():
         if item.spelling in LAUNCHED:
             environment.setdefault(LAUNCHED[item.spelling], show(item.raw))
         else:
