@@ -49,6 +49,7 @@ MAY_IMPORT = {
     },
     "trainers": {"devices", "errors", "flags", "rendezvous", "signals", "startup", "types", "plugin", "observability"}
     | {"rl", "data", "models", "rewards", "rollout"},
+    "methods": {"devices", "errors", "flags", "plugin", "models", "trainers"},
     "arguments": {"devices", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},

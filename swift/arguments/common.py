@@ -104,6 +104,11 @@ class TrainerModeArguments(
 ):
     """Settings of the modes whose trainer is TRL's or transformers'."""
 
+    external_plugins: list[str] = flag(
+        [], aliases=("custom_register_path",), joins=True, group="Run", everyday=False, resume="free"
+    )
+    """Python files that register methods of rlhf and optimizers."""
+
     load_from_cache_file: bool = flag(True, group="Data", everyday=False, resume="free")
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
-from swift.arguments.preferences import PREFERENCES
+from swift.arguments.preferences import settings_of
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import ClassifierArguments, PTArguments, SFTArguments
 from swift.arguments.values import show
 from swift.data.arguments import DataArguments
 from swift.flags import REQUIRED, flag
 from swift.models.arguments import CheckpointArguments, ImageArguments, QuantArguments
+from swift.plugin.registry import methods
 from swift.rewards.arguments import RewardArguments
 from swift.rollout.arguments import LEAST_TEMPERATURE, EngineArguments, GenerationArguments
 
@@ -238,9 +239,8 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal[
-        "rlhf", "sft", "seq_cls", "pt", "infer", "export", "reward-test", "rollout",
-        "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft", "ebft_strided",
-    ] = flag("rlhf")  # fmt: skip
+        "rlhf", "sft", "seq_cls", "pt", "infer", "export", "reward-test", "rollout", "ebft", "ebft_strided"
+    ] = flag("rlhf", registry="methods")
     """Mode, or method of rlhf, whose settings are described."""
 
     external_plugins: list[str] = flag([], aliases=("custom_register_path",))
@@ -277,12 +277,17 @@ MODES: dict[str, type] = {
     "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,
-    **PREFERENCES,
+    **{name: settings_of(name) for name in methods},
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = (*PREFERENCES, "ebft", "ebft_strided")
-"""The modes that `swift rlhf --rlhf_type <name>` starts."""
+METHODS: tuple[str, ...] = (*methods, "ebft", "ebft_strided")
+"""The modes that `swift rlhf --rlhf_type <name>` starts without a plugin."""
+
+
+def is_method(mode: str) -> bool:
+    """Whether `swift rlhf --rlhf_type <mode>` starts a mode, or a method of a plugin."""
+    return mode in METHODS or mode in methods
 
 
 def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
@@ -298,11 +303,11 @@ def mode_of(command: str, layers: Sequence[Sequence[Given]]) -> str:
     mode = given.get("rlhf_type", command)
     if (mode, given.get("ebft_mode")) == ("ebft", "strided"):
         mode = "ebft_strided"
-    return mode if mode in METHODS else command
+    return mode if is_method(mode) else command
 
 
 def command_of(mode: str) -> str:
     """The words after `swift` that start a mode."""
-    if mode not in METHODS:
+    if not is_method(mode):
         return "sft --task_type seq_cls" if mode == "seq_cls" else mode
     return f"rlhf --rlhf_type {'ebft --ebft_mode strided' if mode == 'ebft_strided' else mode}"

@@ -84,6 +84,14 @@ class Resolved:
         return {**values, "_provenance": origins}
 
 
+def _load_methods(command: str, layers: Sequence[Sequence[Given]]) -> None:
+    """Loads `--external_plugins` if `--rlhf_type` has the name of no method."""
+    method = [show(item.raw) for layer in layers for item in layer if item.spelling == "rlhf_type"][-1:]
+    rlhf = flags_of(MODES["rlhf"])
+    if command == "rlhf" and method and method[0] not in rlhf["rlhf_type"].choices:
+        load_plugins(plugin_paths(layers, spellings_of(MODES["rlhf"])))
+
+
 def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine: Machine | None = None) -> Resolved:
     """The settings of one invocation, `argv` being the words after the mode; `--rlhf_type` may choose another mode.
 
@@ -94,6 +102,7 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine
     environment = {name: value for name, value in file.environment.items() if name not in environ}
     variables = {**environ, **environment}
 
+    _load_methods(mode, [file.given, line.given])
     mode = mode_of(mode, [file.given, line.given])
     _refuse_task([*file.given, *line.given])
     cls = settings_class(mode)

@@ -23,7 +23,8 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swift.arguments.modes import MODES
+from swift.arguments.modes import MODES, is_method
+from swift.arguments.preferences import settings_of
 from swift.errors import ConfigError, suggest
 from swift.flags import flags_of, registered, spellings_of
 
@@ -43,10 +44,11 @@ CHOICES = {
 
 def settings_class(mode: str) -> type:
     """The settings of a mode, those of registered entries included."""
-    if mode not in MODES:
+    if mode not in MODES and not is_method(mode):
         raise ConfigError(f"mode: {mode}: unknown mode; {suggest(mode, list(MODES))}")
+    base = MODES[mode] if mode in MODES else settings_of(mode)
     owners: dict[type, list[str]] = {}
-    flags = flags_of(MODES[mode])
+    flags = flags_of(base)
     choices = [name for name in CHOICES if name in flags and (flags[name].details.registry or not flags[name].built_in)]
     if choices:
         importlib.import_module("swift.plugin")
@@ -54,9 +56,9 @@ def settings_class(mode: str) -> type:
         registry = registered(CHOICES[choice])
         for name in registry:
             parameters = registry.parameters_of(name)
-            if parameters is not None and not issubclass(MODES[mode], parameters):
+            if parameters is not None and not issubclass(base, parameters):
                 owners.setdefault(parameters, [choice]).append(name)
-    return _extended(MODES[mode], tuple((owner, tuple(names)) for owner, names in owners.items()))
+    return _extended(base, tuple((owner, tuple(names)) for owner, names in owners.items()))
 
 
 def plugin_paths(layers: Sequence[Iterable[Given]], spellings: Mapping[str, str]) -> list[str]:

@@ -38,9 +38,7 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal[
-        "grpo", "gdpo", "rloo", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm", "prm", "gkd", "ebft"
-    ] | None = flag(unset=REQUIRED, resume="fixed")  # fmt: skip
+    rlhf_type: Literal["grpo", "gdpo", "rloo", "ebft"] | None = flag(unset=REQUIRED, registry="methods", resume="fixed")
     """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
 

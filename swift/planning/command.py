@@ -110,11 +110,11 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
     from swift.planning.choices import advice
     from swift.planning.grpo import plan_grpo
     from swift.planning.trl import plan_trl
-    from swift.trainers.trl.method import METHODS, method_of
+    from swift.trainers.trl.method import is_method, method_of
 
     args: Any = resolved.args
     join_problems(_not_planned(resolved.mode, args))
-    method = method_of(resolved.mode) if resolved.mode in METHODS else None
+    method = method_of(resolved.mode) if is_method(resolved.mode) else None
     policy = _policy(args, method.reward_head if method is not None else None)
     try:
         if method is None:

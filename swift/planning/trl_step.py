@@ -33,12 +33,6 @@ from swift.trainers.rows import IGNORED
 from swift.trainers.trl.method import Method
 
 META = torch.device("meta")
-LAYOUTS: dict[str, Layout] = {
-    "dpo": "pair", "ipo": "pair", "kto": "unpaired", "orpo": "labelled pair", "simpo": "labelled pair",
-    "cpo": "labelled pair", "rm": "scored pair",
-}  # fmt: skip
-"""Mode -> the columns of its rows; others have one sequence with labels."""
-
 OF_ONE: dict[str, Any] = {
     "fsdp": None, "deepspeed": None, "sequence_parallel_size": 1, "optim": "adamw_torch", "report_to": [],
     "async_save": False, "full_determinism": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {},
@@ -59,14 +53,14 @@ class RowShape:
     packed: int = 1
     counts_prompts: bool = False
 
-    def columns(self, mode: str) -> list[dict[str, Any]]:
+    def columns(self, layout: Layout | None) -> list[dict[str, Any]]:
         """As the method's `encode` makes them; what they say does not matter."""
-        return [self._row(mode, number) for number in range(self.rows)]
+        return [self._row(layout, number) for number in range(self.rows)]
 
-    def _row(self, mode: str, number: int) -> dict[str, Any]:
+    def _row(self, layout: Layout | None, number: int) -> dict[str, Any]:
         prompt, answer = [0] * self.prompt_tokens, [0] * (self.tokens - self.prompt_tokens)
         whole, labels = prompt + answer, [IGNORED] * len(prompt) + answer
-        if mode not in LAYOUTS:
+        if layout in (None, "turn"):
             lengths = {"seq_lengths": [self.tokens] * self.packed} if self.packed > 1 else {}
             labels = whole if self.counts_prompts else labels
             return {"input_ids": whole * self.packed, "labels": labels * self.packed, **lengths}
@@ -77,11 +71,11 @@ class RowShape:
             "margin": 0.0,
         }
         for which in ("chosen", "rejected"):
-            values[f"{which}_ids"] = whole if mode == "rm" else answer
+            values[f"{which}_ids"] = whole if layout == "scored pair" else answer
             values[f"{which}_input_ids"], values[f"{which}_labels"] = whole, labels
             values[f"{which}_attention_mask"] = [1] * self.tokens
-        others = {"KL_completion_ids": answer} if mode == "kto" else {}
-        return {name: values[name] for name in COLUMNS[LAYOUTS[mode]]} | others
+        others = {"KL_completion_ids": answer} if layout == "unpaired" else {}
+        return {name: values[name] for name in COLUMNS[layout]} | others
 
 
 def trace_trl(
@@ -112,7 +106,7 @@ def trace_trl(
     with TemporaryDirectory() as folder, _trainer_on_meta():
         with META:  # adapters of references, too
             trainer = _trainer(mode, method, args, Path(folder), policy, parts, shape)
-        batch = dict(trainer.data_collator(shape.columns(mode)))
+        batch = dict(trainer.data_collator(shape.columns(method.rows)))
     lengths = batch["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in batch else []
     chosen = _chosen(batch)
     modules = [policy, *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else [])]
@@ -163,7 +157,7 @@ def _trainer(
     for name, value in OF_ONE.items():
         setattr(alone, name, value)
     template: Any = SimpleNamespace(tokenizer=build_tokenizer(), vision=None)
-    rows = Dataset.from_list(shape.columns(mode))
+    rows = Dataset.from_list(shape.columns(method.rows))
     ranks = World().collectives()
     return build_trainer(
         method, alone, folder, policy, template, rows, None, [], collectives=ranks, settings={}, parts=parts

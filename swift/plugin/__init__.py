@@ -11,7 +11,7 @@ A plugin file is plain Python. It imports what it extends and assigns to a regis
     orms["short"] = Short
 
 `--external_plugins my_plugin.py --reward_funcs short` then uses it. `rm_plugins`, `losses`, `advantages`, `optimizers`,
-`backends`, `rollout_functions`, `multi_turns`, `envs`, `tools`, `tool_parsers` and `presets` work alike.
+`backends`, `rollout_functions`, `multi_turns`, `envs`, `tools`, `tool_parsers`, `methods` and `presets` work alike.
 Nothing in this package imports torch or another part of `swift`.
 """
 
@@ -27,6 +27,7 @@ from swift.plugin.registry import (
     envs,
     inference_backends,
     losses,
+    methods,
     multi_turns,
     optimizers,
     orms,
@@ -53,6 +54,7 @@ __all__ = [
     "inference_backends",
     "load_external_plugins",
     "losses",
+    "methods",
     "multi_turns",
     "optimizers",
     "orms",

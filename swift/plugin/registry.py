@@ -221,6 +221,9 @@ tools = Registry("tools", "tool")
 tool_parsers = Registry("tool_parsers", "format of tool calls", package="swift.rollout.sources.multi_turn.tool_formats")
 """Formats of `--tool_parser` by name: response templates of transformers, which define the syntax of tool calls."""
 
+methods = Registry("methods", "method of rlhf", package="swift.methods")
+"""Methods of `--rlhf_type` that learn from given answers, by name: a `swift.trainers.trl.method.Method` each."""
+
 presets = Registry("presets", "preset", package="swift.arguments.presets")
 """Values of papers for `--preset`, by name."""
 
@@ -228,7 +231,7 @@ inference_backends, rollout_funcs = backends, rollout_functions  # older names
 
 _ALL = (
     orms, rm_plugins, losses, advantages, optimizers, backends, rollout_functions, multi_turns, envs, tools,
-    tool_parsers, presets,
+    tool_parsers, methods, presets,
 )  # fmt: skip
 REGISTRIES: Mapping[str, Registry] = {registry.key: registry for registry in _ALL}
 """All registries by the name that users import."""

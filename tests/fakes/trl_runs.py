@@ -66,7 +66,7 @@ def trainer_of(resolved, folder):
     """The trainer of a run, before its first step."""
     method, args = method_of(resolved.mode), resolved.args
     template = method.template(args)
-    train, val, _ = method.encode(args, template)
+    train, val, _ = method.encoded(args, template)
     model, parts = load_model(args, method)
     more = {"collectives": Collectives(), "settings": {}, "parts": parts}
     return build_trainer(method, args, folder, model, template, train, val, [], **more)

@@ -27,7 +27,7 @@ from swift.arguments import parse
 from swift.errors import note_smaller, smaller
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.trl import parts
-from swift.trainers.trl.method import method_of, named
+from swift.trainers.trl.method import found, method_of
 
 pytestmark = pytest.mark.slow
 
@@ -90,7 +90,7 @@ class Short:
     def __init__(self, monkeypatch, mode, *, room=AMPLE, numbers=(), place="forward"):
         self.room, self.numbers, self.place = room, numbers, place
         self.made = self.failed = self.largest = 0
-        trainer = named(method_of(mode).trainer)
+        trainer = found(method_of(mode).trainer)
         self.usual = trainer.compute_loss
 
         def compute_loss(trainer, model, inputs, *args, **more):

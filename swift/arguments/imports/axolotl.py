@@ -215,7 +215,7 @@ CAVEATS = {"warmup_ratio": ", but for at most 100 steps: give --warmup_steps 100
 
 def defaults(mode: str, config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What Axolotl uses where a configuration is silent; `config`: its keys, `given`: our settings, made of them."""
-    values = {**DEFAULTS, **trl.METHODS.get(mode, {})}
+    values = {**DEFAULTS, **trl.of_method(mode)}
     values["per_device_eval_batch_size"] = given.get("per_device_train_batch_size", 1)
     values |= {"multi_objective_aggregation": "normalize_then_sum"} if config.get("rl") == "gdpo" else {}
     values = trl.beside(values, given)

@@ -17,13 +17,13 @@ from swift.arguments.layers import Given, Layer, read_command_line
 from swift.arguments.values import show
 from swift.errors import ConfigError
 from swift.observability.secrets import mask
+from swift.plugin.registry import methods
 
 TRAINING = {
     "swift": {name: name for name in ("sft", "rlhf", "pt")},
     "trl": {
-        **{name: name for name in ("sft", "grpo", "dpo", "kto", "orpo", "cpo", "gkd", "prm")},
-        "reward": "rm",
-        "reward_modeling": "rm",
+        **{name: name for name in ("sft", "grpo")},
+        **{command: name for name, method in methods.items() for command in method.commands_of_trl},
     },
 }
 """Commands that train, and their methods; a script that a launcher starts has the name of one of them."""

@@ -12,6 +12,7 @@ from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, refused, s
 from swift.arguments.modes import command_of
 from swift.arguments.values import show
 from swift.flags import spellings_of
+from swift.plugin.registry import methods
 
 DATASET = {"path", "id", "name", "config", "split", "columns", "weight", "data_files", "data_dir"}
 """Keys of an entry of `datasets` and `dataset_mixture`."""
@@ -208,7 +209,6 @@ TRAINER: dict[str, Any] = {
 }  # fmt: skip
 """What transformers' trainer, PEFT and the hub are to TRL and Axolotl."""
 
-_PREFERENCES = {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1}
 METHODS: dict[str, dict[str, Any]] = {
     "rlhf": {
         "learning_rate": 1e-6, "beta": 0.0, "loss_type": "dapo", "scale_rewards": "group", "epsilon": 0.2,
@@ -217,17 +217,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "multi_objective_aggregation": "sum_then_normalize",
     },
     "sft": {"learning_rate": 2e-5, "max_length": 1024, "packing": False, "loss_type": "nll"},
-    "gkd": {"learning_rate": 2e-5, "max_length": 1024, "lmbda": 0.5, "beta": 0.5, "temperature": 0.9, "seq_kd": False,
-            "max_completion_length": 128},
-    "rm": {"learning_rate": 1e-4, "max_length": 1024},
-    "dpo": {**_PREFERENCES, "loss_type": ["sigmoid"], "label_smoothing": 0.0},
-    "ipo": {**_PREFERENCES},
-    "kto": {**_PREFERENCES, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
-    "orpo": {**_PREFERENCES},
-    "cpo": {**_PREFERENCES, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},
-    "simpo": {**_PREFERENCES, "cpo_alpha": 1.0, "simpo_gamma": 0.5, "label_smoothing": 0.0},
 }  # fmt: skip
-"""What the configuration classes of TRL have for a method."""
+"""What the configuration classes of TRL have for a mode; those of `swift.methods` say it themselves."""
+
+
+def of_method(mode: str) -> Mapping[str, Any]:
+    """What the configuration class of TRL has for a method."""
+    own: Mapping[str, Any] = methods[mode].in_trl if mode in methods else METHODS.get(mode, {})
+    return own
+
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "use_vllm": {
@@ -255,4 +253,4 @@ def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("tuner_type") == "lora":
         tuner["target_modules"] = ["q_proj", "v_proj"]  # PEFT's choice for nearly all architectures
     more = {"logging_steps": 10, "gradient_checkpointing": True, "warmup_ratio": 0.0}
-    return beside({**TRAINER, **tuner, **more, **METHODS.get(mode, {})}, given)
+    return beside({**TRAINER, **tuner, **more, **of_method(mode)}, given)

@@ -17,7 +17,7 @@ from swift.models.template import Template
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.rows import IGNORED, Encoder, counts
 from swift.trainers.splits import encode_splits
-from swift.trainers.trl.method import Encoded, Method
+from swift.trainers.trl.method import Encoded
 
 if TYPE_CHECKING:
     import torch
@@ -96,18 +96,7 @@ class StepTrainer(AtomicTrainer):
         )
 
 
-def _parts(args: Any, model: Any) -> dict[str, Any]:
+def keep_separator(args: Any, model: Any) -> dict[str, Any]:
+    """Writes the separator into the model's config, where rewards find it."""
     setattr(model.config, SEPARATOR, args.step_separator)
     return {}
-
-
-PRM = Method(
-    trainer="transformers:Trainer",
-    config="transformers:TrainingArguments",
-    encode=encode,
-    reward_head="step",
-    parts=_parts,
-    overrides=(StepTrainer,),
-    measured=("accuracy", "f1"),
-    shown=(("accuracy", "accuracy"), ("f1", "F1 of wrong steps")),
-)

@@ -22,7 +22,7 @@ from swift.trainers.parallel.sequence import SharedRows
 from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
 from swift.trainers.trl.callbacks import EarlyStop
-from swift.trainers.trl.method import Method, named
+from swift.trainers.trl.method import Method, found
 from swift.trainers.trl.own_metrics import OwnMetrics
 from swift.trainers.trl.parts import InParts
 
@@ -36,10 +36,9 @@ SAME_IN_TRAINERS = (
 @functools.cache
 def trainer_class(method: Method, *, shares_rows: bool = False) -> type[Any]:
     """The method's trainer with atomic checkpoints, which are complete or do not exist, and steps in parts."""
-    trainer, shared = named(method.trainer), (SharedRows,) if shares_rows else ()
-    return type(
-        f"Atomic{trainer.__name__}", (*shared, *method.overrides, OwnMetrics, AtomicTrainer, InParts, trainer), {}
-    )
+    trainer, shared = found(method.trainer), (SharedRows,) if shares_rows else ()
+    overrides = [*map(found, method.overrides), OwnMetrics, AtomicTrainer, InParts]
+    return type(f"Atomic{trainer.__name__}", (*shared, *overrides, trainer), {})
 
 
 def build_trainer(
@@ -63,13 +62,13 @@ def build_trainer(
         options["metric_for_best_model"] = None  # the metric of no set: there is no best checkpoint
     if getattr(args, "early_stopping_patience", None):
         callbacks = [*callbacks, EarlyStop(args.early_stopping_patience, args.early_stopping_threshold)]
-    arguments = on_one_device(named(method.config)(**options))
+    arguments = on_one_device(found(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
     if vision is not None:
         vision.attach(model)
         if method.collator is not None:
-            parts["data_collator"] = ImageCollator(named(method.collator)(template.pad_token_id), vision)
+            parts["data_collator"] = ImageCollator(found(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     chosen = trainer_class(method) if group is None else trainer_class(method, shares_rows=True)

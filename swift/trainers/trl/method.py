@@ -6,17 +6,19 @@ The rest (`run`, `frame`, `callbacks`) is the same for all: run folder, checkpoi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swift.errors import ConfigError, join_problems
+from swift.plugin.registry import methods
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from swift.models.policy import Head
     from swift.models.template import Template
+    from swift.trainers.preferences.rows import Layout
     from swift.trainers.trl.parts import Parting
 
 Encoded: TypeAlias = "tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset] | None, list[str]]"
@@ -44,12 +46,16 @@ def _never(_: Any) -> Parting:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Method:
     """A training method.
 
+    What has to be imported when it is used, and no sooner, may be given as `module:name`.
+
+    parameters: its own settings. summary: what it does, in a line. sees: whether rows may have images.
     trainer, config: their classes, as `module:name`.
-    encode: settings and chat template -> rows.
+    rows: the layout of its rows; see `swift.trainers.preferences.rows`.
+    encode: settings and chat template -> rows, if they are not those of `rows` alone.
     collator: TRL's, of the rows that `encode` makes, as `module:name`; for rows with images, if they are single.
     template: settings -> tokenizer and chat template.
     reward_head: of the model to train; None for a language model.
@@ -65,11 +71,16 @@ class Method:
     logged: metrics in its training log lines beside those of every method.
     measured: metrics of its evaluations beside those that it logs and those of every method.
     shown: metric -> its name on the console.
+    in_trl: defaults of TRL's config class. commands_of_trl: what starts it there.
     """
 
-    trainer: str
-    config: str
-    encode: Callable[[Any, Template], Encoded]
+    trainer: type | str
+    config: type | str
+    parameters: type | None = None
+    summary: str = ""
+    sees: bool = True
+    rows: Layout | None = None
+    encode: Callable[[Any, Template], Encoded] | str | None = None
     collator: str | None = None
     template: Callable[[Any], Template] = _chat_template
     reward_head: Head | None = None
@@ -77,16 +88,28 @@ class Method:
     fuses_head: bool = False
     shares_rows: bool = True
     options: Callable[[Any], dict[str, Any]] = _nothing
-    parts: Callable[[Any, Any], dict[str, Any]] = _nothing
+    parts: Callable[[Any, Any], dict[str, Any]] | str = _nothing
     parting: Callable[[Any], Parting] = _never
-    overrides: tuple[type, ...] = ()
+    overrides: tuple[type | str, ...] = ()
     logged: tuple[str, ...] = ()
     measured: tuple[str, ...] = ()
     shown: tuple[tuple[str, str], ...] = ()
+    in_trl: Mapping[str, Any] = field(default_factory=dict)
+    commands_of_trl: tuple[str, ...] = ()
 
     def divides(self, args: Any) -> bool:
         """Whether the loss is the same with fewer rows in a micro-batch and more of these."""
         return bool(self.parting(args))
+
+    def encoded(self, args: Any, template: Template) -> Encoded:
+        """Its rows.
+
+        Raises:
+            ConfigError: wrong data.
+        """
+        if self.encode is not None:
+            return found(self.encode)(args, template)  # type: ignore[no-any-return]
+        return found("swift.trainers.preferences.rows:encoding")(self.rows)(args, template)  # type: ignore[no-any-return]
 
     @property
     def evaluated(self) -> list[str]:
@@ -98,18 +121,9 @@ METHODS = {
     "sft": "swift.trainers.sft:SFT",
     "pt": "swift.trainers.sft:PT",
     "seq_cls": "swift.trainers.classification:SEQ_CLS",
-    "dpo": "swift.trainers.preferences.methods:DPO",
-    "ipo": "swift.trainers.preferences.methods:IPO",
-    "kto": "swift.trainers.preferences.methods:KTO",
-    "orpo": "swift.trainers.preferences.methods:ORPO",
-    "simpo": "swift.trainers.preferences.methods:SIMPO",
-    "cpo": "swift.trainers.preferences.methods:CPO",
-    "rm": "swift.trainers.preferences.methods:RM",
-    "prm": "swift.trainers.preferences.steps:PRM",
-    "gkd": "swift.trainers.preferences.distillation:GKD",
     "ebft_strided": "swift.trainers.ebft.strided:STRIDED",
 }
-"""Mode -> its `Method`, as `module:name`."""
+"""Modes beside the methods of `swift.methods` -> their `Method`, as `module:name`."""
 
 
 def rows_of(args: Any, method: Method, template: Template) -> Encoded:
@@ -122,7 +136,7 @@ def rows_of(args: Any, method: Method, template: Template) -> Encoded:
         from swift.trainers.images import vision_problems
 
         join_problems(vision_problems(args))
-    train, val, lines = method.encode(args, template)
+    train, val, lines = method.encoded(args, template)
     metric = name = args.metric_for_best_model.removeprefix("eval_")
     if isinstance(val, dict):
         of = next((dataset for dataset in sorted(val, key=len, reverse=True) if metric.startswith(f"{dataset}_")), None)
@@ -132,13 +146,20 @@ def rows_of(args: Any, method: Method, template: Template) -> Encoded:
     return train, val, lines
 
 
-def named(place: str) -> Any:
-    """The object that `module:name` names."""
-    module, _, name = place.partition(":")
+def found(part: Any) -> Any:
+    """A part of a method; that which `module:name` names."""
+    if not isinstance(part, str):
+        return part
+    module, _, name = part.partition(":")
     return getattr(importlib.import_module(module), name)
+
+
+def is_method(mode: str) -> bool:
+    """Whether a mode trains with a `Method`."""
+    return mode in METHODS or mode in methods
 
 
 def method_of(mode: str) -> Method:
     """The method that a mode trains with."""
-    method: Method = named(METHODS[mode])
+    method: Method = found(METHODS[mode]) if mode in METHODS else methods[mode]
     return method

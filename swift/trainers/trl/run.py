@@ -26,7 +26,7 @@ from swift.trainers.session import (
     require_packages,
 )
 from swift.trainers.trl.hub import check_hub, push
-from swift.trainers.trl.method import Method, method_of, rows_of
+from swift.trainers.trl.method import Method, found, method_of, rows_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -168,7 +168,7 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
     require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
-    return method.parts(args, model)
+    return found(method.parts)(args, model)  # type: ignore[no-any-return]
 
 
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:

@@ -5,12 +5,37 @@ Answers are those of the data, the student's own (`--lmbda`) or the teacher's (`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from swift.devices import own_device
 from swift.errors import ConfigError
-from swift.trainers.preferences.rows import encoding
+from swift.flags import REQUIRED, flag
+from swift.plugin.registry import methods
 from swift.trainers.trl.method import Method
+
+
+@dataclass(kw_only=True)
+class DistillationParameters:
+    """Settings of distillation."""
+
+    teacher_model: str | None = flag(group="Model", unset=REQUIRED, resume="fixed")
+    """Folder or hub id of the teacher, which has the model's vocabulary."""
+
+    lmbda: float = flag(0.5, at_least=0, at_most=1, group="Objective")
+    """Share of batches with answers that the model samples itself; the others have those of the data."""
+
+    beta: float = flag(0.5, at_least=0, at_most=1, group="Objective")
+    """Generalized Jensen-Shannon divergence between the forward (0) and the reverse (1) KL."""
+
+    seq_kd: bool = flag(False, group="Objective", everyday=False)
+    """Whether the teacher samples the other answers, instead of those of the data."""
+
+    temperature: float = flag(0.9, at_least=0.01, group="Sampling")
+    """Sampling temperature."""
+
+    max_completion_length: int = flag(512, at_least=1, aliases=("max_new_tokens", "response_length"), group="Sampling")
+    """Maximum number of sampled tokens."""
 
 
 class Distilled:
@@ -68,12 +93,25 @@ def _options(args: Any) -> dict[str, Any]:
     }
 
 
-GKD = Method(
+methods["gkd"] = Method(
+    parameters=DistillationParameters,
+    summary="generalized knowledge distillation (arXiv:2306.13649)",
+    sees=False,
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
-    encode=encoding("turn"),
+    rows="turn",
     fuses_head=True,
     options=_options,
     parts=load_teacher,
     overrides=(Distilled,),
+    in_trl={
+        "learning_rate": 2e-5,
+        "max_length": 1024,
+        "lmbda": 0.5,
+        "beta": 0.5,
+        "temperature": 0.9,
+        "seq_kd": False,
+        "max_completion_length": 128,
+    },
+    commands_of_trl=("gkd",),
 )
