@@ -1,11 +1,12 @@
 # Everything is done in .venv, which `make install` creates; every other target installs first if need be.
 #
-#   make install        torch (CPU), requirements/{base,hub,deepspeed,ray,dev}.txt, vLLM's CPU build and this package, editable
+#   make install        torch (CPU), requirements/{base,hub,deepspeed,ray,dev,docs}.txt, vLLM's CPU build and this package, editable
 #   make demo           train a tiny model for real and show its curve
 #   make test           lint, types, all but the long tests         make test-fast   without the slow tests
 #   make test-long      the long tests
 #   make test-engines   only the long ones with engines: every mode, the conformance suite, servers, two hosts
 #   make bench          swift against TRL, and against 85 % of the recorded ratios; about an hour on two free cores
+#   make docs         the pages as a site, in build/site
 #   make clean          remove caches and build products
 #
 # PYTHON=python3.12 make install    chooses the interpreter (3.11 or 3.12)
@@ -19,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_INSTALL_FLAGS)
-REQUIREMENTS := $(addprefix requirements/,base.txt hub.txt deepspeed.txt ray.txt dev.txt)
+REQUIREMENTS := $(addprefix requirements/,base.txt hub.txt deepspeed.txt ray.txt dev.txt docs.txt)
 WORKERS ?= 2
 BENCH_FLAGS ?=
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
@@ -31,7 +32,7 @@ ENGINE_RUNS := $(wildcard tests/engines/test_conformance_*.py) tests/server test
 	$(addprefix tests/end_to_end/,test_engine_modes.py test_two_hosts.py test_asynchronous_runs.py test_server_runs.py \
 	test_nemo_gym_runs.py test_colocate_end_to_end.py test_spread_models.py)
 
-.PHONY: install demo test test-long test-engines test-fast lint bench clean
+.PHONY: install demo test test-long test-engines test-fast lint bench docs clean
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/package $(STAMPS)/optional $(STAMPS)/atropos $(if $(filter yes,$(VLLM)),$(STAMPS)/vllm)
@@ -102,6 +103,9 @@ test-fast: install
 
 bench: install
 	$(BIN)/python benchmarks/run.py --compare $(BENCH_FLAGS)
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

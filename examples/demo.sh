@@ -12,7 +12,7 @@
 #
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct DATASET='AI-MO/NuminaMath-TIR#2000' HELD_OUT=my/held_out.jsonl \
 #       LENGTH=1024 STEPS=200 SYSTEM=examples/train/grpo/prompt.txt sh examples/demo.sh \
-#       --train_type lora --learning_rate 1e-5 --gradient_checkpointing true \
+#       --train_type lora --learning_rate 1e-4 --gradient_checkpointing true \
 #       --per_device_train_batch_size 8 --gradient_accumulation_steps 8
 #
 # HELD_OUT must hold no row of DATASET; both need a prompt and a `solution` (docs/data.md).

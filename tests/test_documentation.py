@@ -3,6 +3,8 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,19 @@ def test_the_index_and_the_readme_name_every_page():
         if page.name != "index.md":
             assert f"({page.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
             assert f"(docs/{page.name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_site_is_built_with_every_page_and_what_they_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (tmp_path / page.with_suffix(".html").name).is_file()
+    linked = (tmp_path / "files/examples/train/grpo/vision/lora.sh.html").read_text()
+    assert "swift rlhf" in re.sub(r"<[^>]*>", "", linked).replace("\n", " ")
+    for page in tmp_path.rglob("*.html"):
+        for target in re.findall(r'href="([^"#:]+)(?:#[^"]*)?"', page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists() or page.name == "404.html", f"{page.name}: {target}"
 
 
 def test_config_blocks_are_yaml():

@@ -13,6 +13,7 @@ from swift.arguments.modes import MODES
 from swift.arguments.plugins import settings_class
 from swift.arguments.presets import table
 from swift.flags import Flag, flags_of, help_texts
+from swift.plugin.registry import methods
 
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
@@ -23,13 +24,22 @@ _HEAD = """# Arguments
 
 This page is generated: `python -m swift.arguments.docs --write`. [Command line](cli.md) explains the grammar, config
 files and precedence, [algorithms](algorithms.md) the choices of the objective. A default that is a rule follows from
-other settings or from the machine. Each section names its modes; the column *modes* holds exceptions.
+other settings or from the machine.
+
+"""
+FAMILIES = {
+    "training": ("rlhf", "ebft", "ebft_strided", "sft", "seq_cls", "pt", *methods),
+    "preferences": tuple(methods),
+}
+"""Families of modes, as the page names them."""
+
+_MODES = f"""*preferences* are {", ".join(methods)}; *training* is these, rlhf, ebft, ebft_strided, sft, seq_cls and pt.
 """
 
 
 def markdown() -> str:
-    """The page: one table per group, one row per setting."""
-    return "\n".join([_HEAD, *(_section(group) for group in GROUPS if _settings(group))])
+    """The page: one list per group, one item per setting."""
+    return "\n".join([_HEAD + _MODES, *(_section(group) for group in GROUPS if _settings(group))])
 
 
 def with_presets(text: str) -> str:
@@ -65,16 +75,20 @@ def _with_table(text: str, name: str, table: str) -> str:
 def _section(group: str) -> str:
     settings = _settings(group)
     usual = Counter(tuple(modes) for _, _, modes in settings).most_common(1)[0][0]
-    columns = ["flag", "type", "default", "modes", "meaning"]
-    if all(tuple(modes) == usual for _, _, modes in settings):
-        columns.remove("modes")
-    rows = [_cells(flag, cls, "" if tuple(modes) == usual else _names(modes)) for flag, cls, modes in settings]
-    table = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
-    return "\n".join([f"## {group}", "", f"Modes: {_names(usual)}.", "", *(f"|{'|'.join(row)}|" for row in table), ""])
+    items = [_item(flag, cls, "" if tuple(modes) == usual else _names(modes)) for flag, cls, modes in settings]
+    return "\n".join([f"## {group}", "", f"Modes, where none are named: {_names(usual)}.", "", *items, ""])
 
 
 def _names(modes: Sequence[str]) -> str:
-    return "all" if set(modes) == set(MODES) else ", ".join(modes)
+    """The modes, those of a family by its name."""
+    rest, names = set(modes), []
+    if rest == set(MODES):
+        return "all"
+    for name, family in FAMILIES.items():
+        if rest >= set(family):
+            names.append(name)
+            rest -= set(family)
+    return ", ".join([*names, *(mode for mode in MODES if mode in rest)])
 
 
 def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
@@ -89,15 +103,13 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
     return list(rows.values())
 
 
-def _cells(flag: Flag, cls: type, modes: str) -> dict[str, str]:
-    cells = {
-        "flag": f"`--{flag.name}`" + "".join(f"<br>`--{alias}`" for alias in flag.details.aliases),
-        "type": ", ".join(map(str, flag.choices)) or type_text(flag) + _range(flag),
-        "default": default_text(flag, cls),
-        "modes": modes,
-        "meaning": help_texts(flag.owner)[flag.name] + (f" Needs `{flag.needs_text}`." if flag.needs_text else ""),
-    }
-    return {column: text.replace("|", "\\|") for column, text in cells.items()}
+def _item(flag: Flag, cls: type, modes: str) -> str:
+    spellings = ", ".join(f"`--{spelling}`" for spelling in flag.spellings)
+    kind = ", ".join(map(str, flag.choices)) or type_text(flag) + _range(flag)
+    meaning = help_texts(flag.owner)[flag.name] + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
+    of = f" ({modes})" if modes else ""
+    default = default_text(flag, cls)
+    return f"* {spellings}: {kind}; {default if default == 'required' else f'default: {default}'}{of}<br>{meaning}"
 
 
 def _range(flag: Flag) -> str:

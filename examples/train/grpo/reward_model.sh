@@ -28,7 +28,7 @@ swift rlhf \
     --per_device_train_batch_size 8 \
     --gradient_accumulation_steps 4 \
     --num_train_epochs 1 \
-    --learning_rate 1e-5 \
+    --learning_rate 1e-4 \
     --beta 0.1 \
     --save_steps 100 \
     --output_dir output/grpo-reward-model \

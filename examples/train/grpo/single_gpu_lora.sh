@@ -40,7 +40,7 @@ swift rlhf \
     --per_device_eval_batch_size 4 \
     --gradient_accumulation_steps 4 \
     --num_train_epochs 1 \
-    --learning_rate 1e-5 \
+    --learning_rate 1e-4 \
     --warmup_ratio 0.05 \
     --beta 0.04 \
     --eval_steps 100 \

@@ -28,7 +28,7 @@ swift rlhf \
     --max_completion_length 1024 \
     --per_device_train_batch_size 8 \
     --gradient_accumulation_steps 4 \
-    --learning_rate 1e-5 \
+    --learning_rate 1e-4 \
     --beta 0.02 \
     --save_steps 100 \
     --logging_steps 5 \
