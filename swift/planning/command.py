@@ -31,6 +31,11 @@ NOT_PLANNED = {
 }
 """Mode -> what of it is not traced."""
 
+AS_FSDP = {"zero2": "shard_grad_op", "zero3": "full_shard"}
+"""Stage of ZeRO -> FSDP's way, which cuts the same tensors into as many shards."""
+
+KEEPS = "; ZeRO-2 keeps the weights whole between steps, too"
+
 WITHOUT = {
     "fsdp_offload_params": "is not planned yet",
     "use_lmdeploy": "only vLLM and transformers are planned so far",
@@ -113,6 +118,10 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
     from swift.trainers.trl.method import is_method, method_of
 
     args: Any = resolved.args
+    told = []
+    if way := AS_FSDP.get(args.deepspeed or ""):
+        told = [f"--deepspeed {args.deepspeed}: planned as --fsdp {way}{KEEPS if args.deepspeed == 'zero2' else ''}"]
+        args = replace(args, deepspeed=None, fsdp=way)
     join_problems(_not_planned(resolved.mode, args))
     method = method_of(resolved.mode) if is_method(resolved.mode) else None
     policy = _policy(args, method.reward_head if method is not None else None)
@@ -123,7 +132,7 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
             plan = plan_trl(resolved.mode, method, args, policy, device, processes, asked)
     except (RuntimeError, ValueError) as error:  # what reads numbers of tensors that have none
         raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
-    return replace(plan, advice=advice(plan, args))
+    return replace(plan, advice=[*told, *advice(plan, args)])
 
 
 def _policy(args: Any, head: Head | None) -> Any:
@@ -143,12 +152,11 @@ def _not_planned(mode: str, args: Any) -> list[str]:
     if mode in NOT_PLANNED:
         return [f"plan: {mode}: has {NOT_PLANNED[mode]}, which is not planned yet"]
     given: dict[str, Any] = {name: getattr(args, name, None) for name in WITHOUT}
-    alike = "full_shard" if "zero3" in (args.deepspeed or "") else "shard_grad_op"
     problems = {
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(OPTIMIZERS)}": (
             args.optim not in OPTIMIZERS
         ),
-        f"--deepspeed: {args.deepspeed}: not planned; plan with --fsdp {alike}, with shards as large": args.deepspeed,
+        f"--deepspeed: {args.deepspeed}: not planned; zero2 and zero3 are, as --fsdp": args.deepspeed,
         f"--quant_method: {args.quant_method}: is not planned yet with --fsdp; drop one": args.quant_method
         and args.fsdp,
         "--freeze_vit: false: passes of a tower are not planned yet; plan with true": (

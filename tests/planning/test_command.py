@@ -308,6 +308,18 @@ def test_rows_and_model_are_shared_by_eight(plan, way):
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [("zero3", "full_shard"), ("zero2", "shard_grad_op")])
+def test_zero_is_planned_as_the_shards_of_fsdp(plan, way):
+    zero, fsdp = (plan(QWEN3, f"{RUN} --device h200 --num_devices 8 --{flag}")[1] for flag in (
+        f"deepspeed {way[0]}", f"fsdp {way[1]}"
+    ))  # fmt: skip
+    told = next(line for line in zero.splitlines() if line.startswith("--deepspeed"))
+    assert told.startswith(f"--deepspeed {way[0]}: planned as --fsdp {way[1]}")
+    memory = [[line for line in out.splitlines() if line.startswith("  ")] for out in (zero, fsdp)]
+    assert len(memory[0]) == 4 and memory[0] == memory[1]
+
+
 def test_the_same_rows_in_more_passes_fit(plan):
     words = f"sft {ROWS.replace('h100-80gb', 'rtx4090').replace('size 2', 'size 32')} --tuner_type lora"
     code, out, err = plan(SMALL, f"{words} --row_tokens 40000 --fit true")
@@ -370,8 +382,8 @@ def test_a_teacher_or_another_reference_is_held_beside_the_policy(plan, tmp_path
             "--compare: true: compares placements of vLLM, and this run has no rollouts; leave it out",
         ),
         (
-            f"{RUN} --device h200 --deepspeed zero3",
-            "--deepspeed: zero3: not planned; plan with --fsdp full_shard",
+            f"{RUN} --device h200 --deepspeed zero3_offload",
+            "--deepspeed: zero3_offload: not planned; zero2 and zero3 are, as --fsdp",
         ),
         (
             f"{RUN} --device h200 --num_devices 8 --sequence_parallel_size 3",
