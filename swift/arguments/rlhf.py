@@ -70,6 +70,9 @@ class RLHFArguments(
     log_unique_prompts: bool = flag(False, needs="log_completions", everyday=False, resume="free")
     """Whether trackers show one completion per prompt."""
 
+    record_rollouts: str = flag("last:50", everyday=False, resume="free")
+    """Steps whose rollouts are kept in `rollouts/`: last:N, every:N, all or off. About 12 bytes a token, compressed."""
+
     metric_names: Literal["trl", "verl"] | None = flag(everyday=False, unset="swift's own names only", resume="free")
     """Other names under which metrics are logged, too."""
 
@@ -86,6 +89,11 @@ class RLHFArguments(
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
+        kind, _, number = self.record_rollouts.partition(":")
+        if self.record_rollouts not in ("all", "off") and not (
+            kind in ("last", "every") and number.isdigit() and int(number) > 0
+        ):
+            yield f"--record_rollouts: {self.record_rollouts}: not understood; valid: last:N, every:N, all, off"
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)
         if self.use_vllm or self.use_lmdeploy:

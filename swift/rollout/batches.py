@@ -132,7 +132,7 @@ class BatchMaker:
     def samples(self, groups: Sequence[RolloutGroup], first: int) -> list[TrainSample]:
         """Samples with advantages, of groups that share no statistics with others; numbered from `first`."""
         samples = self.unscored_samples(groups, first)
-        _mask_excluded(samples, groups)
+        _note_scores(samples, groups)
         advantages = _overridden(groups, self.advantages(groups).advantages_S)
         for sample, advantage in zip(samples, advantages, strict=True):
             sample.advantage = advantage
@@ -153,7 +153,7 @@ class BatchMaker:
             early = excludes and self.has_early_pass
             partial = self.with_frozen(groups) if early else (self.unscored_samples(groups), None)
         samples, kl_S = partial
-        _mask_excluded(samples, groups)
+        _note_scores(samples, groups)
         size = len(groups) // config.generation_batches
         batches = [groups[i : i + size] for i in range(0, len(groups), size)]
         results = plain = [self.advantages(part) for part in batches]
@@ -232,7 +232,7 @@ class BatchMaker:
         samples = []
         for number, group in enumerate(groups, first):
             row_prompt = np.asarray(group.prompt.token_ids, dtype=np.int32)
-            for completion in group.completions:
+            for index, completion in enumerate(group.completions):
                 counts = fault(completion) is None and bool(completion.token_ids)
                 counts = counts and (with_overlong or not self.is_overlong(completion))
                 mask = np.asarray(completion.mask or [1] * len(completion.token_ids), dtype=np.bool_)
@@ -256,6 +256,10 @@ class BatchMaker:
                         ref_logprobs=ref_logprobs,
                         token_advantages=token_advantages,
                         routes=routes_of(completion, prompt.size) if counts else None,
+                        group_id=group.group_id,
+                        prompt_id=group.prompt.prompt_id,
+                        index=index,
+                        finish_reason=completion.finish_reason,
                     )
                 )
         return samples
@@ -289,10 +293,13 @@ class BatchMaker:
         return sum(abs(sample.advantage) for sample in samples) * spread
 
 
-def _mask_excluded(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> None:
-    """Clear the data mask of samples that the scores exclude."""
-    reasons = [reason for group in groups for reason in scores_of(group).excluded]
-    for sample, reason in zip(samples, reasons, strict=True):
+def _note_scores(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup]) -> None:
+    """Note the rewards of samples, and clear the data mask of those that the scores exclude."""
+    scores = [scores_of(group) for group in groups]
+    reasons = [reason for of_group in scores for reason in of_group.excluded]
+    values = [row for of_group in scores for row in of_group.values]
+    for sample, reason, rewards in zip(samples, reasons, values, strict=True):
+        sample.rewards = list(rewards)
         if reason is not None:
             sample.trained[:] = False
 

@@ -34,6 +34,8 @@ class TrainSample:
     versions: policy versions of the tokens, run-length encoded as (version, start, end).
     old_logprobs, ref_logprobs, teacher_logprobs: float32 [T]; None until a forward pass has computed them.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
+    group_id, prompt_id, index, finish_reason, rewards: of the completion, for the record; `index` is its place in the
+        group, and each function and model has a reward.
     routes: uint8 or uint16 [P + T - 1, layers, top-k], the experts to replay for P tokens of the prompt and those of
         the completion but the last one; None without.
     """
@@ -50,6 +52,11 @@ class TrainSample:
     teacher_logprobs: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
     routes: np.ndarray | None = None
+    group_id: str = ""
+    prompt_id: str = ""
+    index: int = 0
+    finish_reason: str = ""
+    rewards: list[float | None] = field(default_factory=list)
 
     @property
     def has_advantage(self) -> bool:

@@ -19,6 +19,7 @@ from swift.observability.health import Alert, HealthMonitor
 from swift.observability.jsonl import JsonlWriter, read_log
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
+from swift.observability.rollout_record import RolloutRecord
 from swift.observability.summary import summarise
 from swift.observability.trackers import CompletionTrackers
 from swift.rollout.round_result import ScoredRound
@@ -31,7 +32,7 @@ class RunReport(contextlib.ExitStack):
 
     attempt: number of this start. metrics: the trainer's; train rounds add to it. reward_names: columns of the scores.
     health: checks the training log lines. metric_names: further names of metrics. trackers: show sample completions at
-    log steps. diagnosis: findings of the reward functions on their last values.
+    log steps. diagnosis: findings of the reward functions on their last values. record: `--record_rollouts`.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class RunReport(contextlib.ExitStack):
         metric_names: str | None,
         trackers: CompletionTrackers | None,
         diagnosis: Callable[[], Sequence[str]],
+        record: str = "off",
     ) -> None:
         super().__init__()
         self.run_dir = run_dir
@@ -61,11 +63,13 @@ class RunReport(contextlib.ExitStack):
         self.completions = CompletionsLog(run_dir / COMPLETIONS)
         self.trackers = trackers
         self.curves = Curves(run_dir)
+        self.record = RolloutRecord(run_dir, record, reward_names)
         self._last_rows: list[dict[str, Any]] = []
         self.push(self.curves)  # drawn last, from complete files
         if trackers is not None:
             self.callback(trackers.close)
         self.callback(self.completions.close)
+        self.callback(self.record.close)
         self.callback(self.alerts.close)
         self.callback(self.logging.close)
         self.callback(progress.close)
@@ -103,6 +107,7 @@ class RunReport(contextlib.ExitStack):
         self.logging.sync()
         self.alerts.sync()
         self.completions.flush()
+        self.record.flush()
         if self._last_rows:
             self.progress.line(sample_line(self._last_rows[0]), cut=True)
         self.curves.draw()

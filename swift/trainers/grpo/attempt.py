@@ -36,6 +36,7 @@ from swift.trainers.grpo.build import (
 )
 from swift.trainers.grpo.callbacks import AtTheStart, EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
+from swift.trainers.grpo.record import StepRecord
 from swift.trainers.grpo.trainer import GRPOTrainer
 from swift.trainers.memory.traced import TracedActivations
 from swift.trainers.reporting import RunReport
@@ -98,6 +99,7 @@ class Attempt:
             metric_names=args.metric_names,
             trackers=trackers,
             diagnosis=parts.rewards.diagnosis,
+            record=args.record_rollouts,
         )
 
     def _build_trainer(self, model: Any, beside: Beside) -> GRPOTrainer:
@@ -132,6 +134,9 @@ class Attempt:
             offloads_activations=args.activation_offloading,
             stops_at_alert=args.health_action == "stop",
         )
+        if args.record_rollouts != "off":
+            file = self.report.record if self.report is not None else None
+            trainer.step.record = StepRecord(args.record_rollouts, parts.collectives, file)
         if parts.collectives.is_main and trainer.planner.wants_count:
             trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:

@@ -29,6 +29,7 @@ from swift.trainers.grpo.entropy import STEERING, EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.grpo.record import StepRecord
 from swift.trainers.micro_batches import MicroBatchPlan
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class GlobalBatchStep:
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
     deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
-    forward pass with its backward pass. loss_scale: of the loss in backward passes. num_updates: before the current
-    one.
+    forward pass with its backward pass. loss_scale: of the loss in backward passes. record: takes the log-probs for
+    the record of rollouts. num_updates: before the current one.
     """
 
     logprobs: LogProbs
@@ -78,6 +79,7 @@ class GlobalBatchStep:
     around_pass: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     loss_scale: float = 1.0
     num_updates: int = 0
+    record: StepRecord | None = None
     _has_stepped: bool = False
 
     def run(
@@ -124,6 +126,8 @@ class GlobalBatchStep:
         def undo_all() -> None:
             model.zero_grad(set_to_none=True)
             report.clear()
+            if self.record is not None:
+                self.record.clear()
             undo()
 
         return self.logprobs.planner.surviving(attempt, undo_all, alone=self.can_agree)
@@ -297,6 +301,8 @@ class GlobalBatchStep:
             batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
             batch.frozen_N = {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
+            if held and self.record is not None:
+                self.record.add(held, policy_logprobs_N, batch.frozen_N)
             if held and shared.batch.updates_per_rollout > 1:
                 scored["old_logprobs"].append((samples, policy_logprobs_N.detach()))
                 for name in frozen:

@@ -258,11 +258,15 @@ class GRPOTrainer(AtomicTrainer):
             self.planner.measure(whole_logits=self._whole_logits is not None, has_state=state)
         if self.alignment is not None and inputs.position == 0 and inputs.arriving is None:
             self.alignment.check(inputs)
+        if (record := self.step.record) is not None:
+            record.begin(self.state.global_step + 1)
         with self.saved_if_it_fails():
             loss = self.step.run(model, self._unwrapped(), inputs, report, self.state.global_step)
         if inputs.position == 0:
             self.state.num_input_tokens_seen += sum(len(s.prompt_ids) + len(s.token_ids) for s in inputs.samples)
         report.add("loss", loss, 0.0)
+        if record is not None:
+            record.copy()
         self._measured = report, inputs
         return loss / self.planner.group_size  # Trainer takes the mean over ranks for its summary
 
@@ -295,9 +299,10 @@ class GRPOTrainer(AtomicTrainer):
         report.collect()
         value = report.pop("grad_norm").total
         self.step.entropy.steer(report)
-        self.metrics.add_many(
-            summarise(report, batch, self.logprobs.settings, self.collectives, self.planner.group_size)
-        )
+        values = summarise(report, batch, self.logprobs.settings, self.collectives, self.planner.group_size)
+        self.metrics.add_many(values)
+        if self.step.record is not None:
+            self.step.record.write(self.state.global_step + 1, batch, values)
         if math.isfinite(value):
             if norm is not None:
                 self._non_finite_in_a_row = 0

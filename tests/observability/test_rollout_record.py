@@ -1,0 +1,74 @@
+"""The record of rollouts holds what it was given, and keeps the steps that the setting names."""
+
+import numpy as np
+import pytest
+
+from swift import read_rollouts
+from swift.errors import ConfigError
+from swift.observability import rollout_record
+from swift.observability.rollout_record import RolloutRecord, keeps, recorded_steps
+
+
+def row(number, length=3, **more):
+    return {
+        "group": 0, "group_id": "a-1", "prompt_id": "a", "index": number, "finish_reason": "stop", "advantage": 0.5,
+        "rewards": [1.0, None], "prompt_ids": np.arange(2, dtype=np.int32),
+        "token_ids": np.arange(length, dtype=np.int32), "trained": np.arange(length) > 0,
+        "sampler_logprobs": np.linspace(-1, 0, length, dtype=np.float32), "policy_logprobs": None,
+        "versions": np.array([2, 0, 1, 3, 1, length]), **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def record(tmp_path):
+    def made(setting="all"):
+        return RolloutRecord(tmp_path, setting, ["accuracy", "format"])
+
+    return made
+
+
+def test_rows_come_back_as_they_were_given(record, tmp_path):
+    file = record()
+    policy = np.array([-0.25, -0.5], np.float32)
+    file.write(7, [row(0), row(1, 2, policy_logprobs=policy), row(2, 0)], {"loss": 0.125})
+    file.close()
+    first, second, empty = read_rollouts(tmp_path)
+    assert first["step"] == 7 and first["rewards"] == {"accuracy": 1.0, "format": None}
+    assert first["policy_logprobs"] is None and (second["policy_logprobs"] == policy).all()
+    assert first["versions"] == [(2, 0, 1), (3, 1, 3)]
+    assert first["trained"].tolist() == [False, True, True]
+    for name in ("prompt_ids", "token_ids", "sampler_logprobs"):
+        assert (first[name] == row(0)[name]).all() and first[name].dtype == row(0)[name].dtype
+    assert len(empty["token_ids"]) == 0
+    assert rollout_record.read_step(tmp_path, 7)[1]["metrics"] == {"loss": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"), [("all", [1, 2, 3, 4, 5]), ("last:2", [4, 5]), ("every:2", [2, 4]), ("off", [])]
+)
+def test_the_steps_of_the_setting_are_kept(record, tmp_path, setting, kept):
+    file = record(setting)
+    for step in range(1, 6):
+        if keeps(setting, step, step):
+            file.write(step, [row(0)], {})
+    file.close()
+    assert recorded_steps(tmp_path) == kept
+
+
+def test_a_failed_write_is_told_by_the_next_call_and_leaves_no_half_file(record, tmp_path):
+    (tmp_path / "rollouts").write_text("")
+    file = record()
+    file.write(1, [row(0)], {})
+    with pytest.raises(FileExistsError):
+        file.flush()
+    file.close()
+
+
+def test_a_step_that_is_not_there_is_named(record, tmp_path):
+    with pytest.raises(ConfigError, match="step 3 is not on record; there are: none"):
+        list(read_rollouts(tmp_path, [3]))
+    file = record()
+    file.write(1, [row(0)], {})
+    file.close()
+    with pytest.raises(ConfigError, match="step 3 is not on record; there are: 1 to 1"):
+        list(read_rollouts(tmp_path, [3]))

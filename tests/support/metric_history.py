@@ -1,0 +1,96 @@
+"""Bands for the metrics of the examples: `python tests/support/metric_history.py --write [part of a script's name]`.
+
+Each script runs for `STEPS` steps with three seeds. A metric's band reaches from the smallest to the largest of its
+means over these steps, and further by the larger of their distance and `SLACK` of the mean. Bands have two sides: a
+metric far off in the good direction is a broken metric. They are read in review like code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "examples" / "train"
+BANDS = Path(__file__).with_name("metric_history.json")
+STEPS = 8
+SEEDS = (42, 43, 44)
+SLACK = 0.15
+SCRIPTS = [
+    *(TRAIN / "grpo" / f"{name}.sh" for name in (
+        "distillation", "experts_cpu", "guided_regex", "hybrid_cpu", "off_policy_cpu", "rollout_func",
+        "two_processes_cpu", "vision/colours", "vllm/cpu",
+    )),
+    TRAIN / "ebft" / "structured.sh",
+    TRAIN / "ebft" / "strided.sh",
+    TRAIN / "sft" / "tiny.sh",
+    TRAIN / "sft" / "pretrain.sh",
+    *sorted((TRAIN / "preference").glob("*.sh")),
+]  # fmt: skip
+"""Those that make their own model and data."""
+
+METRICS = (
+    "loss", "grad_norm", "reward", "reward_std", "kl", "entropy", "completions/mean_length", "mismatch/kl",
+    "teacher_kl", "rewards/margins", "rewards/accuracies", "accuracy", "mean_token_accuracy", "ebft/cfm_loss",
+)  # fmt: skip
+
+
+def name_of(script: Path) -> str:
+    """Its path below examples/train."""
+    return str(script.relative_to(TRAIN))
+
+
+def measured(script: Path, folder: Path, seed: int) -> dict[str, float]:
+    """Mean over the first steps of each metric that the script's last run logs; it runs in a copy of the examples."""
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    programs = folder / "bin"
+    programs.mkdir()
+    for program, module in (("swift", "-m swift"), ("python", "")):
+        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+        (programs / program).chmod(0o755)
+    words = ["--max_steps", STEPS, "--logging_steps", 1, "--eval_strategy", "no", "--seed", seed]
+    environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = ["bash", str(folder / "examples" / "train" / name_of(script)), *map(str, words)]
+    run = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    log = max((folder / "output").rglob("logging.jsonl"), key=lambda path: path.stat().st_mtime)
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [row for row in rows if "loss" in row and "grad_norm" in row]
+    assert len(rows) == STEPS, log
+    return {
+        metric: sum(row[metric] for row in rows) / STEPS for metric in METRICS if all(metric in row for row in rows)
+    }
+
+
+def band(means: list[float]) -> list[float]:
+    """Lower and upper end, rounded outwards to four digits."""
+    low, high = min(means), max(means)
+    reach = max(high - low, SLACK * abs(low + high) / 2, 1e-6)
+    return [float(f"{low - reach:.4g}"), float(f"{high + reach:.4g}")]
+
+
+def main() -> None:
+    """Writes the bands of the scripts whose names have the given part."""
+    part = sys.argv[2] if len(sys.argv) > 2 else ""
+    bands = json.loads(BANDS.read_text()) if BANDS.exists() else {}
+    for script in SCRIPTS:
+        if part not in name_of(script):
+            continue
+        runs = []
+        for seed in SEEDS:
+            with tempfile.TemporaryDirectory() as folder:
+                runs.append(measured(script, Path(folder), seed))
+        bands[name_of(script)] = {metric: band([run[metric] for run in runs]) for metric in runs[0]}
+        print(name_of(script), bands[name_of(script)], flush=True)
+        BANDS.write_text(json.dumps(bands, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"]:
+        sys.exit(__doc__)
+    main()
