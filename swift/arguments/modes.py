@@ -206,6 +206,23 @@ class DoctorArguments(CommonArguments):
 
 
 @dataclass(kw_only=True)
+class ReplayArguments(CommonArguments):
+    """`swift replay`: the loss of a recorded step again, and under other settings."""
+
+    run: str | None = flag(unset=REQUIRED)
+    """Folder of the run, or of runs, of which it is the newest."""
+
+    step: int | None = flag(at_least=1, unset="the newest on record")
+    """Optimizer step."""
+
+    set: list[str] = flag([], joins=True)
+    """Other settings, as name=value: loss_type=dapo epsilon_high=0.28. Several values have commas between them."""
+
+    group: str | None = flag(unset="no completions are shown")
+    """Group whose completions are shown, by its group_id in completions.jsonl."""
+
+
+@dataclass(kw_only=True)
 class PlanArguments(CommonArguments):
     """`swift plan`: memory and time of a run before it starts; the other flags are those of the run."""
 
@@ -274,6 +291,7 @@ MODES: dict[str, type] = {
     "reward-test": RewardTestArguments,
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
+    "replay": ReplayArguments,
     "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,

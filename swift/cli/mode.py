@@ -64,6 +64,11 @@ MODES = {
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
     "plan": Mode("memory and time of a run on any GPU, before it starts", "swift.planning.command:run", wraps=True),
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run", first="run"),
+    "replay": Mode(
+        "the loss of a recorded step again, under the same or other settings",
+        "swift.trainers.grpo.replayed:run",
+        first="run",
+    ),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
     "import-config": Mode(
         "a configuration of Axolotl, TRL or ms-swift as one of swift",

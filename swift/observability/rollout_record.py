@@ -29,11 +29,11 @@ FOLDER = "rollouts"
 ARRAYS = {
     "prompt_ids": "int32", "token_ids": "int32", "trained": "bool", "sampler_logprobs": "float32",
     "policy_logprobs": "float32", "old_logprobs": "float32", "ref_logprobs": "float32", "teacher_logprobs": "float32",
-    "token_advantages": "float32", "versions": "int64",
+    "entropy": "float32", "token_advantages": "float32", "versions": "int64",
 }  # fmt: skip
 """Columns with an array per completion, null where there is none, and their types."""
 
-PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "advantage", "rewards")
+PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "excluded", "advantage", "rewards")
 """Columns with a value per completion; `rewards` are in the order of `reward_names`."""
 
 Row = Mapping[str, Any]
@@ -55,8 +55,11 @@ def step_file(folder: Path, step: int) -> Path:
 class RolloutRecord:
     """Writes the files of a run, in the background; a failure is raised by the next call.
 
-    setting: `--record_rollouts`. reward_names: of the reward functions, then of the models.
+    setting: `--record_rollouts`. reward_names: of the reward functions, then of the models. logprob_support: of the
+    engines (`swift.rollout.engines.base`).
     """
+
+    logprob_support = "full"
 
     def __init__(self, run_dir: Path, setting: str, reward_names: Sequence[str]) -> None:
         self.folder, self.setting, self.reward_names = run_dir / FOLDER, setting, list(reward_names)
@@ -85,7 +88,10 @@ class RolloutRecord:
         from pyarrow import ipc
 
         self.folder.mkdir(exist_ok=True)
-        about = {"step": step, "reward_names": self.reward_names, "metrics": metrics}
+        about = {
+            "step": step, "reward_names": self.reward_names, "logprob_support": self.logprob_support,
+            "metrics": metrics,
+        }  # fmt: skip
         table = table_of(rows).replace_schema_metadata({"swift": json.dumps(about)})
         path = step_file(self.folder, step)
         partial = path.with_suffix(".partial")
@@ -103,6 +109,7 @@ def table_of(rows: Sequence[Row]) -> pyarrow.Table:
     import pyarrow as pa
 
     columns = {name: pa.array([row[name] for row in rows]) for name in PLAIN}
+    columns["excluded"] = pa.array([row["excluded"] for row in rows], pa.string())
     columns["rewards"] = pa.array([row["rewards"] for row in rows], pa.list_(pa.float64()))
     for name, kind in ARRAYS.items():
         arrays = [row.get(name) for row in rows]
@@ -126,7 +133,7 @@ def recorded_steps(run: str | Path) -> list[int]:
 
 
 def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]]:
-    """The table of a step, and what is said of it: `step`, `reward_names`, `metrics`.
+    """The table of a step, and what is said of it: `step`, `reward_names`, `logprob_support`, `metrics`.
 
     Raises:
         ConfigError: there is no such file.

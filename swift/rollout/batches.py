@@ -299,7 +299,7 @@ def _note_scores(samples: Sequence[TrainSample], groups: Sequence[RolloutGroup])
     reasons = [reason for of_group in scores for reason in of_group.excluded]
     values = [row for of_group in scores for row in of_group.values]
     for sample, reason, rewards in zip(samples, reasons, values, strict=True):
-        sample.rewards = list(rewards)
+        sample.rewards, sample.excluded = list(rewards), reason
         if reason is not None:
             sample.trained[:] = False
 

@@ -34,8 +34,8 @@ class TrainSample:
     versions: policy versions of the tokens, run-length encoded as (version, start, end).
     old_logprobs, ref_logprobs, teacher_logprobs: float32 [T]; None until a forward pass has computed them.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
-    group_id, prompt_id, index, finish_reason, rewards: of the completion, for the record; `index` is its place in the
-        group, and each function and model has a reward.
+    group_id, prompt_id, index, finish_reason, rewards, excluded: of the completion, for the record; `index` is its
+        place in the group, each function and model has a reward, and `excluded` is why it has no part, or None.
     routes: uint8 or uint16 [P + T - 1, layers, top-k], the experts to replay for P tokens of the prompt and those of
         the completion but the last one; None without.
     """
@@ -57,6 +57,7 @@ class TrainSample:
     index: int = 0
     finish_reason: str = ""
     rewards: list[float | None] = field(default_factory=list)
+    excluded: str | None = None
 
     @property
     def has_advantage(self) -> bool:

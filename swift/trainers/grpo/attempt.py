@@ -137,6 +137,8 @@ class Attempt:
         if args.record_rollouts != "off":
             file = self.report.record if self.report is not None else None
             trainer.step.record = StepRecord(args.record_rollouts, parts.collectives, file)
+            if file is not None:
+                file.logprob_support = support
         if parts.collectives.is_main and trainer.planner.wants_count:
             trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:

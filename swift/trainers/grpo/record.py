@@ -40,10 +40,17 @@ class StepRecord:
         """The step begins again."""
         self._parts.clear()
 
-    def add(self, held: Sequence[int], policy_logprobs_N: Tensor, frozen_N: Mapping[FrozenName, Tensor]) -> None:
-        """The log-probs of a micro-batch; nothing waits for the device."""
+    def add(
+        self,
+        held: Sequence[int],
+        policy_logprobs_N: Tensor,
+        frozen_N: Mapping[FrozenName, Tensor],
+        entropy_N: Tensor | None,
+    ) -> None:
+        """The log-probs of a micro-batch, and the entropies, if it has computed some; nothing waits for the device."""
         if self._wanted:
             computed: list[tuple[str, Tensor]] = [("policy_logprobs", policy_logprobs_N), *frozen_N.items()]
+            computed += [] if entropy_N is None else [("entropy", entropy_N)]
             for name, values_N in computed:
                 self._parts.setdefault(name, []).append((list(held), values_N.detach()))
 
@@ -70,14 +77,14 @@ class StepRecord:
     def _row(self, batch: RolloutBatch, number: int, computed: dict[str, dict[int, np.ndarray]]) -> dict[str, Any]:
         sample = batch.samples[number]
         row = {name: getattr(sample, name) for name in SAME}
-        for name in ("policy_logprobs", *FROZEN):
+        for name in ("policy_logprobs", "entropy", *FROZEN):
             row[name] = computed.get(name, {}).get(number, getattr(sample, name, None))
         return {**row, "versions": np.asarray(sample.versions, dtype=np.int64).reshape(-1)}
 
 
 SAME = (
-    "group", "group_id", "prompt_id", "index", "finish_reason", "advantage", "rewards", "prompt_ids", "token_ids",
-    "trained", "sampler_logprobs", "old_logprobs", "token_advantages",
+    "group", "group_id", "prompt_id", "index", "finish_reason", "excluded", "advantage", "rewards", "prompt_ids",
+    "token_ids", "trained", "sampler_logprobs", "old_logprobs", "token_advantages",
 )  # fmt: skip
 """Fields of a sample that are columns of the record."""
 

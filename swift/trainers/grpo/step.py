@@ -302,7 +302,7 @@ class GlobalBatchStep:
             batch.frozen_N = {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and self.record is not None:
-                self.record.add(held, policy_logprobs_N, batch.frozen_N)
+                self.record.add(held, policy_logprobs_N, batch.frozen_N, entropy_N)
             if held and shared.batch.updates_per_rollout > 1:
                 scored["old_logprobs"].append((samples, policy_logprobs_N.detach()))
                 for name in frozen:

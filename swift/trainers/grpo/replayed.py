@@ -1,0 +1,233 @@
+"""`swift replay RUN --step N`: the loss of a recorded step again, and under other settings; no model is needed.
+
+Advantages, ratios, corrections, masks and the loss come from the code of the training step, over log-probs of the
+record. So what is found under the run's own settings is what was logged, up to rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from swift.errors import ConfigError, counted
+from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
+from swift.observability.run_dir import list_versions
+from swift.rl.advantages import compute_advantages, reward_matrix
+from swift.rl.declared import parameters_of
+from swift.rl.estimators import get_estimator
+from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.trainers.grpo.arguments import trainer_settings
+from swift.trainers.grpo.entropy import EntropyControl
+from swift.trainers.grpo.metrics import StepMetrics, summarise
+from swift.trainers.grpo.micro_batch import collate
+from swift.trainers.grpo.step import GlobalBatchStep, _Shared
+
+if TYPE_CHECKING:
+    from swift.arguments import Resolved
+    from swift.trainers.grpo.settings import GRPOSettings
+
+EQUAL = 1e-6
+"""Relative distance of a metric from what was logged, beyond which it is told; of values below 1, absolute."""
+ALONE: Any = SimpleNamespace(world_size=1, rank=0, is_main=True, gather=lambda value: [value])
+
+
+def run(resolved: Resolved) -> int:
+    """The mode: prints the table of metrics; returns 0.
+
+    Raises:
+        ConfigError: no record of the step, or settings that it cannot be replayed under.
+    """
+    from swift.arguments import parse
+
+    args: Any = resolved.args
+    folder = _folder(args.run)
+    steps = recorded_steps(folder)
+    step = steps[-1] if args.step is None and steps else args.step or 0
+    about = read_step(folder, step)[1]
+    words = [word for pair in args.set for word in _flag(pair)]
+    own, other = (parse("rlhf", [str(folder / "args.json"), *more], {}).args for more in ([], words))
+    rows = list(read_rollouts(folder, [step]))
+    names = about["reward_names"]
+    found = replayed(rows, names, own, about, advantages=False)
+    metrics = {"logged": about["metrics"], "again": found}
+    if words:
+        metrics["changed"] = replayed(rows, names, other, about, advantages=True)
+    group = [row for row in rows if row["group_id"] == args.group] if args.group else []
+    if args.group and not group:
+        there = ", ".join(dict.fromkeys(row["group_id"] for row in rows))
+        raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {there}")
+    gaps = differences(about["metrics"], found)
+    if args.json:
+        print(json.dumps({"step": step, "metrics": metrics, "differences": gaps, "group": list(map(_told, group))}))
+        return 0
+    trained = sum(int(row["trained"].sum()) for row in rows)
+    groups = len({row["group_id"] for row in rows})
+    print(f"{folder}: step {step}: {counted(len(rows), 'completion')} of {counted(groups, 'group')}, {trained} tokens")
+    print(*_table(metrics, args.set), sep="\n")
+    if gaps:
+        print(f"differs from the log by more than {EQUAL:g}: {', '.join(gaps)}")
+    else:
+        print(f"equal to the log within {EQUAL:g}")
+    print(*_group_lines(group), sep="\n", end="\n" if group else "")
+    return 0
+
+
+def _folder(given: str) -> Path:
+    """The folder of a run, or of runs, of which it is the newest with a record."""
+    folder = Path(given).expanduser()
+    for one in (folder, *reversed(list_versions(folder))):
+        if recorded_steps(one):
+            return one
+    raise ConfigError(f"--run: {given}: no rollouts on record there; give the folder of a run with --record_rollouts")
+
+
+def _flag(pair: str) -> list[str]:
+    name, equals, value = pair.partition("=")
+    if not equals:
+        raise ConfigError(f"--set: {pair}: not understood; write name=value, such as loss_type=dapo")
+    return [f"--{name.lstrip('-')}", *value.split(",")]
+
+
+def replayed(
+    rows: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any, about: Mapping[str, Any], *, advantages: bool
+) -> dict[str, float]:
+    """The metrics of a recorded global batch under the settings `args`.
+
+    rows: of `read_rollouts`. names: of the rewards. advantages: whether they are made of the rewards again; else they
+    are those on record.
+
+    Raises:
+        ConfigError: something that the loss needs is not on record.
+    """
+    _refuse(args, rows)
+    settings = trainer_settings(args, logprob_support=about["logprob_support"])
+    samples = [_sample(row) for row in rows]
+    if advantages:
+        for sample, value in zip(samples, advantages_of(rows, names, args), strict=True):
+            sample.advantage = value
+    report = StepMetrics()
+    batch = RolloutBatch(samples, 1, 1)
+    loss = _loss(settings, batch, rows, about["metrics"], report)
+    report.add("loss", loss, 0.0)
+    return summarise(report, batch, settings, ALONE)
+
+
+def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any) -> list[float]:
+    """Advantages of the rows from their rewards; statistics over a batch are those of this step."""
+    groups = {group: number for number, group in enumerate(dict.fromkeys(row["group"] for row in rows))}
+    weights = list(args.reward_weights) or [1.0] * len(names)
+    made = compute_advantages(
+        reward_matrix([[row["rewards"].get(name) for name in names] for row in rows]),
+        torch.tensor([groups[row["group"]] for row in rows]),
+        weights_K=torch.tensor(weights, dtype=torch.float64),
+        excluded_S=torch.tensor([row["excluded"] is not None for row in rows]),
+        estimator=args.advantage_estimator,
+        parameters=parameters_of(get_estimator(args.advantage_estimator), args),
+        scale=args.scale_rewards,
+    )
+    return [float(value) for value in made.advantages_S.tolist()]
+
+
+def _refuse(args: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What is not on record."""
+    computed = [row for row in rows if row["policy_logprobs"] is not None]
+    if hasattr(args, "ebft_mode"):
+        raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
+    if args.kl_in_reward and args.beta > 0:
+        raise ConfigError("--set: kl_in_reward: the KL of whole completions is not on record; leave it out")
+    needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", bool(args.teacher_model))}
+    entropic = args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy
+    for name, (column, needed) in {**needs, "entropy_coef, top_entropy_quantile": ("entropy", entropic)}.items():
+        if needed and any(row[column] is None for row in computed):
+            raise ConfigError(f"--set: {name}: the run has not computed {column}, so they are not on record")
+
+
+def _sample(row: Mapping[str, Any]) -> TrainSample:
+    fields = (
+        "prompt_ids", "token_ids", "sampler_logprobs", "trained", "advantage", "old_logprobs", "ref_logprobs",
+        "teacher_logprobs", "token_advantages",
+    )  # fmt: skip
+    return TrainSample(row["group"], **{name: row[name] for name in fields})
+
+
+def _loss(
+    settings: GRPOSettings,
+    batch: RolloutBatch,
+    rows: Sequence[Mapping[str, Any]],
+    logged: Mapping[str, float],
+    report: StepMetrics,
+) -> torch.Tensor:
+    """The loss of the samples that the run computed, in one micro-batch; the others have no gradient."""
+    logprobs: Any = SimpleNamespace(settings=settings, collectives=ALONE, device=torch.device("cpu"))
+    step = GlobalBatchStep(logprobs, EntropyControl(logprobs, None), accelerator=ALONE, sequences=0, timer=ALONE)
+    held = [number for number, row in enumerate(rows) if row["policy_logprobs"] is not None]
+    if not held:
+        return torch.zeros(())
+    weights = step._weights(batch.samples)
+    shared = _Shared(
+        batch,
+        dict(enumerate(weights)),
+        filler=held[0],
+        report=report,
+        num_tokens=sum(sample.num_trained for sample in batch.samples),
+        coefficient=logged.get("entropy_coef", settings.entropy.coefficient) if settings.entropy.has_bonus else 0.0,
+    )
+    micro = collate([batch.samples[number] for number in held], [weights[number] for number in held], device="cpu")
+    values = {name: [rows[number][name] for number in held] for name in ("policy_logprobs", "entropy")}
+    policy_N = torch.from_numpy(np.concatenate(values["policy_logprobs"]))
+    known = all(entropy is not None for entropy in values["entropy"])
+    entropy_N = torch.from_numpy(np.concatenate(values["entropy"])) if known else None
+    loss = step._loss(shared, held, micro, policy_N, entropy_N)
+    return loss + settings.router_aux_loss_coef * logged.get("aux_loss", 0.0)
+
+
+def differences(logged: Mapping[str, float], again: Mapping[str, float]) -> list[str]:
+    """Metrics of both that are not equal within `EQUAL`."""
+    both = [name for name in again if name in logged]
+    return [name for name in both if not _equal(logged[name], again[name])]
+
+
+def _equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=EQUAL, abs_tol=EQUAL) or (math.isnan(one) and math.isnan(other))
+
+
+def _table(metrics: Mapping[str, Mapping[str, float]], settings: Sequence[str]) -> list[str]:
+    """Metrics in rows, the log and the replays in columns."""
+    titles = {"logged": "logged", "again": "again", "changed": " ".join(settings)}
+    names = [name for name in metrics["again"] if name in metrics["logged"] or "changed" in metrics]
+    width = max(map(len, names), default=0)
+    lines = [f"  {'':<{width}}  " + "  ".join(f"{titles[column]:>14}" for column in metrics)]
+    for name in names:
+        cells = (f"{column[name]:>14.7g}" if name in column else f"{'-':>14}" for column in metrics.values())
+        lines.append(f"  {name:<{width}}  " + "  ".join(cells))
+    return lines
+
+
+def _told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of a completion of `--group`."""
+    trained, policy, old = row["trained"], row["policy_logprobs"], row["old_logprobs"]
+    ratio = None
+    if policy is not None and trained.any():
+        ratio = float(np.exp(policy - (policy if old is None else old))[trained].mean())
+    plain = {name: row[name] for name in ("index", "finish_reason", "excluded", "rewards", "advantage")}
+    return {**plain, "tokens": len(row["token_ids"]), "trained": int(trained.sum()), "ratio": ratio}
+
+
+def _group_lines(group: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = []
+    for told in map(_told, group):
+        rewards = ", ".join(f"{name} {value:g}" for name, value in told["rewards"].items() if value is not None)
+        ratio = "not computed" if told["ratio"] is None else f"ratio {told['ratio']:.6f}"
+        why = f", {told['excluded']}" if told["excluded"] else ""
+        lines.append(
+            f"  {told['index']:>3}: {told['tokens']} tokens ({told['finish_reason']}{why}); {rewards or 'no reward'}; "
+            f"advantage {told['advantage']:+.4f}; {ratio}"
+        )
+    return lines
