@@ -52,6 +52,7 @@ MAY_IMPORT = {
     "methods": {"devices", "errors", "flags", "plugin", "models", "trainers"},
     "arguments": {"devices", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
+    "replay": {"errors", "observability", "rl", "rollout", "trainers", "arguments"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
     "cli": {"devices", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},

@@ -66,7 +66,7 @@ MODES = {
     "doctor": Mode("health alerts of a run", "swift.observability.doctor:run", first="run"),
     "replay": Mode(
         "the loss of a recorded step again, under the same or other settings",
-        "swift.trainers.grpo.replayed:run",
+        "swift.replay:run",
         first="run",
     ),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
