@@ -344,6 +344,15 @@ def _derive_engine(reader: Reader, _: Machine) -> None:
         reader.derive("vllm_mode", "server", "server because its address is given")
 
 
+def _derive_replay(reader: Reader, _: Machine) -> None:
+    """Nothing is sampled: there is no engine to start or to check."""
+    for name, value in (("use_vllm", False), ("infer_backend", "transformers"), ("parity_check", "off")):
+        if name not in reader.origins or name == "parity_check":
+            reader.derive(name, value, "with replay_from")
+    if "record_rollouts" not in reader.origins:
+        reader.derive("record_rollouts", "off", "off with replay_from")
+
+
 def _add_gym_reward(reader: Reader, _: Machine) -> None:
     """Adds the reward of an environment as the last function if `reward_funcs` has none of its names."""
     args = reader.args
@@ -397,6 +406,7 @@ REWRITES: tuple[tuple[str, Callable[[Reader, Machine], None]], ...] = (
     ("reward_funcs", _move_reward_models),
     ("weight_bridge", apply_bridge),
     ("rollout_source", _derive_from_rollout_source),
+    ("replay_from", _derive_replay),
     ("num_generations", _derive_batch_size),
     ("num_generations", _derive_engine),
     ("generation_kwargs", _move_generation_kwargs),

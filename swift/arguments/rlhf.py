@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from swift.arguments.bridges import bridge_problems
 from swift.arguments.common import CommonArguments, backend_problems, model_missing, training_data_missing
@@ -27,6 +27,12 @@ from swift.rollout.placement import has_own_engine
 from swift.rollout.sources.atropos.arguments import AtroposArguments
 from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
 from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RouterArguments, RunArguments
+
+UNRECORDED = (
+    "use_vllm", "use_lmdeploy", "async_generate", "dynamic_sample", "replay_buffer_size", "multi_turn_scheduler",
+    "gym_env", "rollout_func", "rollout_tools", "streaming_partial_batch", "val_dataset", "split_dataset_ratio",
+)  # fmt: skip
+"""Settings that sample, or that train on other rollouts than whole ones."""
 
 OF_PRESETS = ("gdpo", "rloo")
 """Methods that are grpo with a preset."""
@@ -73,6 +79,13 @@ class RLHFArguments(
     record_rollouts: str = flag("last:50", everyday=False, resume="free")
     """Steps whose rollouts are kept in `rollouts/`: last:N, every:N, all or off. About 12 bytes a token, compressed."""
 
+    replay_from: str | None = flag(everyday=False, unset="completions are sampled")
+    """Run whose completions are trained on instead of sampling, recorded by `--record_rollouts all`. Data, seeds and
+    batches are the same."""
+
+    rollout_only: bool = flag(False, everyday=False, resume="fixed")
+    """Whether to sample, score and record without training."""
+
     metric_names: Literal["trl", "verl"] | None = flag(everyday=False, unset="swift's own names only", resume="free")
     """Other names under which metrics are logged, too."""
 
@@ -89,11 +102,7 @@ class RLHFArguments(
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
-        kind, _, number = self.record_rollouts.partition(":")
-        if self.record_rollouts not in ("all", "off") and not (
-            kind in ("last", "every") and number.isdigit() and int(number) > 0
-        ):
-            yield f"--record_rollouts: {self.record_rollouts}: not understood; valid: last:N, every:N, all, off"
+        yield from self._record_problems()
         if self.rollout_source != "atropos":
             yield from training_data_missing(self)
         if self.use_vllm or self.use_lmdeploy:
@@ -109,6 +118,26 @@ class RLHFArguments(
             yield from self._correction_problems(changes)
         if self.streaming_partial_batch:
             yield from self._streaming_problems()
+
+    def _record_problems(self) -> Iterator[str]:
+        kind, _, number = self.record_rollouts.partition(":")
+        if self.record_rollouts not in ("all", "off") and not (
+            kind in ("last", "every") and number.isdigit() and int(number) > 0
+        ):
+            yield f"--record_rollouts: {self.record_rollouts}: not understood; valid: last:N, every:N, all, off"
+        if self.rollout_only and (self.record_rollouts == "off" or self.streaming_partial_batch):
+            other = "--record_rollouts off" if self.record_rollouts == "off" else "--streaming_partial_batch true"
+            yield f"--rollout_only: true: records whole rollouts and nothing else; drop {other}"
+        if not self.replay_from:
+            return
+        given: dict[str, Any] = {name: getattr(self, name) for name in UNRECORDED}
+        given |= {
+            "rollout_source": self.rollout_source != "engine",
+            "moe_router_replay": self.moe_router_replay != "off",
+        }
+        for name, value in given.items():
+            if value:
+                yield f"--{name}: with --replay_from nothing is sampled, and whole rollouts are on record; leave it out"
 
     def _engine_problems(self) -> Iterator[str]:
         own_engine = has_own_engine(self)

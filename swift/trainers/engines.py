@@ -34,6 +34,7 @@ from swift.rollout.placement import (
     request_from,
 )
 from swift.rollout.round import EngineShare
+from swift.trainers.recorded_engine import RecordedEngine
 
 if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
@@ -149,6 +150,9 @@ def find_placement(args: Any, *, local_ranks: int | None = None, prefetch_given:
 
 def require_backend(args: Any) -> None:
     """Checks, before any weights are loaded, that `--infer_backend` exists and its package is installed."""
+    if getattr(args, "replay_from", None):
+        RecordedEngine(args.replay_from)
+        return
     make = factory(args.infer_backend)
     check = getattr(importlib.import_module(make.__module__), "require", None)
     if check is not None and has_own_engine(args) and args.vllm_mode != "server":
@@ -188,15 +192,8 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
     try:
         with parts.collectives.together():
             if placement.mode == "in_process":
-                from swift.rollout.engines.transformers import TransformersEngine
-
-                setup.engine = TransformersEngine(
-                    model,
-                    eos_token_ids=template.stop_token_ids,
-                    tokenizer=template.tokenizer,
-                    cache_bytes=cache_room(own_device()),
-                    returns_routes=args.moe_router_replay == "rollout",
-                )
+                recorded = args.replay_from
+                setup.engine = RecordedEngine(recorded) if recorded else _with_trainers_weights(parts, model)
                 setup.share = EngineShare(parts.collectives.rank, parts.collectives.world_size)
             else:
                 spec = _engine_spec(parts)
@@ -218,6 +215,18 @@ def build_engines(parts: Parts, model: Any) -> EngineSetup:
         setup.close()
         raise
     return setup
+
+
+def _with_trainers_weights(parts: Parts, model: Any) -> InferenceEngine:
+    from swift.rollout.engines.transformers import TransformersEngine
+
+    return TransformersEngine(
+        model,
+        eos_token_ids=parts.template.stop_token_ids,
+        tokenizer=parts.template.tokenizer,
+        cache_bytes=cache_room(own_device()),
+        returns_routes=parts.args.moe_router_replay == "rollout",
+    )
 
 
 def exact_samples(given: bool | None, setup: EngineSetup) -> bool:

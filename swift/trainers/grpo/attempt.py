@@ -134,6 +134,7 @@ class Attempt:
             offloads_activations=args.activation_offloading,
             stops_at_alert=args.health_action == "stop",
         )
+        trainer.step.rollout_only = args.rollout_only
         if args.record_rollouts != "off":
             file = self.report.record if self.report is not None else None
             trainer.step.record = StepRecord(args.record_rollouts, parts.collectives, file)

@@ -63,7 +63,10 @@ class StepRecord:
         """Write the global batch of the step that was made; collective."""
         if not self._wanted:
             return
-        found = self.collectives.gather({name: _by_sample(batch, parts) for name, parts in self._parts.items()})
+        mine = {name: _by_sample(batch, parts) for name, parts in self._parts.items()}
+        own = {number: batch.samples[number].old_logprobs for number in mine.get("policy_logprobs", ())}
+        mine["old_logprobs"] = {number: old for number, old in own.items() if old is not None}
+        found = self.collectives.gather(mine)
         self._parts.clear()
         if found is None or self.file is None:
             return
@@ -77,14 +80,14 @@ class StepRecord:
     def _row(self, batch: RolloutBatch, number: int, computed: dict[str, dict[int, np.ndarray]]) -> dict[str, Any]:
         sample = batch.samples[number]
         row = {name: getattr(sample, name) for name in SAME}
-        for name in ("policy_logprobs", "entropy", *FROZEN):
+        for name in ("policy_logprobs", "old_logprobs", "entropy", *FROZEN):
             row[name] = computed.get(name, {}).get(number, getattr(sample, name, None))
         return {**row, "versions": np.asarray(sample.versions, dtype=np.int64).reshape(-1)}
 
 
 SAME = (
     "group", "group_id", "prompt_id", "index", "finish_reason", "excluded", "advantage", "rewards", "prompt_ids",
-    "token_ids", "trained", "sampler_logprobs", "old_logprobs", "token_advantages",
+    "token_ids", "trained", "sampler_logprobs", "token_advantages",
 )  # fmt: skip
 """Fields of a sample that are columns of the record."""
 

@@ -66,7 +66,7 @@ class GlobalBatchStep:
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
     deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
     forward pass with its backward pass. loss_scale: of the loss in backward passes. record: takes the log-probs for
-    the record of rollouts. num_updates: before the current one.
+    the record of rollouts. rollout_only: nothing is computed. num_updates: before the current one.
     """
 
     logprobs: LogProbs
@@ -80,6 +80,7 @@ class GlobalBatchStep:
     loss_scale: float = 1.0
     num_updates: int = 0
     record: StepRecord | None = None
+    rollout_only: bool = False
     _has_stepped: bool = False
 
     def run(
@@ -135,6 +136,8 @@ class GlobalBatchStep:
     def _whole(self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics) -> Tensor:
         """The next global batch of a rollout batch that is complete."""
         logprobs, settings = self.logprobs, self.logprobs.settings
+        if self.rollout_only:
+            return torch.zeros((), device=logprobs.device)
         if self.deepspeed is not None:
             self.deepspeed.begin()
         if batch.position == 0:
