@@ -81,11 +81,12 @@ def dry_run_trl(resolved: Resolved) -> int:
     method, world_size = method_of(resolved.mode), launcher.world_size(os.environ)
     start = find_start(args, resolved.to_json(), world_size, divides=method.divides(args))
     where = [placement.describe(placed), *placed.notes, *start.notes]
-    train, _, lines = rows_of(args, method, method.template(args))
+    template = method.template(args)
+    train, _, lines = rows_of(args, method, template)
     plan = plan_line(args, train, world_size)
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
-        parts_beside(args, method, model)
+        parts_beside(args, method, model, template.vision)
         adapter = [*expert_lines(model, args), *rate_lines(model, args)]
     show(resolved, [*where, plan, *lines, *adapter])
     return 0

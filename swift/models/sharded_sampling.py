@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swift.models import tower_passes
 from swift.models.attention.interface import is_packed
 from swift.models.forward import TokenSequence, completion_logits, pack, pad
 from swift.models.sharded import device_of, is_dtensor, is_sharded, is_zero3, zero3_gathered
@@ -50,6 +51,7 @@ def gathered_for_generation(model: nn.Module) -> Iterator[None]:
         if zero:
             stack.enter_context(zero3_gathered(zero))
             stack.enter_context(_without_hooks(model, _ZERO3))
+        stack.enter_context(_without_hooks(model, tower_passes.__name__))
         if any(map(is_dtensor, parameters)):
             stack.enter_context(_unsharded(model))
             stack.enter_context(_without_hooks(model, _FSDP))
@@ -91,7 +93,7 @@ def _pass_over_one_token(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(model: nn.Module, origin: str) -> Iterator[None]:
-    """Remove the forward hooks of a library: they would release what the caller has gathered."""
+    """Remove the forward hooks of a library, which would release what the caller has gathered, or of a module."""
     former = [(module, module._forward_pre_hooks, module._forward_hooks) for module in model.modules()]
     for module, before, after in former:
         module._forward_pre_hooks = _others(before, origin)

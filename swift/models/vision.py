@@ -117,6 +117,7 @@ class Vision:
         self._made: OrderedDict[tuple[int, ...], tuple[int, dict[str, Tensor]]] = OrderedDict()
         """Of the images of a prompt: how many placeholders they have, and what the model takes."""
         self._lock = threading.Lock()
+        self._drawn: dict[str, Tensor] = {}
         self._takes: set[str] = set()
         self._rope_index: Callable[..., tuple[Tensor, Tensor]] | None = None
 
@@ -176,6 +177,11 @@ class Vision:
         image = Image(digest_of(drawn.getvalue()), content=drawn.getvalue())
         parts = [{"type": "image"}, {"type": "text", "text": "a 1"}]
         return self.encode([self._render([{"role": "user", "content": parts}])], [image])[0]
+
+    def drawn(self) -> dict[str, Tensor]:
+        """What the model takes of the image of `example`."""
+        self._drawn = self._drawn or self.features([self.example()], "cpu")
+        return self._drawn
 
     def check_text(self, ids: Iterable[int]) -> None:
         """Raises RefusedChat: a text has the token of an image or the like."""

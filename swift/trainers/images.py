@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from swift.models.tower_passes import always_see
 from swift.models.vision import Vision, vision_of
 from swift.trainers.rows import IGNORED
 
@@ -29,12 +30,6 @@ def vision_problems(args: Any) -> list[str]:
         for name in ("packing", "padding_free")
         if getattr(args, name, False)
     ]
-    trained = not (args.freeze_vit and args.freeze_aligner)
-    if args.deepspeed and args.shards_weights:
-        problems.append(f"--deepspeed: {args.deepspeed}: not with {WHOLE}; use zero2, or --fsdp full_shard")
-    elif args.sharded_by and trained:  # a process whose rows have no images would not take part
-        value = getattr(args, args.sharded_by)
-        problems.append(f"--{args.sharded_by}: {value}: not with a tower that is trained; leave it out")
     if args.sequence_parallel_size > 1:
         problems.append(f"--sequence_parallel_size: {args.sequence_parallel_size}: not with {WHOLE}; use 1")
     if args.tuner_type not in ("lora", "full"):
@@ -42,6 +37,13 @@ def vision_problems(args: Any) -> list[str]:
     if getattr(args, "rlhf_type", None) == "kto" and args.precompute_ref_log_probs:
         problems.append(f"--precompute_ref_log_probs: true: TRL computes them without images; not with {WHOLE}")
     return problems
+
+
+def show_images(vision: Vision, model: nn.Module, args: Any) -> None:
+    """Give a model of a run what it sees images with; if processes meet in its tower, it computes that always."""
+    vision.show(model)
+    if args.sharded_by:
+        always_see(model, vision)
 
 
 @dataclass(frozen=True)

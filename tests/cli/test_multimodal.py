@@ -88,7 +88,6 @@ def seeing(tmp_path_factory):
         ("sft", "--streaming true", "--streaming: true: a model that sees images"),
         ("sft", "--packing true", "--packing: true: rows with images are not packed yet"),
         ("sft", "--padding_free true", "--padding_free: true: rows with images are not packed yet"),
-        ("sft", "--deepspeed zero3", "--deepspeed: zero3: not with a model that sees images; use zero2"),
         ("sft", "--tuner_type vera", "--tuner_type: vera: not with a model that sees images"),
         ("dpo", "--sequence_parallel_size 2", "--sequence_parallel_size: 2: not with a model that sees images"),
         (
@@ -110,9 +109,6 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(
     ("flags", "problem"),
     [
         ("--use_lmdeploy true", "--use_lmdeploy: true: takes texts only"),
-        ("--deepspeed zero3", "--deepspeed: zero3: not with a model that sees images; use zero2"),
-        ("--fsdp full_shard --freeze_vit false", "--fsdp: full_shard: not with a tower that is trained"),
-        ("--deepspeed zero2 --freeze_aligner false", "--deepspeed: zero2: not with a tower that is trained"),
         ("--vit_lr 0.1", "--vit_lr: 0.1: nothing is trained there; use --freeze_vit false"),
         ("--tuner_type ia3", "--tuner_type: ia3: not with a model that sees images"),
         ("--rollout_func mine", "--rollout_func: mine: makes completions of texts only"),

@@ -67,7 +67,7 @@ def trainer_of(resolved, folder):
     method, args = method_of(resolved.mode), resolved.args
     template = method.template(args)
     train, val, _ = method.encoded(args, template)
-    model, parts = load_model(args, method)
+    model, parts = load_model(args, method, template.vision)
     more = {"collectives": Collectives(), "settings": {}, "parts": parts}
     return build_trainer(method, args, folder, model, template, train, val, [], **more)
 

@@ -21,6 +21,7 @@ from swift.models.policy import load_policy
 from swift.models.scoring import prepare_scoring, score_tokens
 from swift.models.template import load_template
 from swift.models.tokenizer import read_tokenizer
+from swift.models.tower_passes import always_see
 from swift.models.tuners import with_adapter
 from swift.models.vision import Vision, as_written, load_processor, placeholder_ids, possible
 from swift.types import Image, ShownImage
@@ -81,6 +82,21 @@ def gradients(model, logits_NV):
     model.zero_grad()
     (logits_NV * weights).sum().backward()
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("family", vlms.FAMILIES)
+def test_a_drawn_image_gives_every_part_a_gradient_and_changes_none(family, sees):
+    model, template = sees(family)
+    seeing, blind = rollout(template)[:2], rollout(template)[-3:]
+    logits, of_images = (of_rows(model, prompts, template.vision) for prompts in (blind, seeing))
+    expected, seen = gradients(model, logits), gradients(model, of_images)
+    always_see(model, template.vision)
+    again = of_rows(model, blind, template.vision)
+    assert again.equal(logits)
+    found = gradients(model, again)
+    assert found.keys() == seen.keys() > expected.keys()
+    assert all(grad.equal(expected.get(name, torch.zeros_like(grad))) for name, grad in found.items())
+    assert of_rows(model, seeing, template.vision).equal(of_images)
 
 
 @pytest.mark.parametrize("family", vlms.FAMILIES)

@@ -7,7 +7,7 @@ import torch
 import vlms
 from image_rows import Plain, assert_same_gradients, data_url, turn
 from torch.nn.functional import logsigmoid
-from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, written
+from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 from trl_runs import rows as rows_of
 
 from swift.arguments import parse
@@ -236,19 +236,24 @@ def test_an_adapter_scores_merged_what_it_scored(settings, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["rm", "simpo"])
-@pytest.mark.parametrize("sharing", [TOWERS, "--fsdp full_shard", "--deepspeed zero2"])
+@pytest.mark.parametrize("method", ["rm", "simpo", "dpo", "dpo lora"])
+@pytest.mark.parametrize("sharing", ["", "--fsdp full_shard", "--deepspeed zero2", "--deepspeed zero3"])
 def test_two_processes_take_the_steps_of_one(method, sharing, settings, tmp_path):
     """One of them gets a row without images."""
-    flags = ["--per_device_train_batch_size 1 --dataset_shuffle false --learning_rate 1e-5"]
+    method, *tuner = method.split()
+    flags = [TOWERS, "--per_device_train_batch_size 1 --dataset_shuffle false --max_steps 3"]
+    flags += ["--optim sgd --weight_decay 0 --learning_rate 0.1 --max_grad_norm 10"]
     flags += ["--cpo_alpha 0"] if method == "simpo" else []  # which weighs a mean over tokens
-    rows = [PAIRS[0], PAIRS[2], PAIRS[1], PAIRS[2]]
-    alone = [TOWERS] if sharing == TOWERS else []
-    own = [*alone, "--gradient_accumulation_steps 2", "--output_dir", str(tmp_path / "one")]
+    flags += ["--tuner_type lora --lora_dropout 0 --gradient_checkpointing true"] if tuner else []
+    rows = [PAIRS[0], PAIRS[2], PAIRS[1], PAIRS[2], PAIRS[2], PAIRS[2]]
+    own = ["--gradient_accumulation_steps 2", "--output_dir", str(tmp_path / "one")]
     one = trained(settings(method, *flags, *own, rows=rows))
-    two = in_two(settings(method, *flags, sharing, "--output_dir", str(tmp_path / "two"), rows=rows))
+    two = in_two(settings(method, *flags, sharing.split(), "--output_dir", str(tmp_path / "two"), rows=rows))
     for name in ("loss", "grad_norm"):
         assert logged(one, name) == pytest.approx(logged(two, name), rel=1e-5)
+    ours, theirs = (weights(list_checkpoints(run)[-1]) for run in (two, one))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-6
 
 
 @pytest.mark.slow

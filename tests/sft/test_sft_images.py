@@ -116,21 +116,25 @@ def test_full_tuning_keeps_every_tensor(trained_parts, settings, vlm_folders):
 @pytest.mark.parametrize(
     "sharing",
     [
-        TOWERS,
-        pytest.param("--fsdp full_shard", marks=pytest.mark.long),
-        pytest.param("--deepspeed zero2", marks=pytest.mark.long),
+        "",
+        "--deepspeed zero3",
+        *(pytest.param(way, marks=pytest.mark.long) for way in ("--fsdp full_shard", "--deepspeed zero2")),
     ],
 )
-def test_two_processes_take_the_steps_of_one(settings, tmp_path, sharing):
-    """One of them gets a row without images, so that its tower has no gradient, or is not computed."""
-    flags = ["--per_device_train_batch_size 1 --dataset_shuffle false --learning_rate 1e-5"]
-    rows = [ROWS[0], ROWS[2], ROWS[1], ROWS[2]]
-    alone = [TOWERS] if sharing == TOWERS else []
-    own = [*alone, "--gradient_accumulation_steps 2", "--output_dir", str(tmp_path / "one")]
+@pytest.mark.parametrize("parts", [TOWERS, pytest.param("", marks=pytest.mark.long)])
+def test_two_processes_take_the_steps_of_one(settings, tmp_path, parts, sharing):
+    """One of them gets a row without images."""
+    flags = [parts.split(), "--per_device_train_batch_size 1 --dataset_shuffle false --max_steps 3"]
+    flags += ["--optim sgd --weight_decay 0 --learning_rate 0.1 --max_grad_norm 10"]
+    rows = [ROWS[0], ROWS[2], ROWS[1], ROWS[2], ROWS[2], ROWS[2]]
+    own = ["--gradient_accumulation_steps 2", "--output_dir", str(tmp_path / "one")]
     one = trained(settings(*flags, *own, rows=rows))
-    two = in_two(settings(*flags, sharing, "--output_dir", str(tmp_path / "two"), rows=rows))
+    two = in_two(settings(*flags, sharing.split(), "--output_dir", str(tmp_path / "two"), rows=rows))
     for name in ("loss", "grad_norm"):
         assert logged(one, name) == pytest.approx(logged(two, name), rel=1e-5)
+    ours, theirs = (weights(list_checkpoints(run)[-1]) for run in (two, one))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-6
 
 
 def test_cached_rows_have_their_images_and_depend_on_the_processor(settings, tmp_path, monkeypatch):

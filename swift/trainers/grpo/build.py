@@ -48,6 +48,7 @@ from swift.rollout.weights.sync import WeightSync
 from swift.trainers.engines import exact_samples
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 from swift.trainers.grpo.routes import require_experts
+from swift.trainers.images import show_images
 from swift.trainers.memory.colocate import ColocateCycle
 from swift.trainers.parallel.sequence import require_shareable
 from swift.trainers.parallel.sharding import loading_device
@@ -77,6 +78,7 @@ def load_models(args: Any, template: Template) -> tuple[Any, Beside]:
     require_shareable(policy, args)
     if template.vision is not None:
         template.vision.attach(policy)
+        show_images(template.vision, policy, args)
     router_coefficient(args.router_aux_loss_coef, policy)
     require_experts(policy, args.moe_router_replay)
     return policy, load_beside(args, policy, len(template.tokenizer))
@@ -98,7 +100,7 @@ def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True
         if not isinstance(model, FrozenReference):
             continue
         if (vision := vision_of(policy)) is not None:
-            vision.show(model.module)
+            show_images(vision, model.module, args)
         flag = "ref_model" if name == "ref_logprobs" else "teacher_model"
         require_shareable(model.module, args, flag)
         known = transformers_model(model.module).config.get_text_config().vocab_size

@@ -65,10 +65,8 @@ def build_trainer(
     arguments = on_one_device(found(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
-    if vision is not None:
-        vision.attach(model)
-        if method.collator is not None:
-            parts["data_collator"] = ImageCollator(found(method.collator)(template.pad_token_id), vision)
+    if vision is not None and method.collator is not None:
+        parts["data_collator"] = ImageCollator(found(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
     tensors = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     chosen = trainer_class(method) if group is None else trainer_class(method, shares_rows=True)

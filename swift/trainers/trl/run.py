@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
     from swift.arguments import Resolved
+    from swift.models.vision import Vision
     from swift.trainers.atomic_trainer import AtomicTrainer
     from swift.trainers.trl.callbacks import LogLines
 
@@ -67,7 +68,9 @@ def run(resolved: Resolved) -> int:
             from swift.trainers.trl.callbacks import LogLines, StopOnSignal
             from swift.trainers.trl.frame import build_trainer
 
-            model, parts = load_model(args, method)  # before the folder: a failed start leaves no files
+            model, parts = load_model(
+                args, method, template.vision
+            )  # before the folder, in which a failure leaves no files
             lines += [*expert_lines(model, args), *rate_lines(model, args)]
         trap.check(resolved.command, collectives, start)
         with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
@@ -132,7 +135,7 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> s
     )
 
 
-def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
+def load_model(args: Any, method: Method, vision: Vision | None = None) -> tuple[Any, dict[str, Any]]:
     """The model to train, on `loading_device`, and `Method.parts`; fresh weights depend on `--seed` only."""
     from transformers import set_seed
 
@@ -143,13 +146,17 @@ def load_model(args: Any, method: Method) -> tuple[Any, dict[str, Any]]:
         args, device=loading_device(args), model_dropout=method.model_dropout, reward_head=method.reward_head
     )
     model.config.use_cache = False
-    return model, parts_beside(args, method, model)
+    return model, parts_beside(args, method, model, vision)
 
 
-def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
-    """`Method.parts`, after a check that the method can train the model, which may be without weights."""
+def parts_beside(args: Any, method: Method, model: Any, vision: Vision | None = None) -> dict[str, Any]:
+    """`Method.parts`, after a check that the method can train the model, which may be without weights.
+
+    vision: of the model, which it gets here.
+    """
     from swift.models.router_loss import router_coefficient
     from swift.models.tuners import check_head
+    from swift.trainers.images import show_images
 
     if args.sequence_parallel_size > 1 and not method.shares_rows:
         raise ConfigError(
@@ -168,7 +175,14 @@ def parts_beside(args: Any, method: Method, model: Any) -> dict[str, Any]:
     require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
-    return found(method.parts)(args, model)  # type: ignore[no-any-return]
+    parts_of: Any = found(method.parts)
+    if vision is None:
+        return parts_of(args, model)  # type: ignore[no-any-return]
+    vision.attach(model)
+    parts: dict[str, Any] = parts_of(args, model)
+    for one in (model, *(parts[name] for name in ("ref_model", "teacher_model") if name in parts)):
+        show_images(vision, one, args)
+    return parts
 
 
 def _summary(folder: Path, log: LogLines, trainer: AtomicTrainer, seconds: float) -> list[str]:
