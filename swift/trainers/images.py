@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
+from swift.models.attention.spans import packed_rows
+from swift.models.forward import stream_inputs
 from swift.models.tower_passes import always_see
 from swift.models.vision import Vision, vision_of
 from swift.trainers.rows import IGNORED
@@ -25,11 +28,8 @@ def vision_problems(args: Any) -> list[str]:
     problems = []
     if args.streaming:
         problems.append(f"--streaming: true: {WHOLE} gets rows that are all read at the start; leave it out")
-    problems += [
-        f"--{name}: true: rows with images are not packed yet; use --{name} false"
-        for name in ("packing", "padding_free")
-        if getattr(args, name, False)
-    ]
+    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
+        problems.append(f"--packing_strategy: {args.packing_strategy}: cuts rows, and images are not cut; use bfd")
     if args.sequence_parallel_size > 1:
         problems.append(f"--sequence_parallel_size: {args.sequence_parallel_size}: not with {WHOLE}; use 1")
     if args.tuner_type not in ("lora", "full"):
@@ -60,6 +60,8 @@ class ImageCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The batch of the collator, with what the model takes beside ids."""
         batch = self.collator(rows)
+        if "cu_seq_lens_q" in batch:
+            return {**batch, **self._of_stream(batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].tolist())}
         for prefix in ("KL_", ""):
             ids: Tensor | None = batch.get(f"{prefix}input_ids")
             if ids is None:
@@ -69,6 +71,11 @@ class ImageCollator:
             batch |= {f"{prefix}{name}": value for name, value in kinds.items()}
             batch[f"{prefix}input_ids"] = ids.masked_fill(ids < 0, self.vision.placeholder)
         return {**batch, **self.vision.features(named, "cpu")}
+
+    def _of_stream(self, ids: list[int], bounds: list[int]) -> dict[str, Tensor]:
+        """What differs in a batch of rows without padding, which begin and end at these places."""
+        rows = [ids[start:stop] for start, stop in pairwise(bounds)]
+        return stream_inputs(ids, rows, packed_rows([len(row) for row in rows]), "cpu", self.vision)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ that of packed rollouts (`swift.models.attention`), so scores between rows are n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -75,8 +75,22 @@ def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
 class PackedRows:
     """Mixin before a trainer of TRL: passes the layout of a batch without padding to the model."""
 
+    def __init__(self, *, args: Any, data_collator: Any = None, **arguments: Any) -> None:
+        streams = args.packing or args.padding_free  # for which TRL takes no collator
+        super().__init__(args=args, data_collator=None if streams else data_collator, **arguments)  # type: ignore[call-arg]
+        if streams and data_collator is not None:
+            self.data_collator = replace(data_collator, collator=self.data_collator)  # type: ignore[has-type]
+
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
         """As TRL's, with the layout among the inputs."""
         if (boundaries := inputs.get("cu_seq_lens_q")) is not None:
             inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
+            positions = inputs["position_ids"]
+            if positions.ndim == 3:  # three axes of images, by one of which TRL counts tokens
+                inputs["position_ids"] = positions[0]
+                whole = model
+
+                def model(**given: Any) -> Any:
+                    return whole(**{**given, "position_ids": positions})
+
         return super().compute_loss(model, inputs, *arguments, **named)  # type: ignore[misc]

@@ -86,8 +86,7 @@ def seeing(tmp_path_factory):
     ("mode", "flags", "problem"),
     [
         ("sft", "--streaming true", "--streaming: true: a model that sees images"),
-        ("sft", "--packing true", "--packing: true: rows with images are not packed yet"),
-        ("sft", "--padding_free true", "--padding_free: true: rows with images are not packed yet"),
+        ("sft", "--packing true --packing_strategy wrapped", "--packing_strategy: wrapped: cuts rows, and images"),
         ("sft", "--tuner_type vera", "--tuner_type: vera: not with a model that sees images"),
         ("dpo", "--sequence_parallel_size 2", "--sequence_parallel_size: 2: not with a model that sees images"),
         (

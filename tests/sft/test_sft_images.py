@@ -14,9 +14,11 @@ from swift.data import image_store
 from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.multimodal import parts_of_parameters
-from swift.models.policy import load_policy
+from swift.models.policy import check_policy, load_policy
 from swift.models.towers import rate_lines
 from swift.trainers.checkpoint import list_checkpoints
+from swift.trainers.trl.method import method_of
+from swift.trainers.trl.run import load_model, parts_beside, run
 
 ASKED, ANSWER = turn("user", "<image>What?"), turn("assistant", "a b")
 ROWS = [
@@ -51,11 +53,19 @@ def answers_in(plain, ids):
     return torch.tensor(found)
 
 
-@pytest.mark.parametrize("family", vlms.FAMILIES)
-def test_loss_and_gradients_are_those_of_plain_rows(family, settings, vlm_folders, tmp_path):
-    trainer = trainer_of(settings(TOWERS, family=family), tmp_path / "run")
-    loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
+STREAMS = ("--padding_free true", "--packing true --max_length 512")
+WAYS = [(family, "") for family in vlms.FAMILIES] + [(family, way) for family in sorted(vlms.PACKED) for way in STREAMS]
+
+
+@pytest.mark.parametrize(("family", "way"), WAYS)
+def test_loss_and_gradients_are_those_of_plain_rows(family, way, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(TOWERS, way.split(), family=family), tmp_path / "run")
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()
+    if way:
+        tokens = batch["input_ids"].numel()
+        assert batch["input_ids"].shape == (1, tokens) and trainer._metrics["train"]["num_tokens"] == [tokens]
     plain = Plain(vlm_folders(family))
     learnt = []
     for row in ROWS:
@@ -75,6 +85,28 @@ def test_a_batch_of_texts_needs_no_pixels(family, settings, tmp_path):
     trainer.compute_loss(trainer.model, batch).backward()
 
 
+@pytest.mark.parametrize("flags", STREAMS)
+@pytest.mark.parametrize(
+    ("family", "problem"), [("gemma3", "tokens of an image see each other"), ("qwen3_5", "layers")]
+)
+def test_models_that_are_not_packed_are_refused(family, problem, flags, settings):
+    args = settings(flags, family=family).args
+    method = method_of("sft")
+    vision = method.template(args).vision
+    for refused in (
+        lambda: load_model(args, method, vision),
+        lambda: parts_beside(args, method, check_policy(args, None), vision),
+    ):
+        with pytest.raises(ConfigError, match=f"{flags.split()[0]}: true: rows of one stream cannot .*{problem}"):
+            refused()
+
+
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_images_are_not_cut(strategy, settings):
+    with pytest.raises(ConfigError, match=f"--packing_strategy: {strategy}: cuts rows, and images are not cut"):
+        run(settings(f"--packing true --packing_strategy {strategy}"))
+
+
 def test_a_batch_is_not_computed_in_parts_without_its_pixels(settings, tmp_path):
     assert trainer_of(settings(), tmp_path / "run").parting == ""
 
@@ -91,6 +123,7 @@ def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
     "flags",
     [
         "--tuner_type lora",
+        "--packing true --max_length 128",
         f"--tuner_type full {TOWERS} --vit_lr 1e-3 --aligner_lr 1e-4 --vit_gradient_checkpointing true",
     ],
 )
