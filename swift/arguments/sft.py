@@ -150,6 +150,7 @@ class ClassifierArguments(TrainerModeArguments):
     """`swift sft --task_type seq_cls`: classifiers and regression, with a head of labels on the model."""
 
     GROUP: ClassVar[str] = "Objective"
+    SEES: ClassVar[bool] = True
     USUAL_DROPOUT: ClassVar[float] = 0.05
 
     task_type: Literal["seq_cls"] = flag("seq_cls")
@@ -169,7 +170,7 @@ class ClassifierArguments(TrainerModeArguments):
     truncation_strategy: Literal["delete", "left", "right"] = flag(
         "delete", group="Data", everyday=False, resume="fixed"
     )
-    """Texts above max_length: left out, or cut at this side."""
+    """Texts above max_length: left out, or cut at this side. Rows with images are left out in any case."""
 
     use_chat_template: bool | None = flag(group="Data", unset="true if the tokenizer has one", resume="fixed")
     """Whether a text is rendered by the chat template, as a prompt. Otherwise contents are tokenised as they are."""

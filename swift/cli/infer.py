@@ -48,6 +48,7 @@ def _require_rows(args: Any, source: ModelSource) -> None:
 
 def classify(resolved: Resolved, source: ModelSource) -> int:
     """Labels every row of the dataset; returns the exit code."""
+    from swift.data.image_store import with_files
     from swift.data.labels import LABEL
     from swift.data.loading import load_rows
     from swift.devices import own_device
@@ -60,9 +61,10 @@ def classify(resolved: Resolved, source: ModelSource) -> int:
     lines = take_trained(args, resolved.given)
     unused = sorted(resolved.given & {"max_length", "truncation_strategy", "max_new_tokens", "temperature"})
     lines += [f"--{name}: not used by a classifier, which reads whole texts" for name in unused]
-    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="classified")
-    device = own_device()
     model = Classifier(source, args.trust_remote_code)
+    sees = model.vision is not None
+    rows = load_rows(args, "val" if args.val_dataset else "train", purpose="classified", images=sees)
+    device = own_device()
     model.load(device, pick_dtype(args.torch_dtype, device), args)
     found: list[tuple[Any, list[float]]] = []
 
@@ -72,7 +74,7 @@ def classify(resolved: Resolved, source: ModelSource) -> int:
         for number, example, prediction in zip(numbers, examples, predictions, strict=True):
             if LABEL in example.columns:
                 found.append((prediction["label"], example.columns[LABEL]))
-            yield {"row": number, "messages": example.messages, **prediction, "columns": example.columns}
+            yield {"row": number, "messages": with_files(example.messages), **prediction, "columns": example.columns}
 
     def notes() -> list[str]:
         truths = [agreement(found, model.labels)] if found else []

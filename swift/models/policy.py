@@ -193,7 +193,7 @@ def class_of(config: Any, args: CheckpointArguments, reward_head: Head | None) -
     """The class of transformers that makes the model."""
     from swift.models.reward_classes import ensure_reward_class
 
-    if reward_head == "answer":
+    if reward_head in ("answer", "label"):
         ensure_reward_class(config)
     whole = reward_head is None and loads_whole(config, args)
     return "AutoModelForImageTextToText" if whole else HEADS[reward_head][0]

@@ -139,6 +139,7 @@ class RewardModel:
         from swift.models.source import has_tokenizer
         from swift.models.tokenizer import read_tokenizer
         from swift.models.trained import trained_pixels
+        from swift.models.template import PlainText
         from swift.models.vision import Vision, load_processor
 
         self.name, self.source = source.name, source
@@ -156,7 +157,7 @@ class RewardModel:
         self._template = self._template_of(tokenizer)
         self.vision: Vision | None = None
         """Of a model that sees the images of chats."""
-        if processor is not None:
+        if processor is not None and not isinstance(self._template, PlainText):
             folders = [source.folder] if source.adapter is None else [source.adapter, source.folder]
             pixels = trained_pixels(*folders)
             self.vision = Vision(source.folder, processor, config, self._template.render, max_pixels=pixels)

@@ -23,7 +23,9 @@ from swift.data.labels import LABEL
 from swift.errors import ConfigError, RefusedChat
 from swift.models.labels import Labels
 from swift.models.template import Template
+from swift.models.vision import vision_of
 from swift.trainers.atomic_trainer import AtomicTrainer
+from swift.trainers.images import ImageCollator
 from swift.trainers.rows import IGNORED, Encoder, counts
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
@@ -52,7 +54,7 @@ class LabelEncoder(Encoder):
         ids = self.template.encode_judged(messages, tools)
         if not ids:
             raise RefusedChat("an empty text")
-        if self.cut == "delete":
+        if self.cut == "delete" or min(ids) < 0:  # an image is never cut
             self.check_length(len(ids))
         else:
             ids = self.shortened(ids, self.cut)
@@ -172,8 +174,9 @@ class LabelTrainer(AtomicTrainer):
         pad_token_id = arguments["processing_class"].pad_token_id
         config = arguments["model"].config
         config.pad_token_id = config.get_text_config().pad_token_id = pad_token_id
+        collator, vision = LabelCollator(pad_token_id, labels), vision_of(arguments["model"])
         super().__init__(
-            data_collator=LabelCollator(pad_token_id, labels),
+            data_collator=collator if vision is None else ImageCollator(collator, vision),
             compute_loss_func=functools.partial(loss_of, problem=labels.problem),
             compute_metrics=functools.partial(metrics_of, problem=labels.problem),
             **arguments,

@@ -20,9 +20,10 @@ MODES = {
     "rm": (["rlhf", "--rlhf_type", "rm"], {"messages": CHAT, "rejected_response": "y"}),
     "ebft": (["rlhf", "--rlhf_type", "ebft"], {"messages": CHAT, "ground_truth": "x"}),
     "sft": (["sft"], {"messages": CHAT}),
+    "seq_cls": (["sft", "--task_type", "seq_cls", "--num_labels", "2"], {"messages": CHAT, "label": 1}),
     "pt": (["pt"], {"text": "What? <image>"}),
 }
-SEEING = ("grpo", "sft", "dpo", "kto", "rm")
+SEEING = ("grpo", "sft", "seq_cls", "dpo", "kto", "rm")
 """Modes that take images, if their model does."""
 PICTURE = "data:image/png;base64," + base64.b64encode(vlms.image()).decode()
 PLAIN = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]}
