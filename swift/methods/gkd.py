@@ -38,24 +38,6 @@ class DistillationParameters:
     """Maximum number of sampled tokens."""
 
 
-class Distilled:
-    """Mixin before TRL's trainer, which divides the loss by the number of tokens of all processes."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        # TRL disables gradient checkpointing while sampling, so the key-value cache can be used
-        self.generation_kwargs["use_cache"] = self.generation_config.use_cache = True  # type: ignore[attr-defined]
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """As TRL's, but divides by the mean number of tokens per batch, since gradients are averaged over them."""
-        if num_items_in_batch is not None:
-            batches = self.args.world_size // self.get_tp_size()  # type: ignore[attr-defined]
-            num_items_in_batch = num_items_in_batch / batches
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-
-
 def load_teacher(args: Any, model: Any) -> dict[str, Any]:
     """The teacher, frozen, on the device of this process; without weights if the model has none.
 
@@ -63,6 +45,7 @@ def load_teacher(args: Any, model: Any) -> dict[str, Any]:
         ConfigError: it cannot be loaded, or has another vocabulary; rows are shared whose answers are sampled.
     """
     from swift.models.reference import load_other
+    from swift.models.vision import placeholder_ids
 
     if args.sequence_parallel_size > 1 and (args.lmbda or args.seq_kd):
         raise ConfigError(
@@ -70,9 +53,14 @@ def load_teacher(args: Any, model: Any) -> dict[str, Any]:
             "that are sampled; give --lmbda 0 and leave out --seq_kd, or use --deepspeed or --fsdp if memory is short"
         )
     device = "meta" if model.device.type == "meta" else own_device()
-    teacher: Any = load_other(args.teacher_model, args, device, "--teacher_model")
+    teacher: Any = load_other(args.teacher_model, args, device, "--teacher_model", beside=model)
     teacher.requires_grad_(False)
     theirs, ours = (network.config.get_text_config().vocab_size for network in (teacher, model))
+    if placeholder_ids(teacher.config) != placeholder_ids(model.config):
+        raise ConfigError(
+            f"--teacher_model: {args.teacher_model}: other tokens than the model's stand for images; give a teacher of "
+            "the same family"
+        )
     if theirs != ours:
         raise ConfigError(
             f"--teacher_model: {args.teacher_model}: a vocabulary of {theirs} tokens, and the model's has {ours}; "
@@ -96,14 +84,13 @@ def _options(args: Any) -> dict[str, Any]:
 methods["gkd"] = Method(
     parameters=DistillationParameters,
     summary="generalized knowledge distillation (arXiv:2306.13649)",
-    sees=False,
     trainer="trl.experimental.gkd:GKDTrainer",
     config="trl.experimental.gkd:GKDConfig",
     rows="turn",
     fuses_head=True,
     options=_options,
     parts=load_teacher,
-    overrides=(Distilled,),
+    overrides=("swift.trainers.preferences.distillation:Distilled",),
     in_trl={
         "learning_rate": 2e-5,
         "max_length": 1024,

@@ -225,6 +225,12 @@ class Vision:
             return {}
         return {name: to_device([[int(token < 0) for token in row] for row in rows], device)}
 
+    def kinds_of(self, ids: Tensor) -> dict[str, Tensor]:
+        """`token_kinds` of rows of ids as the model takes them."""
+        name = next((name for name in TOKEN_KINDS if name in self._takes), None)
+        seen = ids == self.placeholder
+        return {name: seen.long()} if name is not None and bool(seen.any()) else {}
+
     def positions(self, ids: Sequence[int]) -> tuple[list[list[int]], int]:
         """Positions of a prompt's tokens, a row for each axis that differs, and the position of the next token."""
         if self._rope_index is None or not has_images(ids):

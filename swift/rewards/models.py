@@ -137,9 +137,9 @@ class RewardModel:
 
     def __init__(self, source: RewardModelSource, trust_remote_code: bool) -> None:
         from swift.models.source import has_tokenizer
+        from swift.models.template import PlainText
         from swift.models.tokenizer import read_tokenizer
         from swift.models.trained import trained_pixels
-        from swift.models.template import PlainText
         from swift.models.vision import Vision, load_processor
 
         self.name, self.source = source.name, source

@@ -62,20 +62,36 @@ class ImageCollator:
         batch = self.collator(rows)
         if "cu_seq_lens_q" in batch:
             return {**batch, **self._of_stream(batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].tolist())}
+        named = batch["input_ids"].tolist()
         for prefix in ("KL_", ""):
-            ids: Tensor | None = batch.get(f"{prefix}input_ids")
-            if ids is None:
+            if (ids := batch.get(f"{prefix}input_ids")) is None:
                 continue
-            named = ids.tolist()
-            kinds = self.vision.token_kinds(named, "cpu")
-            batch |= {f"{prefix}{name}": value for name, value in kinds.items()}
-            batch[f"{prefix}input_ids"] = ids.masked_fill(ids < 0, self.vision.placeholder)
+            batch[f"{prefix}input_ids"] = visible = ids.masked_fill(ids < 0, self.vision.placeholder)
+            batch |= {f"{prefix}{name}": value for name, value in self.vision.kinds_of(visible).items()}
         return {**batch, **self.vision.features(named, "cpu")}
 
     def _of_stream(self, ids: list[int], bounds: list[int]) -> dict[str, Tensor]:
         """What differs in a batch of rows without padding, which begin and end at these places."""
         rows = [ids[start:stop] for start, stop in pairwise(bounds)]
         return stream_inputs(ids, rows, packed_rows([len(row) for row in rows]), "cpu", self.vision)
+
+
+@dataclass(frozen=True)
+class ImageTurnCollator:
+    """Batches of GKD, with their `input_ids` and `prompts`, of rows whose ids name images.
+
+    collator: of TRL, for the same rows without images.
+    """
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+    vision: Vision
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch of the collator, and as `images` the pixels of its rows."""
+        batch = self.collator(rows)
+        for name in ("input_ids", "prompts"):
+            batch[name] = batch[name].masked_fill(batch[name] < 0, self.vision.placeholder)
+        return {**batch, "images": self.vision.features([row["input_ids"] for row in rows], "cpu")}
 
 
 @dataclass(frozen=True)
