@@ -92,6 +92,8 @@ def main() -> None:
         import swift.models.policy
         import swift.trainers.grpo.prepare  # noqa: F401  (read once, for all children)
 
+        if "flash_attn" in options.pretend:
+            seem_on_a_gpu()
         for path in sorted(folder.rglob("*.sh")):
             name = str(path.relative_to(folder))
             if options.only not in name or {*path.parts} & {*options.skip}:
@@ -144,6 +146,19 @@ def seeming(names: Sequence[str], folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "__init__.py").touch()
     return folder
+
+
+def seem_on_a_gpu() -> None:
+    """Let transformers choose flash-attn, which has no kernels for a CPU; a dry run computes nothing."""
+    from transformers import PreTrainedModel
+
+    usual = PreTrainedModel._check_and_adjust_attn_implementation
+
+    def chosen(self: Any, name: str | None, *arguments: Any, **named: Any) -> Any:
+        usable = name == "flash_attention_2" and self._supports_flash_attn
+        return name if usable else usual(self, name, *arguments, **named)
+
+    PreTrainedModel._check_and_adjust_attn_implementation = chosen
 
 
 def row(method: str, sees: bool, labels: int | None, at: int) -> dict[str, Any]:
