@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.arguments.bridges import apply_bridge
 from swift.arguments.plugins import CHOICES, entry_of
-from swift.arguments.values import convert
+from swift.arguments.values import convert, show
 from swift.data.system import shipped_example
 from swift.devices import allowed_cores, count_accelerators, is_worker, launch_variables
 from swift.flags import registered, typed
@@ -314,6 +314,14 @@ def load_plugins(paths: Sequence[str]) -> None:
         load_external_plugins([find_plugin(path) for path in paths])
 
 
+def _derive_full_towers(reader: Reader, _: Machine) -> None:
+    """What `--tuner_type lora_llm` of ms-swift says beside lora."""
+    if (given := reader.origins.get("tuner_type")) and show(given.raw) == "lora_llm":
+        for name, value in {"full_towers": True, "freeze_vit": False, "freeze_aligner": False}.items():
+            if name not in reader.origins:
+                reader.derive(name, value, "with tuner_type lora_llm")
+
+
 def _derive_eval_strategy(reader: Reader, _: Machine) -> None:
     """Turns evaluation off without evaluation rows; `--save_strategy no` alone turns it off too, as in ms-swift."""
     args = reader.args
@@ -401,6 +409,7 @@ def _move_generation_kwargs(reader: Reader, _: Machine) -> None:
 
 REWRITES: tuple[tuple[str, Callable[[Reader, Machine], None]], ...] = (
     ("save_strategy", _derive_eval_strategy),
+    ("tuner_type", _derive_full_towers),
     ("external_plugins", _find_shipped_plugins),
     ("gym_env use_gym_env", _add_gym_reward),
     ("reward_funcs", _move_reward_models),

@@ -113,7 +113,7 @@ _INSTEAD = {
 
 _VALUES = {
     "rlhf_type": "ppo",
-    "tuner_type": "adalora longlora llamapro fourierft reft adapter lora_llm",
+    "tuner_type": "adalora longlora llamapro fourierft reft adapter",
     "loss_type": "real",
     "loss_scale": "agentflan alpha_umi ignore_think_prefix",
     "multi_turn_scheduler": "thinking_tips_scheduler",

@@ -125,7 +125,7 @@ class TunerArguments(ImageArguments, QuantArguments):
     """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
 
     tuner_type: Literal["lora", "full", "vera", "ia3", "boft", "miss"] = flag(
-        "lora", aliases=("train_type",), values={"bone": "miss"}, resume="fixed"
+        "lora", aliases=("train_type",), values={"bone": "miss", "lora_llm": "lora"}, resume="fixed"
     )
     """Trained weights: a LoRA adapter (arXiv:2106.09685), all, or an adapter of another kind: VeRA
     (arXiv:2310.11454), IA3 (arXiv:2205.05638), BOFT (arXiv:2311.06243), MiSS, which was called Bone
@@ -225,6 +225,10 @@ class TunerArguments(ImageArguments, QuantArguments):
 
     freeze_llm: bool = flag(False, everyday=False, resume="fixed")
     """The same for the language model of a model that sees."""
+
+    full_towers: bool = flag(False, everyday=False, needs="tuner_type=lora", resume="fixed")
+    """Whether tower and aligner are trained in full, beside LoRA on the language model. `--tuner_type lora_llm` of
+    ms-swift is lora with this, and with freeze_vit and freeze_aligner false."""
 
     vit_lr: float | None = flag(above=0, everyday=False, unset="learning_rate", resume="fixed")
     """Peak learning rate of the vision tower."""

@@ -25,7 +25,7 @@ TOWERS = ("vision_config", "audio_config", "thinker_config")
 
 OF_TOWERS: dict[str, Any] = {
     "freeze_vit": True, "freeze_aligner": True, "freeze_llm": False, "vit_lr": None, "aligner_lr": None,
-    "vit_gradient_checkpointing": None, "max_pixels": None,
+    "full_towers": False, "vit_gradient_checkpointing": None, "max_pixels": None,
 }  # fmt: skip
 """Settings of models with a vision tower, and their defaults."""
 
@@ -63,13 +63,23 @@ def parts_of(model: Any) -> dict[str, Part]:
 
 def frozen_modules(model: Any, args: TunerArguments) -> list[str]:
     """Names of the largest modules that settings keep as they are; [] for a language model."""
-    frozen = frozen_parts(model, args)
-    parts = parts_of(model) if frozen else {}
-    mixed = set()  # modules that hold one that is trained
+    return _modules_of(model, frozen_parts(model, args))
+
+
+def full_modules(model: Any, args: TunerArguments) -> list[str]:
+    """Names of the largest modules that are trained in full beside an adapter (`--full_towers`)."""
+    towers: set[Part] = {"vit", "aligner"}
+    return _modules_of(model, towers - frozen_parts(model, args)) if args.full_towers else []
+
+
+def _modules_of(model: Any, chosen: Collection[Part]) -> list[str]:
+    """Names of the largest modules of these parts alone."""
+    parts = parts_of(model) if chosen else {}
+    mixed = set()  # modules that hold one of another part
     for name, part in parts.items():
-        while part not in frozen and (name := name.rpartition(".")[0]):
+        while part not in chosen and (name := name.rpartition(".")[0]):
             mixed.add(name)
-    known = {name for name, part in parts.items() if part in frozen} - mixed
+    known = {name for name, part in parts.items() if part in chosen} - mixed
     return [name for name in parts if name in known and name.rpartition(".")[0] not in known]
 
 
@@ -107,7 +117,7 @@ def no_tower(name: str, value: Any) -> ConfigError:
 
 def check_reached(model: Any, adapted: Collection[str], args: TunerArguments) -> None:
     """Refuses an adapter, on the modules of these names, that reaches no layer of a part that settings unfreeze."""
-    if not loads_whole(model.config, args):
+    if not loads_whole(model.config, args) or args.full_towers:
         return
     parts = parts_of(model)
     reached = {parts.get(name) for name in adapted}

@@ -23,7 +23,13 @@ from swift.errors import ConfigError, first_line, unusable
 from swift.flags import flags_of
 from swift.models.adapter_config import check_finite
 from swift.models.expert_targets import HEADS, fused_projections, resolve
-from swift.models.multimodal import check_reached, frozen_modules, frozen_parameters, frozen_parts
+from swift.models.multimodal import (
+    check_reached,
+    frozen_modules,
+    frozen_parameters,
+    frozen_parts,
+    full_modules,
+)
 from swift.models.quantisation import is_quantised
 from swift.models.source import ModelSource, read_json
 
@@ -173,8 +179,11 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
         options["init_lora_weights"] = {"true": True, "false": False}.get(args.init_weights, args.init_weights)
     if args.tuner_type == "ia3":
         targets, options["feedforward_modules"] = _ia3_targets(model, targets)
-    if frozen := frozen_modules(model, args):
-        patterns = [rf"{re.escape(name)}(\..*)?" for name in frozen]
+    full = full_modules(model, args)
+    if any(is_quantised(model.get_submodule(name)) for name in full):
+        raise ConfigError("--full_towers: true: weights that are quantised do not learn; leave it out")
+    if others := [*frozen_modules(model, args), *full]:
+        patterns = [rf"{re.escape(name)}(\..*)?" for name in others]
         options["exclude_modules"] = "|".join([*patterns, *(rf"(.*\.)?{name}" for name in excluded)])
     elif excluded:
         options["exclude_modules"] = excluded
@@ -182,7 +191,7 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
         return getattr(peft, tuner.config)(
             task_type=task,
             target_modules=targets,
-            modules_to_save=list(args.modules_to_save) or None,
+            modules_to_save=[*args.modules_to_save, *full] or None,
             **options,
         )
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 
 from swift.arguments import parse
+from swift.cli.main import main
 from swift.data import image_store
 from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
@@ -124,6 +125,7 @@ def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
     [
         "--tuner_type lora",
         "--packing true --max_length 128",
+        pytest.param("--tuner_type lora_llm --vit_lr 1e-3", marks=pytest.mark.long),
         f"--tuner_type full {TOWERS} --vit_lr 1e-3 --aligner_lr 1e-4 --vit_gradient_checkpointing true",
     ],
 )
@@ -154,7 +156,14 @@ def test_full_tuning_keeps_every_tensor(trained_parts, settings, vlm_folders):
         *(pytest.param(way, marks=pytest.mark.long) for way in ("--fsdp full_shard", "--deepspeed zero2")),
     ],
 )
-@pytest.mark.parametrize("parts", [TOWERS, pytest.param("", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        TOWERS,
+        pytest.param("", marks=pytest.mark.long),
+        pytest.param(f"{TOWERS} --tuner_type lora --lora_dropout 0 --full_towers true", marks=pytest.mark.long),
+    ],
+)
 def test_two_processes_take_the_steps_of_one(settings, tmp_path, parts, sharing):
     """One of them gets a row without images."""
     flags = [parts.split(), "--per_device_train_batch_size 1 --dataset_shuffle false --max_steps 3"]
@@ -272,3 +281,45 @@ def test_a_tower_is_computed_again_by_itself(model, tower, settings, tmp_path):
         one.equal(other) for one, other in zip(trainer.model.parameters(), usual.model.parameters(), strict=True)
     )
     assert trainer.model.is_gradient_checkpointing == model
+
+
+def plain_name(name):
+    """Of a parameter that is trained in full beside an adapter, without the adapter."""
+    return name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
+
+
+@pytest.mark.parametrize(
+    "family", [one if one == "qwen3_vl" else pytest.param(one, marks=pytest.mark.long) for one in vlms.FAMILIES]
+)
+def test_towers_are_trained_in_full_beside_an_adapter(family, settings, vlm_folders, tmp_path, capsys):
+    """Their gradients are those of plain rows, as the adapter changes nothing yet; a merge keeps what they learn."""
+    resolved = settings("--tuner_type lora_llm --lora_dropout 0 --vit_lr 1e-2 --aligner_lr 1e-2", family=family)
+    assert (resolved.args.tuner_type, resolved.args.freeze_vit, resolved.args.freeze_aligner) == ("lora", False, False)
+    trainer = trainer_of(resolved, tmp_path / "run")
+    trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset))).backward()
+    plain = Plain(vlm_folders(family))
+    learnt = []
+    for row in ROWS:
+        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
+        learnt.append(logprobs[answers_in(plain, ids)[1:]])
+    (-torch.cat(learnt).mean()).backward()
+    parts = parts_of_parameters(plain.model)
+    expected = {
+        name: one.grad
+        for name, one in plain.model.named_parameters()
+        if one.grad is not None and parts[name] != "llm" and not name.endswith("image_newline")
+    }
+    found = {
+        plain_name(name): one.grad
+        for name, one in trainer.model.named_parameters()
+        if one.grad is not None and "lora_" not in name
+    }
+    assert found.keys() == expected.keys()
+    gap = sum(float((found[name] - grad).square().sum()) for name, grad in expected.items()) ** 0.5
+    assert gap < 1e-5 * sum(float(grad.square().sum()) for grad in expected.values()) ** 0.5
+    trainer.train()
+    merged, last = tmp_path / "merged", list_checkpoints(tmp_path / "run")[-1]
+    assert main(["merge-lora", "--adapters", str(last), "--output_dir", str(merged)]) == 0
+    after, own = dict(Plain(merged).model.named_parameters()), dict(trainer.model.named_parameters())
+    assert all(after[plain_name(name)].equal(one) for name, one in own.items() if plain_name(name) in found)
+    assert {parts[name] for name, one in plain.model.named_parameters() if not one.equal(after[name])} == set(RATES)
