@@ -76,6 +76,9 @@ EVIDENCE = [
         ("full", f"{_USABLE}?'full'"),
         ("LoRA", f"{_USABLE}?'lora'"),
     ]),
+    ("loss and gradients of `sft`, `dpo` and `gkd` with images equal those of plain rows", [
+        ("full", "tests/support/vlms.py::PACKED+FORKED+PADDED"),
+    ]),
     ("adapters on experts are sent to engines, and merged into files", [("LoRA", "tests/support/experts.py::EXPERTS")]),
     ("adapters reach the parts that are not frozen", [
         ("LoRA", "tests/models/test_vision.py::test_adapters_reach_the_parts_that_are_not_frozen"),
@@ -100,6 +103,7 @@ EVIDENCE = [
     ("runs of `grpo`: log-probs of engine and trainer agree", [
         ("vLLM", "tests/end_to_end/test_expert_runs.py"
          "::test_lora_on_experts_is_what_vllm_samples_with_and_what_is_merged"),
+        ("vLLM", "tests/end_to_end/test_vision_runs.py::test_vllm_samples_with_what_the_trainer_sees"),
     ]),
 ]  # fmt: skip
 """(what holds, [(column of `COLUMNS`, where the families are named, see `entries`)])."""
