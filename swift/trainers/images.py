@@ -32,8 +32,6 @@ def vision_problems(args: Any) -> list[str]:
         problems.append(f"--packing_strategy: {args.packing_strategy}: cuts rows, and images are not cut; use bfd")
     if args.sequence_parallel_size > 1:
         problems.append(f"--sequence_parallel_size: {args.sequence_parallel_size}: not with {WHOLE}; use 1")
-    if args.tuner_type not in ("lora", "full"):
-        problems.append(f"--tuner_type: {args.tuner_type}: not with {WHOLE}; use lora or full")
     if getattr(args, "rlhf_type", None) == "kto" and args.precompute_ref_log_probs:
         problems.append(f"--precompute_ref_log_probs: true: TRL computes them without images; not with {WHOLE}")
     return problems

@@ -54,6 +54,15 @@ def answers_in(plain, ids):
     return torch.tensor(found)
 
 
+def plain_loss(plain):
+    """The mean over the tokens of answers, by transformers alone."""
+    learnt = []
+    for row in ROWS:
+        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
+        learnt.append(logprobs[answers_in(plain, ids)[1:]])
+    return -torch.cat(learnt).mean()
+
+
 STREAMS = ("--padding_free true", "--packing true --max_length 512")
 WAYS = [(family, "") for family in vlms.FAMILIES] + [(family, way) for family in sorted(vlms.PACKED) for way in STREAMS]
 
@@ -68,11 +77,7 @@ def test_loss_and_gradients_are_those_of_plain_rows(family, way, settings, vlm_f
         tokens = batch["input_ids"].numel()
         assert batch["input_ids"].shape == (1, tokens) and trainer._metrics["train"]["num_tokens"] == [tokens]
     plain = Plain(vlm_folders(family))
-    learnt = []
-    for row in ROWS:
-        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
-        learnt.append(logprobs[answers_in(plain, ids)[1:]])
-    expected = -torch.cat(learnt).mean()
+    expected = plain_loss(plain)
     expected.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert_same_gradients(trainer.model, plain.model, most=1e-6)
@@ -119,6 +124,26 @@ def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
         assert learnt == [token for token in row["input_ids"] if token >= 0]
 
 
+OTHERS = [f"--tuner_type {name}" for name in ("vera", "boft", "miss")]
+OTHERS.append("--tuner_type ia3 --target_modules q_proj linear_fc1 linear_fc2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [pytest.param(flags, marks=pytest.mark.long) for flags in OTHERS])
+def test_adapters_of_other_kinds_are_merged_into_what_they_have_learnt(flags, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(TOWERS, flags, "--learning_rate 1e-2 --max_steps 5"), tmp_path / "run")
+    start = {name: one.detach().clone() for name, one in trainer.model.named_parameters() if one.requires_grad}
+    trainer.train()
+    moved = {name for name, one in trainer.model.named_parameters() if name in start and not one.equal(start[name])}
+    assert any("visual.blocks" in name for name in moved) and any("merger" in name for name in moved)
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    learnt = float(trainer.compute_loss(trainer.model.eval(), batch))
+    merged, last = tmp_path / "merged", list_checkpoints(tmp_path / "run")[-1]
+    assert main(["merge-lora", "--adapters", str(last), "--output_dir", str(merged)]) == 0
+    assert float(plain_loss(Plain(merged))) == pytest.approx(learnt, rel=1e-5)
+    assert float(plain_loss(Plain(vlm_folders("qwen3_vl")))) > learnt + 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -126,6 +151,7 @@ def test_loss_scale_all_leaves_out_the_tokens_of_images(settings, tmp_path):
         "--tuner_type lora",
         "--packing true --max_length 128",
         pytest.param("--tuner_type lora_llm --vit_lr 1e-3", marks=pytest.mark.long),
+        *(pytest.param(f"{TOWERS} {flags}", marks=pytest.mark.long) for flags in OTHERS),
         f"--tuner_type full {TOWERS} --vit_lr 1e-3 --aligner_lr 1e-4 --vit_gradient_checkpointing true",
     ],
 )
@@ -206,11 +232,8 @@ RATES = {"llm": 10, "vit": 2, "aligner": 5}
 def test_each_part_moves_by_its_rate(family, settings, vlm_folders, tmp_path):
     trainer = trainer_of(settings(TOWERS, OWN, PLAIN_STEP, family=family), tmp_path / "run")
     trainer.train()
-    plain, learnt = Plain(vlm_folders(family)), []
-    for row in ROWS:
-        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
-        learnt.append(logprobs[answers_in(plain, ids)[1:]])
-    (-torch.cat(learnt).mean()).backward()
+    plain = Plain(vlm_folders(family))
+    plain_loss(plain).backward()
     parts, moved = parts_of_parameters(plain.model), dict(trainer.model.named_parameters())
     gaps = Counter()
     norms = Counter()
@@ -298,11 +321,7 @@ def test_towers_are_trained_in_full_beside_an_adapter(family, settings, vlm_fold
     trainer = trainer_of(resolved, tmp_path / "run")
     trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset))).backward()
     plain = Plain(vlm_folders(family))
-    learnt = []
-    for row in ROWS:
-        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
-        learnt.append(logprobs[answers_in(plain, ids)[1:]])
-    (-torch.cat(learnt).mean()).backward()
+    plain_loss(plain).backward()
     parts = parts_of_parameters(plain.model)
     expected = {
         name: one.grad
