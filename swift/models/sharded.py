@@ -77,7 +77,7 @@ def shard(module: nn.Module, accelerator: Any) -> None:
     from swift.models.attention.interface import decoder_of
 
     plugin = accelerator.state.fsdp_plugin
-    # not the layers of a tower, which a process whose rows have no images does not gather; a text model may name them
+    # the layers of a tower stay in the shards of the whole model; a text model may name them
     parts = {type(part).__name__ for part in decoder_of(module).modules()}
     named: Iterable[str] = getattr(module, "_no_split_modules", None) or ()
     plugin.transformer_cls_names_to_wrap = [name for name in named if name in parts]
