@@ -38,6 +38,9 @@ class CheckpointArguments(HubArguments):
     chat_template_kwargs: dict[str, Any] = flag({}, everyday=False, resume="fixed")
     """Variables of the chat template, such as `{"enable_thinking": false}`."""
 
+    special_tokens: dict[str, Any] = flag({}, everyday=False, secret=False, resume="fixed")
+    """Tokens of the vocabulary with a role, such as `{"eos_token": "<|im_end|>"}`, in place of the tokenizer's own."""
+
     torch_dtype: Literal["bfloat16", "float16", "float32"] | None = flag(
         aliases=("dtype",),
         values={"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"},
@@ -103,12 +106,18 @@ class QuantArguments(CheckpointArguments):
     )
     """Type in which 4-bit weights are packed."""
 
+    quant_experts: bool = flag(False, everyday=False, needs="quant_method", strict=True, resume="fixed")
+    """Whether the experts of a mixture are quantised to 4 bits, too, where they are one parameter of three
+    dimensions."""
+
     def quant_problems(self) -> Iterator[str]:
         """Problems of the settings of quantisation, one line each."""
         if self.quant_method and self.quant_bits is None:
             yield "--quant_bits: missing: --quant_method bnb has two sizes; give --quant_bits 4 or 8"
         elif self.quant_bits not in (None, 4, 8):
             yield f"--quant_bits: {self.quant_bits}: not a choice; valid: 4, 8"
+        elif self.quant_experts and self.quant_bits == 8:
+            yield "--quant_experts: true: experts are quantised to 4 bits; use --quant_bits 4, or leave it out"
 
 
 WHOLE_WEIGHTS = (None, "zero1", "zero2", "zero2_offload")
@@ -342,10 +351,23 @@ class TunerArguments(ImageArguments, QuantArguments):
             yield f"{subject}: --autocast {self.autocast} casts float32 weights; leave one of the two out"
         if self.changes_base:
             yield f"--init_weights: {self.init_weights}: changes weights that are quantised; use true or gaussian"
+        if self.quant_experts:
+            yield from self._quantised_experts_problems()
         if self.shards_weights:
             yield from self._sharded_quantised_problems(subject, f"--{self.sharded_by}")
         if getattr(self, "offload_model", False):
             yield "--offload_model: true: quantised weights stay on their device; use --offload_model false"
+
+    def _quantised_experts_problems(self) -> Iterator[str]:
+        if self.shards_weights:
+            yield f"--quant_experts: true: --{self.sharded_by} cannot shard them; leave one of the two out"
+        if self.target_parameters:
+            yield (
+                f"--target_parameters: {' '.join(self.target_parameters)}: --quant_experts true quantises them; leave "
+                "one of the two out"
+            )
+        if hasattr(self, "num_generations"):
+            yield "--quant_experts: true: engines get whole weights of experts; leave it out"
 
     def _sharded_quantised_problems(self, subject: str, way: str) -> Iterator[str]:
         """FSDP and ZeRO-3 shard weights of a floating type, and gather each layer for its products only."""

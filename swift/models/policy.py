@@ -20,8 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
+from swift.models.expert_quantisation import is_expert, quantising_experts
 from swift.models.multimodal import is_part, loads_whole, refuse_part, refuse_towers
-from swift.models.quantisation import is_quantised, prepare_quantised, quantisation_config, quantise_without_numbers
+from swift.models.quantisation import (
+    is_quantised,
+    prepare_quantised,
+    quantisation_config,
+    quantise_without_numbers,
+    unpacked,
+)
 from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
@@ -131,7 +138,7 @@ def load_base(
     """
     import transformers
     from torch import nn
-    from transformers.modeling_utils import get_hf_quantizer, load_state_dict
+    from transformers.modeling_utils import get_hf_quantizer
 
     from swift.models.autocast import set_autocast
 
@@ -140,27 +147,26 @@ def load_base(
     if not model_dropout:
         clear_config_dropout(config)
     dtype = pick_dtype(args.torch_dtype, device)
-    quantisation = quantisation_config(args, dtype) if getattr(args, "quant_method", None) else None
-    if quantisation is not None and hasattr(config, "quantization_config"):
-        raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
-    quantised = quantisation is not None or hasattr(config, "quantization_config")
-    placed = {"quantization_config": quantisation, "device_map": {"": device or "cpu"}} if quantised else {}
+    plain, placed = unpacked(config), _placed(folder, config, args, device)
+    quantised = "device_map" in placed
     kind = getattr(transformers, class_of(config, args, reward_head))
     if is_of_transformers(config):
         _without_weights(folder, config, kind)
     try:
-        with quiet_loading(), unusable(f"--model: {folder}: its weights cannot be loaded"):
-            if str(device) == "meta":  # a class for several architectures needs a folder
-                if quantised:  # packed weights have other names and shapes
-                    get_hf_quantizer(copy.copy(config), quantisation, placed["device_map"], True, {})
-                    return _without_weights(folder, config, kind)
-                kind = kind._model_mapping.get(type(config), kind)
-                tensors = {
-                    name: tensor
-                    for file in weight_files(folder)
-                    for name, tensor in load_state_dict(file, "meta").items()
-                }
-                placed = {"state_dict": tensors, "device_map": {"": device}}
+        with (
+            quiet_loading(),
+            unusable(f"--model: {folder}: its weights cannot be loaded"),
+            quantising_experts(placed["quantization_config"])
+            if getattr(args, "quant_experts", False)
+            else contextlib.nullcontext(),
+        ):
+            if str(device) == "meta":
+                if quantised:
+                    get_hf_quantizer(copy.copy(config), placed["quantization_config"], placed["device_map"], True, {})
+                if quantised or plain is not None:  # packed weights have other names and shapes
+                    return _without_weights(folder, plain or config, kind)
+                kind = kind._model_mapping.get(type(config), kind)  # one for several architectures needs a folder
+                placed = {"state_dict": _on_meta(folder), "device_map": {"": device}}
             model, info = kind.from_pretrained(
                 folder if str(device) != "meta" else None,
                 config=config,
@@ -180,13 +186,38 @@ def load_base(
         raise ResourceError(f"{subject}: {first_line(error)}{fix}") from error
     if quantised:
         prepare_quantised(model, dtype)
+    if plain is not None:
+        model._weight_conversions = None  # it is saved as it is
     set_autocast(model, getattr(args, "autocast", None))
     _check_weights(folder, model, info, reward_head)
     if not model_dropout:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
                 module.p = 0.0
-    return model.to(device) if device is not None and not placed else model
+    return model.to(device) if device is not None and not quantised else model
+
+
+def _placed(folder: Path, config: Any, args: CheckpointArguments, device: torch.device | str | None) -> dict[str, Any]:
+    """Arguments of from_pretrained for a model that is quantised, and then placed, while it is loaded, or unpacked."""
+    import transformers
+
+    chosen = None
+    if getattr(args, "quant_method", None):
+        chosen = quantisation_config(args, pick_dtype(args.torch_dtype, device))
+        if hasattr(config, "quantization_config"):
+            raise ConfigError(f"--quant_method: bnb: the weights in {folder} are quantised already; leave it out")
+    if unpacked(config) is not None:
+        return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    if chosen is None and not hasattr(config, "quantization_config"):
+        return {}
+    return {"quantization_config": chosen, "device_map": {"": device or "cpu"}}
+
+
+def _on_meta(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in the files, without data."""
+    from transformers.modeling_utils import load_state_dict
+
+    return {name: one for file in weight_files(folder) for name, one in load_state_dict(file, "meta").items()}
 
 
 def class_of(config: Any, args: CheckpointArguments, reward_head: Head | None) -> str:
@@ -325,7 +356,9 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         model = load_base(source.base, args, device="meta", model_dropout=True, reward_head=reward_head)
     else:
         model = from_config(config, args, reward_head)
-    if hasattr(config, "quantization_config"):
+    if getattr(args, "quant_experts", False) and not any(map(is_expert, *zip(*model.named_parameters(), strict=True))):
+        raise ConfigError("--quant_experts: true: the model has no experts that are one parameter; leave it out")
+    if hasattr(config, "quantization_config") and unpacked(config) is None:
         join_problems([*args.quantised_problems(f"--model: {source.base}")])
     recompute_tower(model, args)
     if args.tuner_type == "full":

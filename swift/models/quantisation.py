@@ -5,6 +5,7 @@ The quantised weights are frozen: an adapter is trained on top of them, and a we
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import math
@@ -118,6 +119,19 @@ def _take_8bit_state(layer: Any) -> None:
     """`Linear8bitLt.init_8bit_state`, which takes the scales away from the weight, so that a moved one has none."""
     layer.state.CB, layer.state.SCB = layer.weight.CB, layer.weight.SCB
     layer.weight.CB = None
+
+
+def unpacked(config: Any) -> Any:
+    """The config of a model whose files are packed in MXFP4 (gpt-oss) as that of the weights they are unpacked to when
+    they are read, which alone can be trained; None for other models.
+    """
+    packing = getattr(config, "quantization_config", None)
+    method = packing.get("quant_method") if isinstance(packing, dict) else getattr(packing, "quant_method", None)
+    if method != "mxfp4":
+        return None
+    plain = copy.copy(config)
+    del plain.quantization_config
+    return plain
 
 
 def is_quantised(model: nn.Module) -> bool:

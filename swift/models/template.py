@@ -350,8 +350,9 @@ def load_template(
     folder: str | Path | None = None,
     kwargs: Mapping[str, Any] | None = None,
     name: str | None = None,
+    more_stops: Iterable[int] = (),
 ) -> Template:
-    """The template of a tokenizer; a model folder adds its end tokens. See `Template`.
+    """The template of a tokenizer; a model folder adds its end tokens, and more_stops are further ones. See `Template`.
 
     They are the `eos_token_id` (a token id, several, or none) of generation_config.json or, without that file, of
     config.json, as in transformers.
@@ -364,7 +365,7 @@ def load_template(
         stops = [] if value is None else value if isinstance(value, list) else [value]
         if wrong := [token for token in stops if type(token) is not int or token < 0]:
             raise ConfigError(f"--model: {file}: eos_token_id {wrong[0]!r}: no token id; write whole numbers from 0")
-    return Template(tokenizer, stops, kwargs, name)
+    return Template(tokenizer, [*stops, *more_stops], kwargs, name)
 
 
 def _check_kwargs(kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,29 +14,43 @@ from pathlib import Path
 from typing import cast
 
 from swift.errors import ConfigError, suggest
+from swift.models.instruct_templates import INSTRUCT
 
-_CHATML = (
-    "{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}"
-    "{%- if message.role == 'assistant' -%}"
-    "{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{{- '\\n' -}}"
-    "{%- else -%}{{- message.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
+
+def _turns(head: str, between: str, end: str, after: str = "", *, start: str = "") -> str:
+    """Turns of any role: head, role, between, content, end, of which the model learns content and end, and after."""
+    return (
+        f"{start}{{%- for message in messages -%}}{{{{- '{head}' + message.role + '{between}' -}}}}"
+        "{%- if message.role == 'assistant' -%}"
+        f"{{%- generation -%}}{{{{- message.content + '{end}' -}}}}{{%- endgeneration -%}}"
+        f"{{%- else -%}}{{{{- message.content + '{end}' -}}}}{{%- endif -%}}{{{{- '{after}' -}}}}{{%- endfor -%}}"
+        f"{{%- if add_generation_prompt -%}}{{{{- '{head}assistant{between}' -}}}}{{%- endif -%}}"
+    )
+
+
+_BOS = "{{- bos_token -}}"
+_CHATML = _turns("<|im_start|>", "\\n", "<|im_end|>", "\\n")
+_PHI = _turns("<|", "|>\\n", "<|end|>", "\\n")
 
 _QWEN = (
     "{%- if messages[0].role != 'system' -%}"
     "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}" + _CHATML
 )
 
-_LLAMA3 = (
-    "{{- bos_token -}}{%- for message in messages -%}"
-    "{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' -}}"
-    "{%- if message.role == 'assistant' -%}"
-    "{%- generation -%}{{- message.content + '<|eot_id|>' -}}{%- endgeneration -%}"
-    "{%- else -%}{{- message.content + '<|eot_id|>' -}}{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}"
-    "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}"
-    "{%- endif -%}"
+_DEEPSEEK2 = (
+    _BOS + "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{- '<｜Assistant｜>' -}}"
+    "{%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}"
+    "{%- elif message.role == 'system' -%}{{- message.content + '\\n\\n' -}}"
+    "{%- else -%}{{- '<｜User｜>' + message.content -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<｜Assistant｜>' -}}{%- endif -%}"
+)
+
+_MISTRAL1 = (
+    _BOS + "{%- set ns = namespace(system='') -%}{%- for message in messages -%}{%- if message.role == 'assistant' -%}"
+    "{%- generation -%}{{- ' ' + message.content + eos_token -}}{%- endgeneration -%}"
+    "{%- elif message.role == 'system' -%}{%- set ns.system = message.content + '\\n\\n' -%}"
+    "{%- else -%}{{- ' [INST] ' + ns.system + message.content + ' [/INST]' -}}{%- set ns.system = '' -%}"
+    "{%- endif -%}{%- endfor -%}"
 )
 
 _GEMMA_TURN = (
@@ -67,13 +81,20 @@ _PLAIN = (
 TEMPLATES: dict[str, str] = {
     "chatml": _CHATML,
     "qwen": _QWEN,
-    "llama3": _LLAMA3,
+    "llama3": _turns("<|start_header_id|>", "<|end_header_id|>\\n\\n", "<|eot_id|>", start=_BOS),
+    "llama4": _turns("<|header_start|>", "<|header_end|>\\n\\n", "<|eot|>", start=_BOS),
+    "phi_3": _BOS + _PHI,
+    "phi_35": _PHI,
+    "falcon_h1": _BOS + _CHATML,
+    "deepseek_v2": _DEEPSEEK2,
+    "mistral_v1": _MISTRAL1,
     "gemma": _GEMMA,
     "gemma3_text": _GEMMA3,
     "plain": _PLAIN,
+    **INSTRUCT,
 }
-"""Built-in templates, under the names of ms-swift. `qwen` is ChatML with a default system prompt. `gemma` has a system
-turn, `gemma3_text` puts the system prompt before the question. `plain`, which is swift's own, has no roles at all."""
+"""Built-in templates, by names of ms-swift or Axolotl. `qwen` is ChatML with a default system prompt. `gemma` has a
+system turn, `gemma3_text` puts the system prompt before the question. `plain`, which is swift's own, has no roles."""
 
 _MARKER = re.compile(r"<[|\uff5c][^<>\s]*>|<[^<>\s]*[|\uff5c]>|<(?:start|end)_of_turn>")
 
@@ -85,7 +106,7 @@ def names() -> list[str]:
 
 
 def read_template(value: str) -> str:
-    """The Jinja text of `--template`: a built-in name or a file.
+    """The Jinja text of `--template`: a built-in name, a file, or such a text itself.
 
     Raises:
         ConfigError: neither a known name nor a readable file.
@@ -94,6 +115,8 @@ def read_template(value: str) -> str:
         return TEMPLATES[value]
     if value in names():
         return (cast(Path, _folder_of_trl()) / f"{value}.jinja").read_text(encoding="utf-8")
+    if "{{" in value or "{%" in value:
+        return value
     path = Path(value).expanduser()
     if path.is_file():
         try:
@@ -101,6 +124,11 @@ def read_template(value: str) -> str:
         except UnicodeDecodeError as error:
             raise ConfigError(f"--template: {value}: not a UTF-8 text; save it as UTF-8") from error
     raise ConfigError(f"--template: {value}: neither a built-in name nor a Jinja file; {suggest(value, names())}")
+
+
+def shown(value: str) -> str:
+    """A value of `--template` in messages."""
+    return "(a text in Jinja)" if "{{" in value or "{%" in value else value
 
 
 def markers(rendered: str) -> list[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, attributed_to, counted, unusable
+from swift.errors import ConfigError, RefusedChat, attributed_to, counted, suggest, unusable
+from swift.models.instruct_templates import in_place
 from swift.models.multimodal import loads_whole, no_tower
 from swift.models.policy import load_config
 from swift.models.source import find_other, has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
-from swift.models.templates import markers, names, read_template
+from swift.models.templates import markers, names, read_template, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +33,7 @@ def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
     """
     source = locate(args)
     assert source.tokenizer is not None
-    return read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
+    return _read(source.tokenizer, args)
 
 
 def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = True) -> Template:
@@ -47,8 +49,8 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
     """
     source = locate(args)
     assert source.tokenizer is not None
-    tokenizer = read_tokenizer(source.tokenizer, template=args.template, trust_remote_code=args.trust_remote_code)
-    name = f"--template {args.template}" if args.template else None
+    tokenizer = _read(source.tokenizer, args)
+    name = f"--template {shown(args.template)}" if args.template else None
     kwargs = args.chat_template_kwargs
     config = load_config(source.base, args)
     processor, pixels = None, getattr(args, "max_pixels", None)
@@ -61,7 +63,13 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
         processor = load_processor(source.base, config, tokenizer)
         if not args.template and getattr(processor, "chat_template", None):  # also of files that no tokenizer reads
             tokenizer.chat_template = processor.chat_template
-    template = PlainText(tokenizer, ends=ends) if plain else load_template(tokenizer, source.base, kwargs, name)
+    template = (
+        PlainText(tokenizer, ends=ends)
+        if plain
+        else load_template(
+            tokenizer, source.base, kwargs, name, _ids_of(tokenizer, getattr(args, "eot_tokens", []), "eot_tokens")
+        )
+    )
     if processor is not None:
         template.vision = Vision(source.base, processor, config, template.render, max_pixels=pixels)
         template.vision.example()  # a processor that does not work is found now
@@ -105,7 +113,11 @@ def _check_ids(folder: Path, template: Template, config: Any) -> None:
 
 
 def read_tokenizer(
-    folder: str | Path, *, template: str | None = None, trust_remote_code: bool = False
+    folder: str | Path,
+    *,
+    template: str | None = None,
+    trust_remote_code: bool = False,
+    special_tokens: Mapping[str, str] = {},
 ) -> PreTrainedTokenizerBase:
     """The tokenizer saved in `folder`; see `load_tokenizer`."""
     from transformers import AutoTokenizer
@@ -123,6 +135,7 @@ def read_tokenizer(
             f"--model: {folder}: its tokenizer knows no text; sought tokenizer.json, or the vocabulary of "
             f"{type(tokenizer).__name__}, there; is the copy complete?"
         )
+    _take_special(tokenizer, special_tokens)
     if template:
         _override_template(tokenizer, template)
     if tokenizer.pad_token_id is None:
@@ -150,12 +163,44 @@ def require_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, args: Che
         )
 
 
+def _read(folder: str | Path, args: CheckpointArguments) -> PreTrainedTokenizerBase:
+    """`read_tokenizer` with the settings."""
+    return read_tokenizer(
+        folder,
+        template=args.template,
+        trust_remote_code=args.trust_remote_code,
+        special_tokens=getattr(args, "special_tokens", {}),
+    )
+
+
+def _ids_of(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str], flag: str) -> list[int]:
+    """The ids of tokens that a flag names; none is added, as the model would have no embedding for it."""
+    vocabulary = tokenizer.get_vocab()
+    if missing := [token for token in tokens if token not in vocabulary]:
+        raise ConfigError(
+            f"--{flag}: {missing[0]}: no token of {tokenizer.name_or_path}; add it to tokenizer and embedding of "
+            "--model with transformers first"
+        )
+    return [vocabulary[token] for token in tokens]
+
+
+def _take_special(tokenizer: PreTrainedTokenizerBase, special_tokens: Mapping[str, str]) -> None:
+    """Gives tokens of the vocabulary the roles of `--special_tokens`."""
+    roles = [role for role in tokenizer.SPECIAL_TOKENS_ATTRIBUTES if role != "additional_special_tokens"]
+    if unknown := [role for role in special_tokens if role not in roles]:
+        raise ConfigError(f"--special_tokens: {unknown[0]}: no role of a token; {suggest(unknown[0], roles)}")
+    _ids_of(tokenizer, special_tokens.values(), "special_tokens")
+    for role, token in special_tokens.items():
+        setattr(tokenizer, role, token)
+
+
 def _override_template(tokenizer: PreTrainedTokenizerBase, value: str) -> None:
-    tokenizer.chat_template = read_template(value)
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    tokenizer.chat_template = in_place(read_template(value), begins=begins)
     if value not in names():
         return
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with unusable(f"--template: {value}: cannot be rendered with this tokenizer"):
+    with unusable(f"--template: {shown(value)}: cannot be rendered with this tokenizer"):
         rendered = str(tokenizer.apply_chat_template(chat, tokenize=False))
     vocabulary = tokenizer.get_vocab()
     if missing := [token for token in markers(rendered) if token not in vocabulary]:

@@ -168,6 +168,11 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     if args.tuner_type == "lora":
         if found := None if "llm" in frozen_parts(model, args) else resolve(model, targets):
             targets, options["target_parameters"] = found.modules, sorted(found.parameters)
+            if found.widths and getattr(args, "quant_experts", False):
+                raise ConfigError(
+                    f"--target_modules: {' '.join(args.target_modules)}: has the projections of experts, which "
+                    "--quant_experts true quantises; name others, or leave it out"
+                )
             ranks, alphas = {}, {}
             for name, width in found.widths.items():  # each projection in it keeps its rank and scale
                 ranks[rf".*\.{name}"] = width * args.lora_rank

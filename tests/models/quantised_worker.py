@@ -1,5 +1,6 @@
 """Asserts what holds for quantised bases, in a process that finds bitsandbytes. Words: model folder, scratch folder."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -42,6 +43,45 @@ def weights_for_engines(policy: torch.nn.Module) -> dict[str, torch.Tensor]:
         for unit in checkpoint_units(policy)
         for key, tensor in read_unit(policy, unit, torch.Tensor.detach).items()
     }
+
+
+def check_experts() -> None:
+    """Quantised while they are read: loss and gradients are those of a model that holds the dequantised numbers."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    from swift.models.policy import check_policy
+    from swift.models.tiny import build_tiny
+
+    folder = build_tiny(SCRATCH / "mixture", arch="qwen3_moe", size="nano")
+    args = ModelArguments(
+        model=str(folder), quant_method="bnb", quant_bits=4, quant_experts=True, target_modules=["q_proj", "v_proj"]
+    )
+    check_policy(args)
+    packed, plain = (load_policy(one) for one in (args, dataclasses.replace(args, quant_experts=False)))
+    trained = [[one for one in policy.parameters() if one.requires_grad] for policy in (packed, plain)]
+    for one, other in zip(*trained, strict=True):
+        other.data = one.data.clone()
+    experts = [weight for name, weight in plain.named_parameters() if ".experts." in name]
+    for weight in experts:
+        weight.data = dequantize_4bit(*quantize_4bit(weight.data, compress_statistics=True, quant_type="nf4"))
+    held = [weight for name, weight in packed.named_parameters() if ".experts." in name]
+    assert len(held) == len(experts) == 4 and all(weight.dtype == torch.uint8 for weight in held)
+    packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    losses = [policy(input_ids=IDS, labels=IDS).loss for policy in (packed, plain)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0] == losses[1]
+    assert all(gap(one.grad, other.grad) < 1e-6 for one, other in zip(*trained, strict=True))
+    for wrong, said in (
+        ({"model": MODEL}, "has no experts"),
+        ({"target_modules": ["all-linear"]}, "has the projections of experts"),
+    ):
+        try:
+            check_policy(dataclasses.replace(args, **wrong))
+            raise AssertionError(wrong)
+        except ConfigError as error:
+            assert said in str(error), error
+    print("checked experts")
 
 
 def check(name: str, more: dict) -> None:
@@ -121,6 +161,7 @@ def check_rounded_products() -> None:
     assert rounds_activations(load_policy(args))
 
 
+check_experts()
 for case, settings in CASES.items():
     check(case, settings)
     print("checked", case)

@@ -24,5 +24,6 @@ def test_an_adapter_on_a_quantised_base_trains_and_is_sent_saved_and_merged(qwen
     text = program.communicate()[0]
     assert program.returncode == 0, text[-3000:]
     assert [line for line in text.splitlines() if line.startswith("checked")] == [
-        "checked nf4", "checked fp4", "checked dora", "checked int8", "checked dora int8", "checked files, products"
+        "checked experts", "checked nf4", "checked fp4", "checked dora", "checked int8", "checked dora int8",
+        "checked files, products",
     ]  # fmt: skip

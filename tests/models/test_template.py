@@ -178,13 +178,28 @@ def test_templates_of_trl_are_offered_by_the_names_of_their_files(qwen2):
     assert masked_text(chat, [USER, ANSWER]) == "\n5<|im_end|>"  # TRL's mark begins behind the role
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma", "gemma3_text", "chatml", "plain"])
+WRITTEN = {  # a system prompt S, a question and its answer, as models of the name read them
+    "llama4": "<|header_start|>system<|header_end|>\n\nS<|eot|><|header_start|>user<|header_end|>\n\n2+3?<|eot|>"
+    "<|header_start|>assistant<|header_end|>\n\n5<|eot|>",
+    "phi_3": "<|system|>\nS<|end|>\n<|user|>\n2+3?<|end|>\n<|assistant|>\n5<|end|>\n",
+    "phi_35": "<|system|>\nS<|end|>\n<|user|>\n2+3?<|end|>\n<|assistant|>\n5<|end|>\n",
+    "deepseek_v2": "S\n\n<｜User｜>2+3?<｜Assistant｜>5<|im_end|>",
+    "mistral_v1": " [INST] S\n\n2+3? [/INST] 5<|im_end|>",
+    "falcon_h1": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    "5<|im_end|>\n",
+}
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "llama3", "gemma", "gemma3_text", "chatml", "plain"])
 def test_every_built_in_template_marks_what_the_assistant_says(name):
     template = template_of(TEMPLATES[name])
-    ends = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3_text": "<end_of_turn>"}
+    ends = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3_text": "<end_of_turn>", "llama4": "<|eot|>"}
+    ends |= {"phi_3": "<|end|>", "phi_35": "<|end|>"}
     chat = [{"role": "system", "content": "S"}, USER, ANSWER]
-    assert masked_text(template, chat).startswith("5" + ends.get(name, "<|im_end|>"))
-    assert "S" in template.render(chat)
+    assert masked_text(template, chat).lstrip().startswith("5" + ends.get(name, "<|im_end|>"))
+    assert "S" in template.render(chat) and template.render(chat) == WRITTEN.get(name, template.render(chat))
+    prompt = template.render(chat[:2], add_generation_prompt=True)
+    assert template.render(chat).startswith(prompt)
 
 
 def test_gemma_has_a_system_turn_and_gemma3_text_puts_it_before_the_question():
@@ -213,6 +228,23 @@ def test_templates_named_after_models_are_those_of_the_models():
     assert '"name": "add"' in qwen3.decode(qwen3.encode_prompt([USER], tools))
     with pytest.raises(ConfigError, match="shows no tools"):
         template_of(TEMPLATES["chatml"]).encode_prompt([USER], tools)
+
+
+def test_a_template_may_be_given_as_a_text(qwen2):
+    chat = load_chat(ModelArguments(model=qwen2, template="{{ messages[-1].content }}"))
+    assert (chat.render([USER]), chat.name) == ("2+3?", "--template (a text in Jinja)")
+
+
+def test_tokens_of_the_vocabulary_get_other_roles(qwen2):
+    args = ModelArguments(model=qwen2, special_tokens={"eos_token": "<|endoftext|>"})
+    assert load_tokenizer(args).eos_token == "<|endoftext|>"
+    assert load_chat(args).tokenizer.convert_tokens_to_ids("<|endoftext|>") in load_chat(args).stop_token_ids
+    for roles, said in (
+        ({"eos_token": "<x>"}, "<x>: no token of"),
+        ({"eos": "a"}, "no role of a token; nearest: eos_"),
+    ):
+        with pytest.raises(ConfigError, match=f"--special_tokens: .*{said}"):
+            load_tokenizer(ModelArguments(model=qwen2, special_tokens=roles))
 
 
 def test_a_tokenizer_without_pad_token_pads_with_its_end_token(qwen2, tmp_path):
