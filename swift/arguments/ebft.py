@@ -25,7 +25,6 @@ REPLACED = {
     "teacher_model": "leave it out: features give the rewards",
     "num_iterations": "--num_iterations 1: each rollout has one update",
     "top_entropy_quantile": "--top_entropy_quantile 1.0: all tokens are trained on",
-    "loss_type": "leave it out: with one update of each rollout the ratio is 1, and the loss is REINFORCE",
     "epsilon": "leave it out: with one update of each rollout the ratio is 1",
     "epsilon_high": "leave it out: with one update of each rollout the ratio is 1",
     "delta": "leave it out: with one update of each rollout the ratio is 1",
@@ -154,8 +153,11 @@ class EBFTArguments(RLHFArguments, FeatureArguments):
     beta: float = flag(0.0, at_least=0, aliases=("kl_coef",), group="Objective")
     """Weight of the KL to the reference model (k3). 0 needs no reference."""
 
-    loss_type: str = flag("dapo", registry="losses", everyday=False, group="Objective")
-    """Normaliser of the loss: all tokens of the global batch count alike (dapo)."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = flag(  # type: ignore[assignment]
+        "dapo", everyday=False, group="Objective"
+    )
+    """Normaliser of the loss, which is REINFORCE's: all tokens of the global batch count alike (dapo), all completions
+    do (grpo), or a token counts 1 / `--max_completion_length` (dr_grpo)."""
 
     truncation_strategy: Literal["left", "right", "delete"] = flag(
         "delete", everyday=False, group="Sampling", resume="fixed"

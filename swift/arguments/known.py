@@ -65,7 +65,7 @@ _KNOWN = _names(
     resume_only_model reward_model_type rope_scaling
     save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
     swanlab_project swanlab_token swanlab_workspace
-    teacher_adapters teacher_model_revision teacher_model_type tf32 to_hf to_mcore to_ollama
+    teacher_adapters teacher_model_revision teacher_model_type to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
     train_on_prompt truncation unsloth use_cpu
     use_galore use_q_galore use_ray val_dataset_shuffle

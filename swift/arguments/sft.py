@@ -33,6 +33,9 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
     )
     """Maximum length of a row in tokens. Longer chats are left out and counted."""
 
+    min_length: int | None = flag(at_least=1, everyday=False, unset="none", resume="fixed")
+    """Minimum length of a row in tokens. Shorter ones are left out and counted."""
+
     truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False, resume="fixed")
     """Rows above max_length: left out, or cut at this side. Rows with images are left out in any case."""
 
@@ -94,6 +97,15 @@ class SFTArguments(LanguageModelingArguments):
     """Tokens that the loss counts: default the assistant's turns, last_round those after the last question, all every
     token. ignore_empty_think leaves out empty thoughts; hermes, react and qwen weigh calls of tools twice. `loss` of a
     message has precedence."""
+
+    dataset_transform: Literal["alpaca"] | None = flag(
+        group="Data", everyday=False, unset="rows as they are", resume="fixed"
+    )
+    """alpaca: instruction, input and output of a row, with the input apart from the instruction, which `--template
+    alpaca` and those like it need."""
+
+    eot_tokens: list[str] = flag([], group="Data", everyday=False, resume="fixed")
+    """Further tokens at the end of a turn that are trained on, if the chat template writes them there."""
 
     agent_template: str | None = flag(group="Data", everyday=False, unset="that of the chat template", resume="fixed")
     """Format of tools and calls. The chat template writes them; another format than its own is refused."""

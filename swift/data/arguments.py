@@ -55,6 +55,9 @@ class DataArguments(HubArguments):
     system: str | None = flag(unset="the chat template's own", resume="fixed")
     """System prompt: text, a text file or a shipped example. A row's own has precedence."""
 
+    drop_duplicates: bool = flag(False, everyday=False, resume="fixed")
+    """Whether of rows with the same content only the first is used."""
+
     strict: bool = flag(False, resume="fixed")
     """Whether the first bad row stops the run."""
 
@@ -118,6 +121,10 @@ class StreamArguments(DataArguments):
 
     shuffle_buffer_size: int = flag(1000, at_least=1, everyday=False, needs="streaming", resume="fixed")
     """Number of rows among which a stream is shuffled."""
+
+    def problems(self) -> Iterator[str]:
+        if self.drop_duplicates and self.streaming:
+            yield "--drop_duplicates: true: rows of a stream are not known before it is read; use --streaming false"
 
     def notes(self) -> Iterator[str]:
         if self.streaming and self.dataset_num_proc > 1:

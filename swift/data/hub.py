@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swift.data.records import Record, plain_row
-from swift.data.spec import DatasetSpec
+from swift.data.spec import DatasetSpec, names_file
 from swift.errors import ConfigError, ResourceError, first_line, suggest
 
 ANSWER_S = 10.0
@@ -107,6 +107,8 @@ def _load_hugging_face(spec: DatasetSpec, subset: str | None, streaming: bool) -
     unreachable = _hugging_face_problem(spec)
     with _offline(unreachable is not None):
         try:
+            if names_file(subset):
+                return datasets.load_dataset(spec.target, data_files=subset, streaming=streaming)
             return datasets.load_dataset(spec.target, subset, streaming=streaming)
         except ValueError as error:  # a wrong subset, or a missing one
             raise _subset_problem(spec, error) from error
@@ -159,6 +161,8 @@ def _offline(active: bool) -> Iterator[None]:
 
 
 def _load_modelscope(spec: DatasetSpec, subset: str | None, streaming: bool) -> dict[str, Any]:
+    if names_file(subset):
+        raise spec.wrong(f"{subset}: single files are taken from Hugging Face; write hf::{spec.target}:{subset}")
     try:
         from modelscope.msdatasets import MsDataset
     except ImportError as error:

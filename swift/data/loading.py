@@ -342,6 +342,8 @@ def _load(args: DataArguments, split: Split, purpose: Purpose, images: bool) -> 
         parts.append(found)
         sizes.append((spec.text, len(parts[-1])))
     join_problems(problems)
+    if args.drop_duplicates:
+        report.notes.append(_distinct(parts))
     if split == "train" and len(parts) > 1 and args.interleave_prob:
         examples = _mixed(parts, specs, args, report)
     else:
@@ -399,6 +401,15 @@ def _oversampled(found: list[Example], count: int, args: DataArguments, index: i
     if args.dataset_shuffle:
         remainder = generator(args.data_seed, index, 1).permutation(len(found))[:rest]
     return found * copies + [found[row] for row in remainder]
+
+
+def _distinct(parts: list[list[Example]]) -> str:
+    """Leaves the first of rows with the same content, over all datasets; a line about the others."""
+    seen: set[str] = set()
+    total = sum(map(len, parts))
+    for part in parts:
+        part[:] = [row for row in part if not (row.digest in seen or seen.add(row.digest))]  # type: ignore[func-returns-value]
+    return f"{counted(total - len(seen), 'duplicate')} left out (--drop_duplicates)"
 
 
 def _mixed(

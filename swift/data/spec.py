@@ -1,4 +1,5 @@
-"""Entries of `--dataset`: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task.
+"""Entries of `--dataset`: `[hf::|ms::]id_or_path[:subset[/subset]][#n]`, or a procedural task. In place of subsets, a
+file of a repository may be named.
 
 Instead of a number of random rows, `#first:last` takes the rows from `first` to before `last`, as Python counts, in the
 order of the dataset; `10%` is a share of its rows.
@@ -22,6 +23,8 @@ from swift.errors import ConfigError, join_problems, nearest, parse_json
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
 PROCEDURAL = "reasoning_gym:"
+_OF_HUB = re.compile(r".*\.(jsonl?|csv|tsv|parquet)(\.(gz|zst|xz|bz2|zip))?")
+"""A file in the repository of a dataset."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BOUNDS = re.compile(r"(-?\d+%?)?:(-?\d+%?)?")
 
@@ -123,7 +126,13 @@ def _parse(text: str, usual_hub: Hub) -> DatasetSpec:
         raise ValueError(f"no such file or folder; {beside(Path(name).expanduser())}")
     if not _HUB_ID.fullmatch(name):
         raise ValueError(f"{name!r} is not a hub id; write {hub}::owner/name[:subset][#n]")
-    return DatasetSpec(text, "hub", name, _subsets(subset), count, hub or usual_hub, part)
+    parts = (subset,) if names_file(subset) else _subsets(subset)
+    return DatasetSpec(text, "hub", name, parts, count, hub or usual_hub, part)
+
+
+def names_file(subset: str | None) -> bool:
+    """Whether what stands behind an id of a hub is a file there, and no subset."""
+    return bool(subset and _OF_HUB.fullmatch(subset))
 
 
 def parse_specs(texts: Sequence[str], *, use_hf: bool = False, flag: str = "--dataset") -> list[DatasetSpec]:

@@ -1,10 +1,11 @@
-"""Transforms of datasets for EBFT: rows of common formats become prompts with a reference, or documents.
+"""Transforms of datasets: rows of common formats become prompts with a reference or documents, for EBFT, or chats.
 
 A transform takes a row and returns rows; nothing else of the row is kept. Rows that it refuses are skipped and counted
 like any bad row.
 
     prompts     messages, ground_truth (text of the reference), remaining_turns (later turns of the chat)
     documents   text, or prompt and completion, or messages
+    chats       messages
 
 `TRANSFORMS` holds those of `--dataset_transform`.
 """
@@ -112,6 +113,22 @@ def strided(row: Mapping[str, Any]) -> list[Row]:
     return strided_chat(row) if any(row.get(name) is not None for name in CHATS) else strided_structured(row)
 
 
+# --- chats -----------------------------------------------------------------------------------------------------------
+
+
+def alpaca(row: Mapping[str, Any]) -> list[Row]:
+    """An instruction, perhaps with an input, which stays apart for templates such as Alpaca's, and its output."""
+    texts = {name: text_of(row.get(name), name) for name in ("instruction", "output")}
+    more = {name: text_of(row[name], name) for name in ("input", "system") if row.get(name)}
+    given = {"input": more["input"]} if "input" in more else {}
+    system = [{"role": "system", "content": more["system"]}] if "system" in more else []
+    turns = [
+        {"role": "user", "content": texts["instruction"], **given},
+        {"role": "assistant", "content": texts["output"]},
+    ]
+    return [{"messages": [*system, *turns]}]
+
+
 PROMPTS: dict[str, Transform] = {
     "opencode": opencode,
     "chat_multiturn": chat_multiturn,
@@ -128,7 +145,7 @@ DOCUMENTS: dict[str, Transform] = {
     "strided_chat": strided_chat,
     "strided_reasoning": strided_reasoning,
 }
-TRANSFORMS = PROMPTS | DOCUMENTS
+TRANSFORMS = PROMPTS | DOCUMENTS | {"alpaca": alpaca}
 """By their names."""
 
 

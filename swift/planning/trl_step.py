@@ -35,7 +35,8 @@ from swift.trainers.trl.method import Method
 META = torch.device("meta")
 OF_ONE: dict[str, Any] = {
     "fsdp": None, "deepspeed": None, "sequence_parallel_size": 1, "optim": "adamw_torch", "report_to": [],
-    "async_save": False, "full_determinism": False, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {},
+    "async_save": False, "full_determinism": False, "tf32": None, "lr_scheduler_type": "constant",
+    "lr_scheduler_kwargs": {},
 }  # fmt: skip
 """Settings of the trainer that is made to be traced; what shards, shares and updates its model is around it."""
 

@@ -157,6 +157,10 @@ class OptimizationArguments:
     liger_kernel_config: dict[str, Any] = flag({}, everyday=False, needs="use_liger_kernel")
     """Liger kernels to switch on or off, such as `{"rope": false}`."""
 
+    tf32: bool | None = flag(everyday=False, unset="torch's default")
+    """Whether products of float32 matrices are made of TF32, on GPUs that have it (Ampere and later). Those of 16 bits
+    are what they are."""
+
     full_determinism: bool = flag(False, everyday=False)
     """Whether to use deterministic kernels only: reproducible on GPUs, slower."""
 

@@ -112,7 +112,13 @@ class Encoder:
         tokenizer = template.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
-        texts = [tokenizer.chat_template, template.training_template, template.kwargs, template.stop_token_ids]
+        texts = [
+            tokenizer.special_tokens_map,
+            tokenizer.chat_template,
+            template.training_template,
+            template.kwargs,
+            template.stop_token_ids,
+        ]
         settings = [getattr(self, item.name) for item in fields(self) if item.name != "template"]
         settings += template.vision.identity if template.vision is not None else []
         libraries = [transformers.__version__, tokenizers.__version__, ENCODING]

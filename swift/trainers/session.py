@@ -378,6 +378,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool, sees: bool = F
     which micro-batches without images leave out.
     """
     import torch
+    from transformers.utils import is_torch_tf32_available
 
     from swift.trainers.optimizers.choice import is_registered
     from swift.trainers.parallel.sharding import sharding_options
@@ -404,6 +405,7 @@ def training_options(args: Any, folder: Path, *, evaluates: bool, sees: bool = F
         "eval_steps": args.eval_steps if eval_strategy == "steps" else None,
         "load_best_model_at_end": args.load_best_model_at_end and evaluates,
         "use_cpu": not on_gpu,
+        "tf32": args.tf32 if is_torch_tf32_available() else None,
         "ddp_find_unused_parameters": args.ddp_find_unused_parameters
         or (sees and not (args.freeze_vit and args.freeze_aligner)),
         "ddp_backend": "gloo" if not on_gpu and os.environ.get("WORLD_SIZE", "1") != "1" else None,

@@ -12,9 +12,10 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, RefusedChat
+from swift.models.instruct_templates import shows_input
 from swift.startup import collector_resting
 from swift.trainers.loss_weights import WeightedTokens, named
-from swift.trainers.sft_packing import PackedRows, Packing, require_packed
+from swift.trainers.sft_packing import PackedRows, Packing, keeps_apart
 from swift.trainers.trl.method import Encoded, Method, load_texts
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         from swift.trainers.splits import encode_splits
 
         template.training_template = training_template(template)
-    if purpose == "chat" and args.agent_template:
-        check_tool_format(args.agent_template, template)
+    if purpose == "chat":
+        check_rows(args, template)
     length, packing = args.max_length or context_length(args), None
     if args.packing:
         default = min(length or DEFAULT_PACKED_TOKENS, DEFAULT_PACKED_TOKENS)
@@ -56,9 +57,22 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         length = min(length or packing.length, packing.length)
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
-    encoder = ChatEncoder(template, None if cut else length, loss, args.truncation_strategy)
+    encoder = ChatEncoder(
+        template, None if cut else length, loss, args.truncation_strategy, args.min_length or 0, _packed_by(args)
+    )
     train, val, lines = encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
     return train, val, [*notes, *lines]
+
+
+def check_rows(args: Any, template: Template) -> None:
+    """Refuses rows of which the chat template would not write a part (ConfigError)."""
+    if args.dataset_transform == "alpaca" and not shows_input(str(template.tokenizer.chat_template)):
+        raise ConfigError(
+            f"--dataset_transform: alpaca: {template.name} does not write the input of a row; use --template alpaca, "
+            "or leave it out to append the input to the instruction"
+        )
+    if args.agent_template:
+        check_tool_format(args.agent_template, template)
 
 
 def check_tool_format(name: str, template: Template) -> None:
@@ -100,9 +114,15 @@ def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
 
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:
+    parts = {"weighs": True} if named(getattr(args, "loss_tokens", "")) else {}
     if args.packing or args.padding_free:
-        require_packed(model, args)
-    return {"weighs": True} if named(getattr(args, "loss_tokens", "")) else {}
+        parts["apart"] = keeps_apart(model, args)
+    return parts
+
+
+def _packed_by(args: Any) -> str:
+    """The flag that packs rows, if any."""
+    return next((name for name in ("packing", "padding_free") if getattr(args, name)), "")
 
 
 def _options(args: Any) -> dict[str, Any]:
@@ -128,7 +148,7 @@ SFT = Method(
     options=_options,
     parts=_parts,
     parting=lambda args: "rows",
-    overrides=(WeightedTokens, PackedRows),
+    overrides=(PackedRows, WeightedTokens),
     logged=("mean_token_accuracy", "aux_loss"),
     measured=("entropy", "num_tokens"),
 )

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from swift.errors import RefusedChat
+from swift.data.image_store import images_in
+from swift.errors import ConfigError, RefusedChat
 from swift.trainers.loss_weights import named, parts_of, with_weight
 from swift.trainers.rows import Encoder, counts
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from swift.data.loading import Example
 
 NO_ANSWER = "no assistant turn to learn from"
+TOO_SHORT = "shorter than min_length"
 NOTHING_LEFT = "no token to learn from within max_length"
 
 
@@ -27,11 +29,14 @@ class ChatEncoder(Encoder):
     """Encodes a chat or a document as a training example; see `Encoder`.
 
     loss: the tokens that the loss counts, in terms of `--loss_scale`. cut: what happens to rows above `max_length`, in
-    terms of `--truncation_strategy`.
+    terms of `--truncation_strategy`. least: tokens of a row.
+    packed_by: the flag that puts rows together, where they are texts.
     """
 
     loss: str = "default"
     cut: str = "delete"
+    least: int = 0
+    packed_by: str = ""
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
@@ -45,7 +50,7 @@ class ChatEncoder(Encoder):
         """`input_ids` and `labels` of equal length; see `Encoder`.
 
         Raises:
-            ConfigError: the template cannot mark assistant turns; see `Template`.
+            ConfigError: the template cannot mark assistant turns (see `Template`), or images are to be packed.
         """
         if len(messages) == 1 and messages[0]["role"] == "assistant":
             ids = self._document(messages[0]["content"])
@@ -64,6 +69,11 @@ class ChatEncoder(Encoder):
 
     def rows(self, *inputs: Any) -> Iterator[dict[str, Any]]:
         """See `Encoder`; a document that is split is several rows."""
+        for row in self._parts(*inputs):
+            short = not row["problem"] and len(row["input_ids"]) < self.least
+            yield self.excluded_row(TOO_SHORT) if short else row
+
+    def _parts(self, *inputs: Any) -> Iterator[dict[str, Any]]:
         row = self(*inputs)
         size, limit = len(row["input_ids"]), self.max_length
         if self.cut != "split" or limit is None or size <= limit:
@@ -92,6 +102,8 @@ class ChatEncoder(Encoder):
         everything = self.loss == "all"
         if not any(turn["role"] == "assistant" and turn.get("loss", True) for turn in messages) and not everything:
             raise RefusedChat(NO_ANSWER)
+        if self.packed_by and images_in(messages):
+            raise ConfigError(f"--{self.packed_by}: true: rows with images are not packed yet; use false")
         weights = named(self.loss)
         return self.template.encode_chat(
             messages,

@@ -1,22 +1,28 @@
 """Packed rows, and batches without padding, in which no row attends to another.
 
 TRL packs and collates: positions begin at 0 with each row, and `seq_lengths` has the lengths of the rows. Attention is
-that of packed rollouts (`swift.models.attention`), so scores between rows are not computed, on any device.
+that of packed rollouts (`swift.models.attention`), so scores between rows are not computed, on any device. A model that
+reads a stream from left to right, such as one with linear attention, gets the rows of a packed row as padded ones.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import packed_rows
+from swift.trainers.rows import IGNORED
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +63,20 @@ class Packing:
         return packed
 
 
-def require_packed(model: nn.Module, args: Any) -> None:
-    """Installs packed attention; raises ConfigError if rows of a stream would attend to each other in the model."""
-    if (obstacle := choose_attention(model)) is not None:
-        flag = "packing" if args.packing else "padding_free"
-        raise ConfigError(
-            f"--{flag}: true: rows of one stream cannot be kept apart in {type(model).__name__}: {obstacle}; "
-            f"use --{flag} false"
-        )
+def keeps_apart(model: nn.Module, args: Any) -> bool:
+    """Installs packed attention; False, with a note, if rows of a stream would see each other in the model.
+
+    Raises:
+        ConfigError: they would, and processes share rows.
+    """
+    if (obstacle := choose_attention(model)) is None:
+        return True
+    flag = "packing" if args.packing else "padding_free"
+    subject = f"--{flag}: true: rows of one stream cannot be kept apart in {type(model).__name__}: {obstacle}"
+    if args.sequence_parallel_size > 1:
+        raise ConfigError(f"{subject}, nor shared by processes; use --{flag} false and --sequence_parallel_size 1")
+    logger.warning("note: %s; each batch is computed as padded rows, with the same loss", subject)
+    return False
 
 
 def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
@@ -72,8 +84,29 @@ def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
     return SegmentLayout(packed_rows(boundaries.diff().tolist()), device)
 
 
+def as_rows(inputs: dict[str, Any], boundaries: Tensor) -> dict[str, Any]:
+    """The rows of a stream, padded on the right. What is there for each token of it becomes [R, L]."""
+    lengths = boundaries.diff().tolist()
+    total = sum(lengths)
+    rows = {
+        name: pad_sequence(value[0, :total].split(lengths), True, IGNORED if name == "labels" else 0)
+        for name, value in inputs.items()
+        if isinstance(value, Tensor) and value.shape[:1] == (1,) and value.shape[1:2] == inputs["input_ids"].shape[1:]
+    }
+    rows["attention_mask"] = pad_sequence([boundaries.new_ones(length) for length in lengths], True)
+    rows.pop("position_ids", None)
+    return rows
+
+
 class PackedRows:
-    """Mixin before a trainer of TRL: passes the layout of a batch without padding to the model."""
+    """Mixin before a trainer of TRL: passes the layout of a batch without padding to the model.
+
+    apart: whether the model keeps its rows apart; otherwise they are padded.
+    """
+
+    def __init__(self, *, apart: bool = True, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._apart = apart
 
     def __init__(self, *, args: Any, data_collator: Any = None, **arguments: Any) -> None:
         streams = args.packing or args.padding_free  # for which TRL takes no collator
@@ -82,8 +115,11 @@ class PackedRows:
             self.data_collator = replace(data_collator, collator=self.data_collator)  # type: ignore[has-type]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        """As TRL's, with the layout among the inputs."""
-        if (boundaries := inputs.get("cu_seq_lens_q")) is not None:
+        """As TRL's, with the layout among the inputs, or of padded rows."""
+        boundaries = inputs.get("cu_seq_lens_q")
+        if boundaries is not None and not self._apart:
+            inputs = as_rows(inputs, boundaries)
+        elif boundaries is not None:
             inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
             positions = inputs["position_ids"]
             if positions.ndim == 3:  # three axes of images, by one of which TRL counts tokens

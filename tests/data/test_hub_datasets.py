@@ -31,10 +31,10 @@ def hub(monkeypatch):
         if state.refusal:
             raise state.refusal
 
-    def load_dataset(name, subset=None, streaming=False):
+    def load_dataset(name, subset=None, streaming=False, data_files=None):
         if datasets.config.HF_HUB_OFFLINE:
             raise ConnectionError(f"Couldn't reach '{name}' on the Hub (OfflineModeIsEnabled)")
-        state.asked.append((name, subset))
+        state.asked.append((name, data_files or subset))
         if subset == "typo":
             raise ValueError("BuilderConfig 'typo' not found. Available: ['main', 'type']")
         made = {
@@ -55,6 +55,13 @@ def test_hugging_face_rows_with_subsets_and_count(hub):
     assert [row["messages"][0]["content"] for row in found][4:6] == ["maintrain4", "othertrain0"]
     assert len(found) == 7
     assert found.examples[6].origin == "openai/gsm8k:other[train]:2"
+
+
+def test_a_file_of_a_repository_is_read_alone(hub):
+    rows("hf::openai/gsm8k:raw/train.jsonl.zst#2")
+    assert hub.asked == [("openai/gsm8k", "raw/train.jsonl.zst")]
+    with pytest.raises(ConfigError, match=r"are taken from Hugging Face; write hf::openai/gsm8k:raw/train\.jsonl\.zst"):
+        rows("ms::openai/gsm8k:raw/train.jsonl.zst")
 
 
 def test_split_names_the_split_to_train_on(hub):

@@ -134,6 +134,15 @@ def test_strict_lists_the_first_few_and_stops(tmp_path):
     assert "8 bad rows: the first 5 are listed" in problems[-1]
 
 
+def test_of_rows_with_the_same_content_the_first_is_used(tmp_path):
+    one = jsonl(tmp_path / "a.jsonl", [{"query": "1", "n": 1}, {"query": "1", "n": 2}, {"query": "1", "n": 1}])
+    rows = prompts(
+        one, jsonl(tmp_path / "b.jsonl", [{"query": "1", "n": 2}, {"query": "2", "n": 2}]), drop_duplicates=True
+    )
+    assert [(number, row["n"]) for number, row in zip(numbers(rows), rows, strict=True)] == [(1, 1), (1, 2), (2, 2)]
+    assert "2 duplicates left out (--drop_duplicates)" in rows.report.lines()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_file_that_does_not_parse_is_never_skipped_over(tmp_path, strict):
     path = jsonl(tmp_path / "a.jsonl", ['{"query": "q"}'] * 16 + ['{"query": '])

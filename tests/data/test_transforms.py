@@ -7,6 +7,7 @@ from row_files import jsonl, settings
 
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
+from swift.arguments.sft import SFTArguments
 from swift.data.loading import load_rows
 from swift.data.prompts import Tokenizer
 from swift.data.records import BadRow, RawRow
@@ -30,6 +31,9 @@ CHAT = [
 ]
 SPLIT = turn("assistant", "a1", reasoning_content="t1")
 EXPECTED = {
+    "alpaca": [
+        {"messages": [turn("system", "s"), turn("user", "task", input="4"), turn("assistant", "program")]},
+    ],
     "opencode": [{"messages": [turn("user", "task")], "ground_truth": "program"}],
     "chat_multiturn": [{"messages": CHAT[:2], "ground_truth": CHAT[2]["content"], "remaining_turns": CHAT[3:5]}],
     "chat_multiturn_last": [{"messages": CHAT[:4], "ground_truth": CHAT[4]["content"]}],
@@ -52,6 +56,8 @@ EXPECTED = {
 
 def row(name):
     texts = {"opencode": ("input", "output"), "strided_structured": ("question", "answer")}
+    if name == "alpaca":
+        return {"instruction": "task", "input": "4", "output": "program", "system": "s", "other": 1}
     if name in texts:
         return dict(zip(texts[name], ("task", "program"), strict=True)) | {"other": 1}
     return {"text": "prose"} if name == "strided_text" else {"messages": CHAT, "other": 1}
@@ -67,14 +73,15 @@ def test_a_row_becomes_what_its_transform_says_and_keeps_nothing_else(name):
 
 
 def test_every_transform_has_its_choice_of_the_flag():
-    assert EXPECTED.keys() == PROMPTS.keys() | DOCUMENTS.keys()
+    assert EXPECTED.keys() == {*PROMPTS, *DOCUMENTS, "alpaca"}
+    assert "alpaca" in get_args(get_args(get_type_hints(SFTArguments)["dataset_transform"])[0])
     assert set(get_args(get_type_hints(StridedArguments)["dataset_transform"])) == DOCUMENTS.keys()
     structured, none = get_args(get_type_hints(EBFTArguments)["dataset_transform"])
     assert set(get_args(structured)) == PROMPTS.keys() and none is type(None)
 
 
 @pytest.mark.parametrize(
-    "name", sorted(EXPECTED.keys() - {"strided_text", "strided_structured", "opencode", "strided"})
+    "name", sorted(EXPECTED.keys() - {"alpaca", "strided_text", "strided_structured", "opencode", "strided"})
 )
 def test_a_chat_without_an_assistant_turn_is_refused(name):
     (bad,) = made(name, {"messages": [turn("user", "q")]})

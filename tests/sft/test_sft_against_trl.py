@@ -13,7 +13,7 @@ from trl_runs import trainer_of
 
 from swift.arguments import parse
 from swift.errors import ConfigError
-from swift.trainers.sft_packing import Packing, require_packed
+from swift.trainers.sft_packing import Packing, as_rows, keeps_apart
 
 BATCH = "--dataset_shuffle false --per_device_train_batch_size 4"
 
@@ -105,7 +105,16 @@ def test_wrapped_rows_are_those_of_trl_and_know_where_documents_begin():
         assert [row.count(token) for token in dict.fromkeys(row)] == lengths
 
 
-def test_a_model_whose_attention_cannot_be_kept_apart_is_refused(small_model):
+def test_a_model_that_cannot_keep_the_rows_of_a_stream_apart_gets_them_padded(small_model, caplog):
     args = parse("sft", ["--model", "m", "--dataset", "d", "--packing", "true"], {}).args
-    with pytest.raises(ConfigError, match=r"--packing: true: .*no rotary positions; use --packing false"):
-        require_packed(small_model("gpt2"), args)
+    assert not keeps_apart(small_model("gpt2"), args)
+    assert "no rotary positions; each batch is computed as padded rows, with the same loss" in caplog.text
+    args.sequence_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"--packing: true: .*no rotary positions, nor shared by processes"):
+        keeps_apart(small_model("gpt2"), args)
+    stream = {"input_ids": torch.tensor([[1, 2, 3, 4, 5, 0]]), "labels": torch.tensor([[-100, 2, -100, 4, 5, -100]])}
+    rows = as_rows({**stream, "position_ids": stream["input_ids"]}, torch.tensor([0, 2, 5]))
+    assert {name: row.tolist() for name, row in rows.items()} == {
+        "input_ids": [[1, 2, 0], [3, 4, 5]], "labels": [[-100, 2, -100], [-100, 4, 5]],
+        "attention_mask": [[1, 1, 0], [1, 1, 1]],
+    }  # fmt: skip

@@ -5,10 +5,12 @@ import pytest
 from swift.arguments import parse
 from swift.data.loading import Example
 from swift.data.messages import read_messages
+from swift.data.transforms import alpaca
 from swift.errors import ConfigError, ResourceError
 from swift.models.template import Template
 from swift.models.templates import TEMPLATES, read_template
 from swift.models.tiny import build_tokenizer
+from swift.models.tokenizer import load_chat, read_tokenizer
 from swift.trainers.rows import IGNORED, TOO_LONG, encode_table
 from swift.trainers.sft import check_tool_format, loss_of, training_template
 from swift.trainers.sft_data import NO_ANSWER, ChatEncoder
@@ -69,6 +71,57 @@ def test_a_document_is_split_on_request(template):
     assert [len(ids) for ids in table["input_ids"]] == [3, 3, 2]
     assert [token for ids in table["input_ids"] for token in ids] == whole
     assert table["labels"] == table["input_ids"] and report.num_trained_tokens == 8
+
+
+def test_a_row_under_min_length_is_left_out(template):
+    rows = [chat("q", "a"), chat("q", "aa")]
+    length = len(template.encode_chat(rows[1])[0])
+    _, report = encode_table(as_rows(rows), ChatEncoder(template, None, least=length))
+    assert report.num_kept == 1 and report.dropped == {"shorter than min_length": 1}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_instruction_is_framed_as_alpaca_frames_it(tmp_path, begins):
+    """Prompt and answer are tokenised apart, with the tokenizer's bos token, if any, and an eos token."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = build_tokenizer()
+    tokenizer.bos_token = "<|endoftext|>"
+    if begins:
+        bos = ("<|endoftext|>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.save_pretrained(tmp_path)
+    template = Template(read_tokenizer(tmp_path, template="alpaca"))
+    (row,) = alpaca({"instruction": "Add.", "input": "2 3", "output": "5"})
+    encoded = ChatEncoder(template, None)(row["messages"])
+    prompt = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2 3\n\n"
+        "### Response:\n"
+    )
+    before, answer = tokenizer(prompt)["input_ids"], [*tokenizer.encode("5", add_special_tokens=False)]
+    assert (before[0] == tokenizer.bos_token_id) is begins
+    assert encoded["input_ids"] == [*before, *answer, tokenizer.eos_token_id]
+    assert encoded["labels"] == [IGNORED] * len(before) + [*answer, tokenizer.eos_token_id]
+
+
+def test_tokens_at_the_end_of_a_turn_are_trained_on_if_they_are_named(nano_folders, tmp_path):
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+        "{{ '<|im_end|>' if loop.last else '<|im_start|> ' }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    messages = [*chat("q", "a"), *chat("q", "b")]
+
+    def trained(*flags):
+        words = f"--model {nano_folders['qwen2']} --dataset d --template {tmp_path}/t.jinja".split()
+        template = load_chat(parse("sft", [*words, *flags], {}).args)
+        labels = ChatEncoder(template, None)(messages)["labels"]
+        return template.decode([label for label in labels if label != IGNORED], skip_special_tokens=False)
+
+    assert trained() == "a<|im_start|> b<|im_end|>"
+    assert trained("--eot_tokens", "<|im_start|>") == "a<|im_start|>b<|im_end|>"
+    with pytest.raises(ConfigError, match="--eot_tokens: <x>: no token of"):
+        trained("--eot_tokens", "<x>")
 
 
 @pytest.mark.parametrize("name", ["hermes", "react_en"])

@@ -13,6 +13,7 @@ from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
+from swift.models.tiny import build_tiny
 from swift.trainers.trl.run import run
 
 
@@ -34,6 +35,17 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
     argv = sft_argv(flags.split(), "--logging_steps 1 --neftune_noise_alpha 5")
     assert_resumes_exactly(lambda *more: parse("sft", [*argv, *more], {}), at=3)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "qwen3_vl"])
+def test_a_step_without_padding_is_that_of_padded_rows_in_hybrids_and_models_that_see(sft_argv, tmp_path, arch):
+    model = build_tiny(tmp_path / "model", arch=arch, size="nano")
+    flags = f"--model {model} --per_device_train_batch_size 4 --max_steps 2 --logging_steps 1 --save_strategy no"
+    streamed, padded = (
+        rows(sft(sft_argv(flags, f"--padding_free {value}")) / "logging.jsonl")[:2] for value in ("true", "false")
+    )
+    for name in ("loss", "grad_norm"):
+        assert [row[name] for row in streamed] == pytest.approx([row[name] for row in padded], rel=1e-4)
 
 
 def test_several_evaluation_sets_have_their_own_loss_and_accuracy_and_one_can_stop_the_run(sft_argv, sums, tmp_path):
