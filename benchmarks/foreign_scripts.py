@@ -124,10 +124,15 @@ class Parts:
             build_tiny(path, size="nano", arch=arch)
             if arch == "qwen3":
                 (path / "chat_template.jinja").write_text(TOOLS)
-            for file in path.glob("*config.json"):  # lengths are those of the script
-                text = re.sub(r'("(max_position_embeddings|model_max_length)": )\d+', r"\g<1>262144", file.read_text())
-                file.write_text(text)
+            self.lengthen(path)
         return path
+
+    @staticmethod
+    def lengthen(model: Path) -> None:
+        """Lengths are those of the script."""
+        for file in model.glob("*config.json"):
+            text = re.sub(r'("(max_position_embeddings|model_max_length)": )\d+', r"\g<1>262144", file.read_text())
+            file.write_text(text)
 
     def dataset(self, method: str, sees: bool, labels: int | None, columns: dict[str, str]) -> Path:
         """`ROWS` rows of a method; `columns` are renamed by the script, so they have their old names."""

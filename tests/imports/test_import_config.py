@@ -44,10 +44,10 @@ PUBLISHED = {
     **{
         f"axolotl: {path}": (published.AXOLOTL[path], mode, expected)
         for path, mode, expected in (
-            ("llama-3/lora-1b.yml", "sft", {"datasets[0].type"}),
+            ("llama-3/lora-1b.yml", "sft", set()),
             ("llama-3/instruct-dpo-lora-8b.yml", "dpo", set()),
             ("llama-3/qlora-1b-kto.yaml", "kto", {"eval_max_new_tokens"}),
-            ("gemma2/reward-model.yaml", "rm", {"tf32"}),
+            ("gemma2/reward-model.yaml", "rm", set()),
             ("qwen2/prm.yaml", "prm", set()),
             ("gkd/qwen3-0.6B-gkd.yaml", "gkd", {"plugins"}),
         )
@@ -101,8 +101,7 @@ def test_a_published_configuration_becomes_one_that_we_read_and_every_key_is_acc
 def test_the_options_of_axolotls_grpo_page_arrive(imported):
     config = {**published.AXOLOTL_GRPO, "trl": {**published.AXOLOTL_GRPO["trl"], **published.GRPO_PAGE}}
     result, ours = imported({**config, "deepspeed": "deepspeed_configs/zero3_bf16.json"})
-    blocked = {key.removeprefix("trl.") for key in lost(result) if key.startswith("trl.")}
-    assert blocked == {"num_completions_to_print"}
+    assert not any(key.startswith("trl.") for key in lost(result))
     assert "scale_rewards" not in ours and ours["sleep_level"] == 1 and ours["deepspeed"] == "zero3"
     assert ours["async_generate"] is True and ours["off_policy_sequence_mask_delta"] == 0.5
     assert ours["reward_workers"] == 4 and ours["dataset"] == ["openai/gsm8k:main"]
@@ -258,7 +257,7 @@ KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys t
     "full precision": ({"bf16": False, "fp16": False}, {"torch_dtype": "float32"}, set()),
     "half precision": ({"bf16": False, "fp16": True}, {"torch_dtype": "float16"}, set()),
     "the machine's precision": ({"bf16": "auto"}, {"torch_dtype": None}, set()),
-    "tf32": ({"tf32": True}, {}, {"tf32"}),
+    "tf32": ({"tf32": True}, {"tf32": True}, set()),
     "attention": ({"attn_implementation": "flash_attention_2"}, {"attn_impl": "flash_attn"}, set()),
     "another kernel": ({"attn_implementation": "xformers"}, {"attn_impl": None}, set()),
     "inputs": ({"train_on_inputs": True}, {"loss_scale": "all"}, set()),
@@ -275,9 +274,45 @@ KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys t
     "end of turn": ({"chat_template": "gemma3", "eot_tokens": ["<end_of_turn>"]},
         {"template": "gemma3_training"}, set()),
     "another end of turn": ({"chat_template": "gemma3", "eot_tokens": ["<|x|>"]}, {}, {"eot_tokens"}),
-    "a template of theirs": ({"chat_template": "llama4"}, {"template": None}, {"chat_template"}),
-    "tokens": ({"special_tokens": {"pad_token": "<pad>"}}, {}, set()),
-    "end token": ({"special_tokens": {"eos_token": "<end>"}}, {}, {"special_tokens"}),
+    "a template of theirs": ({"chat_template": "exaone"}, {"template": None}, {"chat_template"}),
+    "the tokenizer's end of turn": ({"eot_tokens": ["<|x|>"]}, {"eot_tokens": ["<|x|>"]}, set()),
+    "unused end of turn": ({"eot_tokens": ["<|x|>"], "chat_template": "llama3",
+        "datasets": [{"path": "d", "type": "alpaca"}]}, {"template": "alpaca", "eot_tokens": None}, set()),
+    "a format of pairs": ({"rl": "dpo", "chat_template": "llama3", "datasets": [{"path": "d", "type": {
+        "field_prompt": "q", "prompt_format": "{prompt}"}}]}, {"template": "llama3", "columns": {"q": "prompt"}},
+        {"datasets[0].type"}),
+    "pad token": ({"special_tokens": {"pad_token": "<pad>"}}, {"special_tokens": None}, set()),
+    "end token": ({"special_tokens": {"eos_token": "<end>", "unk_token": None}},
+        {"special_tokens": {"eos_token": "<end>"}}, set()),
+    "added tokens": ({"tokens": ["<x>"], "special_tokens": {"additional_special_tokens": ["<y>"]}}, {},
+        {"tokens", "special_tokens"}),
+    "long rows cut": ({"excess_length_strategy": "truncate"}, {"truncation_strategy": "right"}, set()),
+    "long rows refused": ({"excess_length_strategy": "raise"}, {}, {"excess_length_strategy"}),
+    "documents": ({"datasets": [{"path": "d", "type": "completion", "field": "body"}], "min_sample_len": 9},
+        {"truncation_strategy": "split", "columns": {"body": "text"}, "min_length": 9}, set()),
+    "duplicates": ({"dataset_exact_deduplication": True}, {"drop_duplicates": True}, set()),
+    "packed files": ({"model_quantization_config": "Mxfp4Config",
+        "model_quantization_config_kwargs": {"dequantize": True}}, {}, set()),
+    "packed weights": ({"model_quantization_config": "Mxfp4Config"}, {}, {"model_quantization_config"}),
+    "another tokenizer": ({"tokenizer_use_mistral_common": True}, {}, {"tokenizer_use_mistral_common"}),
+    "recomputed twice": ({"fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": False,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None}, set()),
+    "compiled": ({"torch_compile": True}, {"torch_compile": True}, set()),
+    "packed and compiled": ({"torch_compile": True, "sample_packing": True}, {"torch_compile": None}, set()),
+    "swanlab": ({"use_swanlab": True, "swanlab_project": "p", "swanlab_description": "x"},
+        {"report_to": ["swanlab"], "ENV": {"SWANLAB_PROJECT": "p"}}, set()),
+    "images": ({"processor_type": "AutoProcessor", "sequence_len": 2048},
+        {"freeze_vit": False, "freeze_aligner": False, "loss_scale": "all", "max_length": None}, set()),
+    "images beside what is adapted": ({"processor_type": "AutoProcessor", **LORA,
+        "lora_target_modules": "model.language_model.layers.[\\d]+.mlp.up_proj"}, {"freeze_vit": None}, set()),
+    "images with masks": ({"processor_type": "AutoProcessor", "chat_template": "qwen2_vl", "freeze_mm_modules": True},
+        {"freeze_vit": True, "freeze_aligner": True, "loss_scale": None, "template": "qwen2_5_vl"}, set()),
+    "sizes of images": ({"processor_type": "AutoProcessor", "image_size": 224}, {}, {"image_size"}),
+    "a typo that Axolotl ignores": ({"context_parapllel_size": 2}, {"sequence_parallel_size": None}, set()),
+    "experts": ({"plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"], "expert_parallel_size": 4},
+        {}, set()),
+    "experts that drop tokens": ({"expert_parallel_token_capacity": 64}, {}, {"expert_parallel_token_capacity"}),
     "sharding": ({"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False, "activation_checkpointing": True}},
                  {"fsdp": "shard_grad_op", "gradient_checkpointing": True}, set()),
     "offload": ({"fsdp_config": {"fsdp_offload_params": True}}, {"fsdp": "full_shard", "fsdp_offload_params": True},
@@ -294,7 +329,7 @@ KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys t
         "dp_shard_size": 4}, {"fsdp": "full_shard", "fsdp_replicas": 2}, set()),
     "copies of the whole": ({"dp_replicate_size": 2}, {"fsdp_replicas": None}, set()),
     "sizes": ({"context_parallel_size": 1}, {}, set()),
-    "more sizes": ({"tensor_parallel_size": 2}, {}, {"tensor_parallel_size"}),
+    "more sizes": ({"tensor_parallel_size": 2, "context_parallel_size": 2}, {"sequence_parallel_size": 4}, set()),
     "long rows": ({"context_parallel_size": 2, "ring_attn_func": "batch_ring"}, {"sequence_parallel_size": 2}, set()),
     "long rows of a group": ({"rl": "grpo", "context_parallel_size": 2}, {"sequence_parallel_size": 2},
         {"context_parallel_size"}),
@@ -327,7 +362,7 @@ DATASETS = {  # an entry of theirs -> ours, and what of it is stated as lost
     "another split": ({"path": "d", "split": "test[:5]"}, {"dataset": ["d#:5"], "split": "test"}, set()),
     "two splits": ({"path": "d", "split": "train+test"}, {"dataset": ["d"]}, {"split"}),
     "files": ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}, {"dataset": ["a.jsonl", "b.jsonl"]}, set()),
-    "files of a hub": ({"path": "d", "data_files": ["a.jsonl"]}, {"dataset": ["d"]}, {"data_files"}),
+    "files of a hub": ({"path": "d", "data_files": ["a.jsonl"]}, {"dataset": ["d:a.jsonl"]}, set()),
     "chats": ({"path": "d", "type": "chat_template", "field_messages": "talk",
                "message_property_mappings": {"role": "from", "content": "value"}},
                {"columns": {"talk": "messages"}}, set()),
@@ -337,11 +372,16 @@ DATASETS = {  # an entry of theirs -> ours, and what of it is stated as lost
     "other roles": ({"path": "d", "roles_to_train": ["user"], "train_on_eos": "all"}, {}, {"roles_to_train",
         "train_on_eos"}),
     "end tokens": ({"path": "d", "train_on_eos": "turn"}, {}, set()),
-    "alpaca": ({"path": "d", "type": "alpaca"}, {"dataset": ["d"]}, {"type"}),
+    "alpaca": ({"path": "d", "type": "alpaca"}, {"template": "alpaca", "dataset_transform": "alpaca"}, set()),
+    "alpaca in another style": ({"path": "d", "type": "alpaca:phi"}, {"template": "alpaca_phi"}, set()),
+    "alpaca in other columns": ({"path": "d", "type": "gpteacher"},
+        {"template": "alpaca", "columns": {"response": "output"}}, set()),
+    "jeopardy": ({"path": "d", "type": "jeopardy"}, {"dataset_transform": None}, {"type"}),
     "a function": ({"path": "d", "type": "mine.transform"}, {}, {"type"}),
     "a format": ({"path": "d", "type": {"field_instruction": "q", "format": "{instruction}"}},
+                 {"columns": {"q": "instruction"}, "dataset_transform": "alpaca"}, set()),
+    "a format of other fields": ({"path": "d", "type": {"field_instruction": "q", "format": "{question}"}},
                  {"columns": {"q": "instruction"}}, {"type"}),
-    "completion": ({"path": "d", "type": "completion", "field": "body"}, {"columns": {"body": "text"}}, {"type"}),
     "thoughts": ({"path": "d", "field_thinking": "t", "template_thinking_key": "t"}, {}, set()),
     "moved thoughts": ({"path": "d", "field_thinking": "t"}, {}, {"field_thinking"}),
     "dropped turns": ({"path": "d", "drop_system_message": True}, {}, {"drop_system_message"}),
@@ -376,13 +416,45 @@ def test_a_type_of_preferences_is_a_template_and_one_of_ebft_a_transform(importe
     ("config", "without"),
     [
         ({"rl": "gdpo", "trl": {"scale_rewards": True, "reward_funcs": ["accuracy"]}}, set()),
-        ({"rl": "ebft", "trl": {"scale_rewards": True, "loss_type": "grpo"}}, {"trl.scale_rewards", "trl.loss_type"}),
+        ({"rl": "ebft", "trl": {"scale_rewards": True, "loss_type": "grpo", "epsilon": 0.2}}, set()),
+        ({"rl": "ebft", "trl": {"scale_rewards": False}}, {"trl.scale_rewards"}),
     ],
 )
 def test_what_a_method_does_not_read_does_not_stop_its_run(imported, config, without):
     given = {"base_model": "m", "learning_rate": 1e-5, "micro_batch_size": 8, "datasets": [{"path": "d"}]}
     result, _ = imported({**given, **config})
     assert lost(result) == without and not problems_of(result.command, "ours.yaml")
+
+
+PROMPTS = {  # a type -> what its rows look like to the model
+    "alpaca": "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\nQ\n\n### Input:\nI\n\n### Response:\n",
+    "alpaca:chat": "SYSTEM: Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\nUSER: Q\nI\nASSISTANT:",
+    "alpaca_w_system.load_open_orca": "### System:\nS\n### Human:\nQ\n### Additional Context:\nI\n### Assistant:\n",
+    "alpaca_instruct.load_no_prompt": "### Instruction:\nQ\n\n### Input:\nI\n\n### Response:\n",
+    "summarizetldr": "USER: Summarize the following article as a TL;DR.\nQ\nASSISTANT:",
+}
+
+
+@pytest.mark.parametrize("kind", [*PROMPTS, "format"])
+def test_a_type_with_a_prompt_of_its_own_is_a_template(imported, kind):
+    from swift.models.rendering import render
+    from swift.models.templates import read_template
+
+    own = {"format": "[INST] {instruction} {input} [/INST]", "no_input_format": "[INST] {instruction} [/INST]",
+           "system_format": "{system}!", "system_prompt": "S"}  # fmt: skip
+    entry = {"path": "d", "type": own if kind == "format" else kind}
+    result, ours = imported({"base_model": "m", "datasets": [entry], "chat_template": "chatml"})
+    chat = [{"role": "user", "content": "Q", "input": "I"}, {"role": "assistant", "content": "A"}]
+    if "orca" in kind or kind == "format":
+        chat = [{"role": "system", "content": "S"}, *chat]
+    variables = {"messages": chat, "text_start": "<s>", "eos_token": "</s>"}
+    text, spans = render(read_template(ours["template"]), variables, marks=True)
+    expected = PROMPTS.get(kind, "S![INST] Q I [/INST]")
+    assert not lost(result) and text == f"<s>{expected}A</s>" and [text[a:b] for a, b in spans] == ["A</s>"]
+    assert ours.get("system") == ("S" if kind == "format" else None)
 
 
 def test_the_block_ebft_becomes_settings_of_its_mode(imported):
@@ -393,7 +465,7 @@ def test_the_block_ebft_becomes_settings_of_its_mode(imported):
 
 
 REFUSED = {
-    "processor_type": {"processor_type": "AutoProcessor"},
+    "processor_type": {"processor_type": "VoxtralProcessor"},
     "qat": {"qat": {"weight_dtype": "int4"}},
     "gptq": {"gptq": True},
     "adapter": {"adapter": "llama-adapter"},
@@ -402,7 +474,7 @@ REFUSED = {
     "lora_target_parameters": {"adapter": "lora", "lora_target_parameters": ["experts.down_proj"]},
     "use_eaft": {"use_eaft": True},
     "reinit_weights": {"reinit_weights": True},
-    "model_type": {"model_type": "AutoModelForImageTextToText"},
+    "model_type": {"model_type": "AutoModelForImageTextToText", "rl": "gkd"},
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swift.arguments.imports import axolotl_keys as keys
 from swift.arguments.imports import trl
 from swift.arguments.imports.axolotl_data import chat_template, datasets, end_of_turn
+from swift.arguments.imports.axolotl_prompts import has_texts
 from swift.arguments.imports.draft import (
     Renamed,
     Rule,
@@ -21,6 +23,15 @@ from swift.arguments.imports.draft import (
 from swift.arguments.values import Raw, show
 
 BLOCKS = ("trl", "vllm")
+MASKED_SEEING = (
+    "qwen2_vl", "qwen3_5", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama3_2_vision", "llama4", "pixtral",
+    "mistral_v7_tekken",
+)  # fmt: skip
+"""Chat templates of models with images with which Axolotl trains on the assistant's turns alone."""
+
+
+_OF_TOWERS = re.compile("vis|projector|merger|connector|adapter")
+"""In a regular expression of modules: beside the language model it has others."""
 
 
 def mode_of(config: Mapping[str, Raw]) -> str:
@@ -29,7 +40,7 @@ def mode_of(config: Mapping[str, Raw]) -> str:
         if keys.is_true(config.get(key)):
             return known_mode(method, key)
     if not config.get("rl"):
-        return "pt" if config.get("pretraining_dataset") else "sft"
+        return "pt" if config.get("pretraining_dataset") or has_texts(config) else "sft"
     method = show(config["rl"])
     if method == "ebft" and config.get("ebft_mode") == "strided":
         return "ebft_strided"
@@ -48,6 +59,8 @@ def flattened(config: Mapping[str, Raw]) -> Iterator[tuple[str, Raw]]:
 RULES: dict[str, Rule] = {
     **trl.QUANTISATION,
     **{f"trl.{key}": rule for key, rule in trl.RULES.items()},
+    "trl.scale_rewards": keys.scaled_rewards,
+    **{f"trl.{key}": keys.of_the_ratio for key in ("epsilon", "epsilon_high", "delta", "importance_sampling_level")},
     **{f"vllm.{key}": keys.served for key in (
         "host", "port", "gpu_memory_utilization", "dtype", "max_model_len", "tensor_parallel_size", "enforce_eager",
         "data_parallel_size", "enable_prefix_caching", "device", "enable_reasoning", "reasoning_parser", "serve_module",
@@ -66,13 +79,19 @@ RULES: dict[str, Rule] = {
         "sample_packing_bin_size sample_packing_group_size sample_packing_eff_est total_num_tokens lora_on_cpu "
         "dataset_keep_in_memory accelerator_config torchdistx_path ddp_find_unused_parameters dpo_use_liger_kernel "
         "tokenizer_use_fast flash_attention_version qlora_sharded_model_loading use_ray "
-        "ray_num_workers expert_parallel_num_nvl_bytes expert_parallel_token_capacity bnb_config_compute "
+        "ray_num_workers expert_parallel_num_nvl_bytes expert_parallel_backend bnb_config_compute "
         "llama_flash_attention fp8_enable_fsdp_float8_all_gather relora_cpu_offload merge_method"
     ),
     "base_model": Renamed("model"),
     "revision_of_model": Renamed("model_revision"),
     **dict.fromkeys(("base_model_config", "tokenizer_config", "tokenizer_type", "base_model_ignore_patterns",
                      "cls_model_config", "tokenizer_legacy"), same("read from the model's folder")),
+    **keys.logs(
+        "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
+        "swanlab_log_model use_otel_metrics otel_metrics_host otel_metrics_port wandb_watch wandb_log_model "
+        "eval_table_size trl.num_completions_to_print"
+    ),
+    **keys.unknown_there("eta_min adam_eps test_value context_parapllel_size sample_packing_seq_len_multiplier"),
     "model_type": keys.auto_class,
     "num_labels": keys.labels,
     "special_tokens": keys.special_tokens,
@@ -85,8 +104,18 @@ RULES: dict[str, Rule] = {
     "gkd_trainer": same("the method"),
     "ebft_mode": same("the method"),
     "plugins": keys.plugins,
-    "processor_type": refused(keys.MULTIMODAL),
-    "image_size": refused(keys.MULTIMODAL),
+    "processor_type": keys.processor,
+    "image_size": lost("images have the size of the model's processor, and at most --max_pixels"),
+    "freeze_mm_modules": where_true(freeze_vit="true", freeze_aligner="true"),
+    "tokenizer_use_mistral_common": keys.mistral_common,
+    "resize_token_embeddings_to_32x": same("the embedding has a row for each token, and gets none that no token has"),
+    "model_quantization_config": keys.packed_files,
+    "model_quantization_config_kwargs": same("see model_quantization_config"),
+    "auto_resume_from_checkpoints": same("a run starts anew; --resume_from_checkpoint last goes on with the newest"),
+    "device_map": same("each process has a device; --fsdp or --deepspeed shards a model over several"),
+    "pretrain_multipack_attn": same("packed rows do not attend to each other", "true"),
+    "expert_parallel_token_capacity": lost("all experts that a router chooses are computed"),
+    "expert_parallel_size": same("each process has rows of its own, and all experts; --fsdp shards them"),
     "qat": refused("quantisation-aware training is not supported"),
     "gptq": refused("bases in GPTQ are not supported; load_in_4bit quantises one while it is loaded", "false"),
     **dict.fromkeys(("gptq_groupsize", "gptq_model_v1", "gptq_disable_exllama"), same("of gptq")),
@@ -102,7 +131,7 @@ RULES: dict[str, Rule] = {
     "reinit_weights": refused("weights are read from the model, never drawn; save such a model first", "false"),
     "trainer_cls": refused("trainers of one's own cannot be imported"),
     "lora_target_parameters": trl.take_parameters,
-    "quantize_moe_experts": lost("experts stay as they are in the files"),
+    "quantize_moe_experts": keys.packed_experts,
     "datasets": datasets("dataset"),
     "pretraining_dataset": datasets("dataset"),
     "test_datasets": datasets("val_dataset"),
@@ -111,6 +140,8 @@ RULES: dict[str, Rule] = {
     "dataset_processes": Renamed("dataset_num_proc"),
     "shuffle_merged_datasets": same("each epoch has a new order, as in their trainer"),
     "curriculum_sampling": Renamed("dataset_shuffle", {"true": "false", "false": "true"}),
+    "dataset_exact_deduplication": Renamed("drop_duplicates"),
+    "min_sample_len": Renamed("min_length"),
     "skip_prepare_dataset": same("rows are read as they are"),
     "push_dataset_to_hub": lost("prepared rows stay here"),
     "hf_use_auth_token": same("HF_TOKEN is used"),
@@ -150,20 +181,20 @@ RULES: dict[str, Rule] = {
     "fp16": keys.precision("float16"),
     "bfloat16": keys.precision("bfloat16"),
     "float16": keys.precision("float16"),
-    "tf32": same("products of float32 keep their precision; those of 16 bits are the same", "false", "auto"),
+    "tf32": Renamed("tf32", {"auto": "false"}),
     "attn_implementation": keys.attention,
     "flash_attention": where_true(attn_impl="flash_attn"),
     "sdp_attention": where_true(attn_impl="sdpa"),
     "flex_attention": where_true(attn_impl="flex_attention"),
     "eager_attention": where_true(attn_impl="eager"),
     "gradient_checkpointing": keys.recomputation,
+    "gradient_checkpointing_kwargs": keys.recomputed_how,
     "layer_offloading": keys.layers_on_the_host,
     "activation_offloading": Renamed("activation_offloading", dict.fromkeys(("legacy", "disk"), "true")),
     "unfrozen_parameters": keys.unfrozen,
     "model_config": keys.router_loss,
-    **dict.fromkeys(("context_parallel_size", "sequence_parallel_degree"), keys.shared_rows),
+    **dict.fromkeys(keys.SHARING, keys.shared_rows),
     **dict.fromkeys(("ring_attn_func", "heads_k_stride"), same("heads are exchanged instead, with the same gradients")),
-    **dict.fromkeys(("tensor_parallel_size", "expert_parallel_size"), keys.sizes),
     "dp_shard_size": same("the processes are counted"),
     "dp_replicate_size": keys.replicas,
     "deepspeed": keys.deepspeed,
@@ -181,6 +212,8 @@ RULES: dict[str, Rule] = {
     "wandb_entity": variable("WANDB_ENTITY"),
     "wandb_name": Renamed("run_name"),
     "swanlab_experiment_name": Renamed("run_name"),
+    **{f"swanlab_{name}": variable(f"SWANLAB_{name.upper()}") for name in ("project", "mode", "workspace")},
+    "torch_compile": keys.compiled,
     "hub_model_id": keys.uploaded,
     "early_stopping_patience": Renamed("early_stop_interval"),
     "rl_beta": Renamed("beta"),
@@ -209,7 +242,10 @@ DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 """What its schemas, and the transformers below them, use."""
 
-CAVEATS = {"warmup_ratio": ", but for at most 100 steps: give --warmup_steps 100 to a run of more than 3,333 steps"}
+CAVEATS = {
+    "warmup_ratio": ", but for at most 100 steps: give --warmup_steps 100 to a run of more than 3,333 steps",
+    "loss_scale": " for models with images without a chat_template that it knows: all tokens are trained on",
+}
 """Settings whose default is another in some runs."""
 
 
@@ -224,6 +260,13 @@ def defaults(mode: str, config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     values["max_length"] = DEFAULTS["max_length"]
     if mode == "rlhf":
         del values["max_length"]
+    if mode == "ebft":
+        values["ebft_advantage_estimator"] = "group_norm"
+    if config.get("processor_type"):
+        del values["max_length"]
+        if _OF_TOWERS.search(given.get("target_regex") or "vision"):
+            values |= {"freeze_vit": False, "freeze_aligner": False}
+        values |= {} if config.get("chat_template") in MASKED_SEEING else {"loss_scale": "all"}
     if "warmup_steps" in given:
         values.pop("warmup_ratio")
     if config.get("pretraining_dataset"):

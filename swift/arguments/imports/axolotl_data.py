@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swift.arguments.imports import trl
+from swift.arguments.imports.axolotl_prompts import has_own_prompts, prompt_of
 from swift.arguments.imports.draft import Draft, Rule, shown
 from swift.data.messages import ALIASES
 
@@ -17,18 +18,18 @@ COLUMNS = {
 }  # fmt: skip
 _CONVERSATIONS = ("conversations", "messages")
 
-_OWN_PROMPT = "its rows get the chat template here; Axolotl writes a prompt of its own, which --template FILE can do"
+_OWN_PROMPT = "a prompt of its own, of columns that --dataset_transform alpaca does not read"
 _CHAT = "rows are recognised by their columns"
 
 TYPES = {
     **dict.fromkeys(("chat_template", "sharegpt", "pretrain", "bradley_terry", "stepwise_supervised"), _CHAT),
     **dict.fromkeys(
-        ("alpaca", "alpaca_w_system", "alpaca_chat", "gpteacher", "oasst", "reflection", "context_qa", "explainchoice",
-         "summarizetldr",
-         "jeopardy", "orcamini", "metharme", "pygmalion", "creative_acr", "llama2_chat", "concisechoice"),
+        ("alpaca", "alpaca_w_system", "alpaca_chat", "alpaca_instruct", "gpteacher", "reflection", "context_qa",
+         "explainchoice", "jeopardy", "orcamini", "metharme", "pygmalion", "creative_acr", "llama2_chat",
+         "concisechoice"),
         _OWN_PROMPT,
     ),
-    "completion": "texts over sequence_len are left out here; Axolotl cuts them to several rows",
+    "completion": "texts beside chats are left out over sequence_len; Axolotl cuts them to several rows",
     "input_output": "segments that are masked one by one; write messages whose masked turns have loss: false",
     "passthrough": "texts as they are; here they get the chat template",
     "zephyr": "ranked answers; save the best and the worst as chosen and rejected",
@@ -58,6 +59,8 @@ TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "gemma": "gemma_training", "gemma3": "gemma3_training",
     "gemma3n": "gemma3_training", "gemma4": "gemma4", "gemma4_unified": "gemma4", "qwen_25": "qwen2_5",
     "qwen3": "qwen3", "qwen3_5": "qwen3_5_think", "deepseek_v3": "deepseekv3", "cohere": "cohere", "aya": "cohere",
+    "qwen2_vl": "qwen2_5_vl",
+    **{name: name for name in ("llama4", "phi_3", "phi_35", "falcon_h1", "deepseek_v2", "mistral_v1")},
 }  # fmt: skip
 """Names of Axolotl -> ours that write the same chats."""
 
@@ -92,7 +95,8 @@ def _paths(draft: Draft, place: str, entry: dict[str, Any], name: str) -> list[s
         paths = [files] if isinstance(files, str) else list(files)
         draft.same(f"{place}.data_files", "the files are the dataset")
     elif files:
-        draft.lose(f"{place}.data_files", f"{shown('data_files', files)}: all files of the dataset are read")
+        paths = [f"{entry['path']}:{file}" for file in ([files] if isinstance(files, str) else files)]
+        draft.same(f"{place}.data_files", "the files stand behind the dataset's name")
     part = trl.take_split(draft, f"{place}.split", entry["split"], name) if entry.get("split") else ""
     return [f"{path}{part}" for path in paths]
 
@@ -165,6 +169,15 @@ def _state(draft: Draft, place: str, value: Any, is_ours: bool, ours: str) -> No
 
 
 def _take_type(draft: Draft, place: str, value: Any, columns: dict[str, str]) -> None:
+    found = prompt_of(value) if draft.mode == "sft" else None
+    if found is not None:
+        template, renamed = found
+        columns.update(renamed)
+        draft.take(place, "dataset_transform", "alpaca")
+        draft.take(place, "template", template)
+        if isinstance(value, dict) and value.get("system_prompt"):
+            draft.take(f"{place}.system_prompt", "system", value["system_prompt"])
+        return
     if isinstance(value, dict):
         columns.update({old: COLUMNS[key] for key, old in value.items() if key in COLUMNS and old != COLUMNS[key]})
         draft.lose(place, f"{', '.join(value)}: columns are taken; a prompt format is --template FILE")
@@ -179,13 +192,17 @@ def _take_type(draft: Draft, place: str, value: Any, columns: dict[str, str]) ->
             columns["input"] = "prompt"
     elif described == _CHAT:
         draft.same(place, described)
+    elif kind == "completion" and draft.mode == "pt":
+        draft.take(place, "truncation_strategy", "split")
     else:
         draft.lose(place, f"{value}: {described}")
 
 
 def chat_template(draft: Draft, key: str, raw: Any) -> None:
     """`chat_template`: the tokenizer's, or one of theirs by name."""
-    if str(raw).startswith("tokenizer_default"):
+    if draft.mode == "pt" or (draft.mode == "sft" and has_own_prompts(draft.config)):
+        draft.same(key, "rows have the prompt of their type")
+    elif str(raw).startswith("tokenizer_default"):
         draft.same(key, "the tokenizer's own template is used")
     elif raw in TEMPLATES:
         draft.take(key, "template", TEMPLATES[raw])
@@ -199,9 +216,14 @@ def end_of_turn(draft: Draft, key: str, raw: Any) -> None:
     """`eot_tokens`: what ends an assistant's turn and is learnt with it, as our templates mark it."""
     from swift.models.templates import read_template
 
-    name = TEMPLATES.get(str(draft.config.get("chat_template")))
+    given = str(draft.config.get("chat_template", "tokenizer_default"))
+    name = TEMPLATES.get(given)
     tokens = [raw] if isinstance(raw, str) else list(raw)
-    if name and all(token in read_template(name) for token in tokens):
+    if draft.mode == "sft" and has_own_prompts(draft.config):
+        draft.same(key, "rows have the prompt of their type, and end with the end-of-text token")
+    elif given.startswith(("tokenizer_default", "jinja")) and draft.mode == "sft":
+        draft.take(key, "eot_tokens", tokens)
+    elif name and all(token in read_template(name) for token in tokens):
         draft.same(key, f"template {name} ends turns with it, and it is trained on")
     else:
         draft.lose(key, f"{' '.join(tokens)}: the end of a turn is what the chat template writes behind an answer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,14 +72,18 @@ def max_length(draft: Draft, key: str, raw: Any) -> None:
     """`sequence_len`: prompts have no limit in their GRPO."""
     if draft.mode == "rlhf":
         draft.same(key, "limits no prompt in GRPO")
+    elif draft.config.get("processor_type"):
+        draft.same(key, "limits no row where there are images")
     else:
         draft.take(key, "max_length", raw)
 
 
 def too_long(draft: Draft, key: str, raw: Any) -> None:
-    """`excess_length_strategy`: rows over the limit are left out, whatever it says."""
+    """`excess_length_strategy`: rows over the limit are left out or cut."""
     if raw == "drop" and draft.mode != "rlhf":
         draft.same(key, "rows over the limit are left out")
+    elif raw == "truncate" and draft.mode in ("sft", "pt"):
+        draft.take(key, "truncation_strategy", "right")
     else:
         draft.lose(key, f"{raw}: rows over the limit are left out")
 
@@ -169,18 +174,21 @@ def unfrozen(draft: Draft, key: str, raw: Any) -> None:
 
 def special_tokens(draft: Draft, key: str, raw: Any) -> None:
     """Padding carries no loss; other tokens decide what a row contains."""
-    for name, token in raw.items() if isinstance(raw, dict) else [("added", raw)]:
-        if name == "pad_token":
-            draft.same(key, "pad_token: padding carries no loss")
-        else:
-            draft.lose(key, f"{name}: {show(text_of(token))}: the tokenizer's own special tokens are used")
+    roles = dict(raw) if isinstance(raw, dict) else {"tokens": raw}
+    for name in ("additional_special_tokens", "tokens"):
+        if added := roles.pop(name, None):
+            draft.lose(key, f"{show(text_of(added))}: add them to tokenizer and embedding of --model with transformers")
+    if roles.pop("pad_token", None):
+        draft.same(key, "pad_token: padding carries no loss")
+    if roles := {name: token for name, token in roles.items() if token}:
+        draft.take(key, "special_tokens", roles)
 
 
 def plugins(draft: Draft, key: str, raw: Any) -> None:
     """Integrations by their names: some change nothing here, some are refused."""
     for path in raw if isinstance(raw, list) else [raw]:
         integration = "".join(str(path).split(".")[2:3])
-        if integration in ("cut_cross_entropy", "kernels", "liger"):
+        if integration in ("cut_cross_entropy", "kernels", "liger", "expert_parallel"):
             draft.same(key, f"{integration}: changes speed and memory alone")
         elif integration == "swanlab":
             draft.take(key, "report_to", "swanlab")
@@ -227,7 +235,7 @@ def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
         name, on, place = given.removeprefix("fsdp_"), is_true(value), f"{key}.{given}"
         if name == "offload_params":
             draft.take(place, "fsdp_offload_params", "true" if on else "false")
-        elif name == "activation_checkpointing" and on:
+        elif name == "activation_checkpointing" and on and "gradient_checkpointing" not in draft.config:
             draft.take(place, "gradient_checkpointing", "true")
         elif name == "reshard_after_forward":
             draft.take(place, "fsdp", "full_shard" if on else "shard_grad_op")
@@ -239,6 +247,31 @@ def fsdp_config(draft: Draft, key: str, raw: Any) -> None:
         draft.take(key, "fsdp", "full_shard")
 
 
+def scaled_rewards(draft: Draft, key: str, raw: Any) -> None:
+    """`scale_rewards`, which in EBFT is an estimator."""
+    if draft.mode == "ebft" and str(raw).lower() in ("true", "group"):
+        draft.take(key, "ebft_advantage_estimator", "group_norm")
+    else:
+        trl.RULES["scale_rewards"](draft, key, raw)
+
+
+def of_the_ratio(draft: Draft, key: str, raw: Any) -> None:
+    """What bounds a ratio of policies, which is 1 in EBFT."""
+    block = draft.config.get("trl")
+    if draft.mode == "ebft" and isinstance(block, dict) and number(block.get("num_iterations", 1)) == 1:
+        draft.same(key, "with one update of each rollout the ratio is 1")
+    else:
+        draft.take(key, key.rpartition(".")[2], raw)
+
+
+def recomputed_how(draft: Draft, key: str, raw: Any) -> None:
+    """`gradient_checkpointing_kwargs`: whether it is reentrant changes no gradient."""
+    if not isinstance(raw, dict) or set(raw) - {"use_reentrant"}:
+        draft.take(key, key, raw)
+    else:
+        draft.same(key, "recomputation is never reentrant; the gradients are the same")
+
+
 def served(draft: Draft, key: str, raw: Any) -> None:
     """The block `vllm` sets up the server, which is a command of its own, or an engine beside the trainer."""
     name = key.rpartition(".")[2]
@@ -248,7 +281,7 @@ def served(draft: Draft, key: str, raw: Any) -> None:
         return
     flags = spellings_of(settings_class("rollout"))
     flag = next((flag for flag in (f"vllm_{name}", name) if flag in flags), None)
-    draft.lose(key, f"{raw}: of the server, swift rollout{f' --{flag}' if flag else ', which has no such flag'}")
+    draft.same(key, f"of the server: {f'swift rollout --{flag} {raw}' if flag else 'swift rollout has no such flag'}")
 
 
 def tracker(draft: Draft, key: str, raw: Any) -> None:
@@ -278,26 +311,64 @@ def labels(draft: Draft, key: str, raw: Any) -> None:
 
 
 def auto_class(draft: Draft, key: str, raw: Any) -> None:
-    """The class of the model follows from config.json; one for images is refused."""
+    """The class of the model follows from config.json; one for images is refused where there are none."""
     if "ImageTextToText" in str(raw):
-        refused(MULTIMODAL)(draft, key, raw)
-    draft.same(key, "read from config.json")
-
-
-def sizes(draft: Draft, key: str, raw: Any) -> None:
-    """Sizes of tensor and expert parallelism; 1 is none."""
-    if str(raw) == "1":
-        draft.same(key, "1 changes nothing")
+        processor(draft, key, raw)
     else:
-        draft.lose(key, f"{raw}: processes share rows, --deepspeed and --fsdp the model; so a batch has more rows")
+        draft.same(key, "read from config.json")
+
+
+def processor(draft: Draft, key: str, raw: Any) -> None:
+    """`processor_type`: a model with images, which some methods train; none trains one with sound."""
+    if not draft.sees or re.search("voxtral|audio|omni", str(raw), re.IGNORECASE):
+        refused(MULTIMODAL)(draft, key, raw)
+    draft.same(key, "the model is loaded with its tower and its processor")
+
+
+def mistral_common(draft: Draft, key: str, raw: Any) -> None:
+    """`tokenizer_use_mistral_common`: a tokenizer that is no file of the model's."""
+    if is_true(raw):
+        draft.lose(key, "chats are written by the model's own tokenizer and template, which may differ")
+    else:
+        draft.same(key, "false changes nothing here")
+
+
+def packed_files(draft: Draft, key: str, raw: Any) -> None:
+    """`model_quantization_config`: files in MXFP4 are unpacked when they are read."""
+    wanted = draft.config.get("model_quantization_config_kwargs") or {}
+    if raw == "Mxfp4Config" and isinstance(wanted, dict) and is_true(wanted.get("dequantize")):
+        draft.same(key, "files in MXFP4 are unpacked when they are read")
+    else:
+        draft.lose(key, f"{show(text_of(raw))}: a model is trained as it is in its files, MXFP4 unpacked")
+
+
+def packed_experts(draft: Draft, key: str, raw: Any) -> None:
+    """`quantize_moe_experts`: to 4 bits, without adapters of their own."""
+    if is_true(raw) and (not is_true(draft.config.get("load_in_4bit")) or draft.config.get("lora_target_parameters")):
+        draft.lose(key, "experts are quantised to 4 bits, where no adapter is on them, by --quant_experts")
+    else:
+        draft.take(key, "quant_experts", raw)
+
+
+def compiled(draft: Draft, key: str, raw: Any) -> None:
+    """`torch_compile`, which packed rows of changing layout, and some methods, are faster without."""
+    if is_true(draft.config.get("sample_packing")) or "torch_compile" not in spellings_of(draft.cls):
+        draft.same(key, "changes speed and memory alone; the model is not compiled")
+    else:
+        draft.take(key, "torch_compile", raw)
+
+
+SHARING = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size")
+"""Keys of processes that compute the same rows together."""
 
 
 def shared_rows(draft: Draft, key: str, raw: Any) -> None:
-    """The size of context parallelism; in GRPO, its batches have the completions of one process of each group."""
+    """Sizes of context and tensor parallelism; in GRPO, its batches have the completions of a process of each group."""
     if str(raw) == "1":
         draft.same(key, "1 changes nothing")
         return
-    draft.take(key, "sequence_parallel_size", raw)
+    size = math.prod(int(number(draft.config[name])) or 1 for name in SHARING if draft.config.get(name))
+    draft.take(key, "sequence_parallel_size", size)
     if draft.mode == "rlhf":
         draft.lose(key, f"{raw}: a batch has {raw} times the completions; divide gradient_accumulation_steps by it")
 
@@ -323,6 +394,16 @@ def bits(draft: Draft, key: str, raw: Any) -> None:
     """`bnb_config_kwargs`: its keys are translated one by one."""
     draft.translate([(name, value) for name, value in raw.items()] if isinstance(raw, dict) else [], {})
     draft.same(key, "see its keys")
+
+
+def logs(names: str) -> dict[str, Rule]:
+    """Rules for keys that decide what is logged, and where."""
+    return dict.fromkeys(names.split(), same("decides what is logged; the training is the same"))
+
+
+def unknown_there(names: str) -> dict[str, Rule]:
+    """Rules for keys of its examples that Axolotl does not read."""
+    return dict.fromkeys(names.split(), same("Axolotl has no such key, and ignores it"))
 
 
 def speed(names: str) -> dict[str, Rule]:
