@@ -57,9 +57,7 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         length = min(length or packing.length, packing.length)
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
-    encoder = ChatEncoder(
-        template, None if cut else length, loss, args.truncation_strategy, args.min_length or 0, _packed_by(args)
-    )
+    encoder = ChatEncoder(template, None if cut else length, loss, args.truncation_strategy, args.min_length or 0)
     train, val, lines = encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
     return train, val, [*notes, *lines]
 
@@ -118,11 +116,6 @@ def _parts(args: Any, model: Any) -> dict[str, Any]:
     if args.packing or args.padding_free:
         parts["apart"] = keeps_apart(model, args)
     return parts
-
-
-def _packed_by(args: Any) -> str:
-    """The flag that packs rows, if any."""
-    return next((name for name in ("packing", "padding_free") if getattr(args, name)), "")
 
 
 def _options(args: Any) -> dict[str, Any]:

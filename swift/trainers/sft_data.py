@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from swift.data.image_store import images_in
-from swift.errors import ConfigError, RefusedChat
+from swift.errors import RefusedChat
 from swift.trainers.loss_weights import named, parts_of, with_weight
 from swift.trainers.rows import Encoder, counts
 
@@ -30,13 +29,11 @@ class ChatEncoder(Encoder):
 
     loss: the tokens that the loss counts, in terms of `--loss_scale`. cut: what happens to rows above `max_length`, in
     terms of `--truncation_strategy`. least: tokens of a row.
-    packed_by: the flag that puts rows together, where they are texts.
     """
 
     loss: str = "default"
     cut: str = "delete"
     least: int = 0
-    packed_by: str = ""
 
     columns: ClassVar = {"input_ids": "ids", "labels": "ids"}
 
@@ -50,7 +47,7 @@ class ChatEncoder(Encoder):
         """`input_ids` and `labels` of equal length; see `Encoder`.
 
         Raises:
-            ConfigError: the template cannot mark assistant turns (see `Template`), or images are to be packed.
+            ConfigError: the template cannot mark assistant turns; see `Template`.
         """
         if len(messages) == 1 and messages[0]["role"] == "assistant":
             ids = self._document(messages[0]["content"])
@@ -102,8 +99,6 @@ class ChatEncoder(Encoder):
         everything = self.loss == "all"
         if not any(turn["role"] == "assistant" and turn.get("loss", True) for turn in messages) and not everything:
             raise RefusedChat(NO_ANSWER)
-        if self.packed_by and images_in(messages):
-            raise ConfigError(f"--{self.packed_by}: true: rows with images are not packed yet; use false")
         weights = named(self.loss)
         return self.template.encode_chat(
             messages,

@@ -20,6 +20,7 @@ from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import packed_rows
+from swift.models.vision import vision_of
 from swift.trainers.rows import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -84,17 +85,22 @@ def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
     return SegmentLayout(packed_rows(boundaries.diff().tolist()), device)
 
 
+OF_STREAMS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Inputs that say where the rows of a stream are."""
+
+
 def as_rows(inputs: dict[str, Any], boundaries: Tensor) -> dict[str, Any]:
     """The rows of a stream, padded on the right. What is there for each token of it becomes [R, L]."""
     lengths = boundaries.diff().tolist()
-    total = sum(lengths)
+    total, shape = sum(lengths), inputs["input_ids"].shape
     rows = {
         name: pad_sequence(value[0, :total].split(lengths), True, IGNORED if name == "labels" else 0)
+        if isinstance(value, Tensor) and value.shape == shape
+        else value
         for name, value in inputs.items()
-        if isinstance(value, Tensor) and value.shape[:1] == (1,) and value.shape[1:2] == inputs["input_ids"].shape[1:]
+        if name not in OF_STREAMS
     }
     rows["attention_mask"] = pad_sequence([boundaries.new_ones(length) for length in lengths], True)
-    rows.pop("position_ids", None)
     return rows
 
 
@@ -104,11 +110,8 @@ class PackedRows:
     apart: whether the model keeps its rows apart; otherwise they are padded.
     """
 
-    def __init__(self, *, apart: bool = True, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(self, *, args: Any, apart: bool = True, data_collator: Any = None, **arguments: Any) -> None:
         self._apart = apart
-
-    def __init__(self, *, args: Any, data_collator: Any = None, **arguments: Any) -> None:
         streams = args.packing or args.padding_free  # for which TRL takes no collator
         super().__init__(args=args, data_collator=None if streams else data_collator, **arguments)  # type: ignore[call-arg]
         if streams and data_collator is not None:
@@ -119,6 +122,8 @@ class PackedRows:
         boundaries = inputs.get("cu_seq_lens_q")
         if boundaries is not None and not self._apart:
             inputs = as_rows(inputs, boundaries)
+            if (vision := vision_of(self.model)) is not None:  # type: ignore[attr-defined]
+                inputs |= vision.kinds_of(inputs["input_ids"])
         elif boundaries is not None:
             inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
             positions = inputs["position_ids"]

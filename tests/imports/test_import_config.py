@@ -474,7 +474,7 @@ REFUSED = {
     "lora_target_parameters": {"adapter": "lora", "lora_target_parameters": ["experts.down_proj"]},
     "use_eaft": {"use_eaft": True},
     "reinit_weights": {"reinit_weights": True},
-    "model_type": {"model_type": "AutoModelForImageTextToText", "rl": "gkd"},
+    "model_type": {"model_type": "AutoModelForImageTextToText", "rl": "ebft"},
 }
 
 
@@ -550,7 +550,7 @@ WRONG = {
     "no swift in it": ("echo hello\n", ["f.sh"], "none"),
     "two commands": ("swift sft --model a\nswift sft --model b\n", ["f.sh"], "one command"),
     "images": (
-        "swift rlhf --rlhf_type gkd --model Qwen/Qwen2.5-VL-3B-Instruct\n",
+        "swift rlhf --rlhf_type prm --model Qwen/Qwen2.5-VL-3B-Instruct\n",
         ["f.sh"],
         "images are not supported",
     ),

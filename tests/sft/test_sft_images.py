@@ -15,11 +15,10 @@ from swift.data import image_store
 from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.multimodal import parts_of_parameters
-from swift.models.policy import check_policy, load_policy
+from swift.models.policy import load_policy
 from swift.models.towers import rate_lines
 from swift.trainers.checkpoint import list_checkpoints
-from swift.trainers.trl.method import method_of
-from swift.trainers.trl.run import load_model, parts_beside, run
+from swift.trainers.trl.run import run
 
 ASKED, ANSWER = turn("user", "<image>What?"), turn("assistant", "a b")
 ROWS = [
@@ -64,7 +63,7 @@ def plain_loss(plain):
 
 
 STREAMS = ("--padding_free true", "--packing true --max_length 512")
-WAYS = [(family, "") for family in vlms.FAMILIES] + [(family, way) for family in sorted(vlms.PACKED) for way in STREAMS]
+WAYS = [(family, way) for family in vlms.FAMILIES for way in ("", *STREAMS)]
 
 
 @pytest.mark.parametrize(("family", "way"), WAYS)
@@ -89,22 +88,6 @@ def test_a_batch_of_texts_needs_no_pixels(family, settings, tmp_path):
     batch = trainer.data_collator(list(trainer.train_dataset))
     assert batch.keys() == {"input_ids", "attention_mask", "labels"}
     trainer.compute_loss(trainer.model, batch).backward()
-
-
-@pytest.mark.parametrize("flags", STREAMS)
-@pytest.mark.parametrize(
-    ("family", "problem"), [("gemma3", "tokens of an image see each other"), ("qwen3_5", "layers")]
-)
-def test_models_that_are_not_packed_are_refused(family, problem, flags, settings):
-    args = settings(flags, family=family).args
-    method = method_of("sft")
-    vision = method.template(args).vision
-    for refused in (
-        lambda: load_model(args, method, vision),
-        lambda: parts_beside(args, method, check_policy(args, None), vision),
-    ):
-        with pytest.raises(ConfigError, match=f"{flags.split()[0]}: true: rows of one stream cannot .*{problem}"):
-            refused()
 
 
 @pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
