@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
         "gradient_accumulation_steps",
         1,
         "1 in online reinforcement learning",
-        lambda args, _: hasattr(args, "num_generations") or hasattr(args, "ebft_mode"),
+        lambda args, _: not hasattr(args, "lmbda") and (hasattr(args, "num_generations") or hasattr(args, "ebft_mode")),
     ),
     Rule(
         "gradient_accumulation_steps",
@@ -165,6 +165,7 @@ RULES: tuple[Rule, ...] = (
         "ebft/cfm_loss with ebft_mode strided",
         lambda args, _: getattr(args, "ebft_mode", None) == "strided",
     ),
+    Rule("metric_for_best_model", "loss", "loss in distillation", lambda args, _: hasattr(args, "lmbda")),
     Rule(
         "metric_for_best_model",
         "reward",

@@ -52,7 +52,7 @@ _KNOWN = _names(
     disable_tqdm
     download_mode dynamic_sampling eval_accumulation_steps eval_delay
     exist_ok
-    fsdp_config gamma gkd_logits_topk
+    fsdp_config gamma
     hqq_axis ignore_data_skip include_num_input_tokens_seen
     label_smoothing_factor lam liger_loss
     load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
@@ -63,7 +63,7 @@ _KNOWN = _names(
     quant_batch_size
     quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
     resume_only_model reward_model_type rope_scaling
-    save_on_each_node sequence_classification sft_alpha swanlab_exp_name swanlab_mode
+    save_on_each_node sequence_classification swanlab_exp_name swanlab_mode
     swanlab_project swanlab_token swanlab_workspace
     teacher_adapters teacher_model_revision teacher_model_type to_hf to_mcore to_ollama
     to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
@@ -91,9 +91,7 @@ _REPLACED = {
     "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
     "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
     "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-    "teacher_deepspeed": "leave it out; in grpo --deepspeed and --fsdp shard the teacher, too",
     "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine samples",
-    "teacher_model_server": "--teacher_model loads the teacher in the processes of the trainer",
     "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
 }
 """Known flags -> what to do instead."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from swift.arguments.common import CommonArguments, backend_problems, model_missing
 from swift.arguments.ebft import EBFTArguments
 from swift.arguments.ebft_strided import StridedArguments
+from swift.arguments.gkd import GKDArguments
 from swift.arguments.preferences import settings_of
 from swift.arguments.rlhf import RLHFArguments
 from swift.arguments.sft import ClassifierArguments, PTArguments, SFTArguments
@@ -282,6 +283,7 @@ MODES: dict[str, type] = {
     "rlhf": RLHFArguments,
     "ebft": EBFTArguments,
     "ebft_strided": StridedArguments,
+    "gkd": GKDArguments,
     "sft": SFTArguments,
     "seq_cls": ClassifierArguments,
     "pt": PTArguments,
@@ -299,7 +301,7 @@ MODES: dict[str, type] = {
 }
 """Mode -> its settings; a method of `swift rlhf` beside grpo is a mode of its own, named as its `--rlhf_type`."""
 
-METHODS: tuple[str, ...] = (*methods, "ebft", "ebft_strided")
+METHODS: tuple[str, ...] = (*methods, "gkd", "ebft", "ebft_strided")
 """The modes that `swift rlhf --rlhf_type <name>` starts without a plugin."""
 
 

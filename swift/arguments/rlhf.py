@@ -73,6 +73,9 @@ class RLHFArguments(
     log_completions: bool = flag(False, resume="free")
     """Whether trackers of `--report_to` show sample completions. completions.jsonl has all."""
 
+    packing: bool | None = flag(group="Data", everyday=False, unset="always", resume="free")
+    """Whether prompts and completions are packed into streams, which they always are where the attention allows it."""
+
     log_unique_prompts: bool = flag(False, needs="log_completions", everyday=False, resume="free")
     """Whether trackers show one completion per prompt."""
 
@@ -98,7 +101,7 @@ class RLHFArguments(
     @property
     def needs_reward(self) -> bool:
         """Without a teacher."""
-        return self.teacher_model is None
+        return not self.has_teacher
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
@@ -113,6 +116,11 @@ class RLHFArguments(
         yield from self._engine_problems()
         yield from self._objective_problems()
         yield from self._teacher_problems()
+        if self.quant_method and (self.teacher_deepspeed or "").startswith("zero3"):
+            yield (
+                f"--teacher_deepspeed: {self.teacher_deepspeed}: cannot shard weights that --quant_method "
+                f"{self.quant_method} quantises; leave it out"
+            )
         yield from self._rollout_problems()
         if changes := self.changed_logprobs():
             yield from self._correction_problems(changes)
@@ -219,17 +227,19 @@ class RLHFArguments(
         """Settings that need rewards, or that do not go with advantages of single tokens."""
         rewards = [*self.reward_funcs, *self.reward_model]
         compares = bool(rewards) and (not self.reward_weights or any(self.reward_weights))
-        if self.num_generations == 1 and (compares or not self.teacher_model):
+        if self.num_generations == 1 and (compares or not self.has_teacher):
             measured = f", or --reward_weights {' '.join('0' * len(rewards))} to measure rewards only"
             yield (
                 "--num_generations: 1: the rewards of a prompt's completions are compared with each other; use at "
-                f"least 2{measured if self.teacher_model else ''}"
+                f"least 2{measured if self.has_teacher else ''}"
             )
-        if not self.teacher_model:
+        if not self.has_teacher:
             return
+        given = f"--teacher_model{'' if self.teacher_model else '_server'}"
+        subject = f"{given}: {self.teacher_model or self.teacher_model_server}"
         if self.importance_sampling_level == "sequence":
             yield (
-                f"--teacher_model: {self.teacher_model}: teaches token by token, and --loss_type {self.loss_type} has "
+                f"{subject}: teaches token by token, and --loss_type {self.loss_type} has "
                 "one ratio per sequence, in which tokens share their advantages; --importance_sampling_level "
                 "sequence_token, or another --loss_type"
             )
@@ -242,7 +252,7 @@ class RLHFArguments(
             "--kl_in_reward true lowers rewards; use false": bool(self.kl_in_reward) and self.beta > 0,
         }
         for obstacle in (text for text, given in by_rewards.items() if given and not compares):
-            yield f"--teacher_model: {self.teacher_model}: without --reward_funcs it teaches alone, and {obstacle}"
+            yield f"{subject}: without --reward_funcs it teaches alone, and {obstacle}"
         if not rewards and self.eval_strategy != "no":
             yield (
                 f"--eval_strategy: {self.eval_strategy}: evaluation measures rewards; give --reward_funcs, with "
@@ -398,6 +408,11 @@ class RLHFArguments(
         return [name for name, is_given in given.items() if is_given]
 
     def notes(self) -> Iterator[str]:
+        if self.teacher_deepspeed and self.shards_weights:
+            way = f"--{self.sharded_by} {getattr(self, self.sharded_by)}"
+            yield f"--teacher_deepspeed: {self.teacher_deepspeed}: no effect with {way}, which shards the teacher, too"
+        if self.packing is not None:
+            yield f"--packing: {str(self.packing).lower()}: changes nothing: completions are packed always"
         if self.dataloader_drop_last is False:
             yield "--dataloader_drop_last: false: changes nothing: an incomplete last batch is left out always"
         if not has_own_engine(self):

@@ -96,7 +96,7 @@ def start(name: str, words: Sequence[str]) -> int | None:
     resolved = resolve(name, words)
     if resolved is None:
         return 0
-    mode = MODES[name] if resolved.mode in ("ebft", *MODES) else MODES["sft"]  # all methods of TRL's trainers
+    mode = MODES[name] if resolved.mode in ("ebft", "gkd", *MODES) else MODES["sft"]  # all methods of TRL's trainers
     dry = mode.dry_run is not None and resolved.args.dry_run
     if mode.runs and not dry:
         survive_console("stdout", "stderr")

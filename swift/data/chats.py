@@ -18,6 +18,9 @@ PARTNERS = {
 }
 """Prompt columns, and the answer column that usually belongs to each."""
 
+ANSWER = "given_answer"
+"""Column of the answer of a row for a distillation, a message."""
+
 ANSWERS = ("response", "output", "completion", "answer", "solution")
 
 
@@ -58,3 +61,14 @@ class ChatPlan(ColumnPlan):
             else:
                 messages = [*messages, {"role": "assistant", "content": text_of(value, self.answer)}]
         return chat_of(messages)
+
+
+class TaughtPlan(ChatPlan):
+    """Rows of a distillation: the answer is no message but a column, `ANSWER`."""
+
+    def parts(self, row: dict[str, Any], system: str | None) -> tuple[list[Message], dict[str, Any]]:
+        """The chat before its answer, and the answer."""
+        messages, made = super().parts(row, system)
+        if len(messages) < 2:
+            raise RowError("no prompt before the answer")
+        return messages[:-1], {**made, ANSWER: messages[-1]}

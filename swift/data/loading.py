@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from swift.data.chats import TaughtPlan
 from swift.data.columns import ColumnPlan
 from swift.data.documents import DocumentPlan
 from swift.data.files import read_local
@@ -46,11 +47,14 @@ logger = logging.getLogger(__name__)
 
 Split = Literal["train", "val"]
 
-Purpose = Literal["prompt", "chat", "text", "pair", "label", "steps", "judged", "class", "classified", "document"]
+Purpose = Literal[
+    "prompt", "chat", "text", "pair", "label", "steps", "judged", "class", "classified", "document", "taught"
+]  # fmt: skip
 """`prompt`: prompts of completions; a final assistant turn is dropped, `answer` and the like stay columns. `chat`:
 prompt and answer, for supervised training. `text`: documents, each an assistant turn. `pair`, `label`: prompts, their
 answers in columns, see `swift.data.pairs`. `steps`, `judged`: see `swift.data.steps`. `class`, `classified`: texts with
-labels, or perhaps without (`swift.data.labels`). `document`: documents of strided EBFT."""
+labels, or perhaps without (`swift.data.labels`). `document`: documents of strided EBFT. `taught`: prompts, their answer
+in a column, for distillation."""
 
 PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "prompt": ColumnPlan,
@@ -63,6 +67,7 @@ PLANS: Mapping[str, Callable[..., ColumnPlan]] = {
     "class": LabelPlan,
     "classified": maybe_labelled,
     "document": DocumentPlan,
+    "taught": TaughtPlan,
 }
 """How rows are read for each purpose."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from swift.data.loading import Example, Rows, Split, load_rows
+from swift.data.loading import Example, Purpose, Rows, Split, load_rows
 from swift.errors import ConfigError, RefusedChat, counted
 from swift.types import Prompt
 
@@ -36,6 +36,8 @@ class Tokenizer:
 
     deleted_for: ClassVar[str] = "the length of the prompt"
     """The reason why rows are left out, for the report."""
+    purpose: ClassVar[Purpose] = "prompt"
+    """How rows are read."""
 
     tokenize: Tokenize
     limit: int | None = None
@@ -120,9 +122,11 @@ class PromptDataset(Sequence[Prompt]):
     def _delete_long(self, num_proc: int) -> None:
         all_ids = _tokenize_all(self._tokenizer, self.examples, num_proc)
         pairs = zip(self.examples, all_ids, strict=True)
-        kept = [index for index, (row, ids) in enumerate(pairs) if not self._tokenizer.too_long(row, ids)]
+        kept = [
+            index for index, (row, ids) in enumerate(pairs) if ids is None or not self._tokenizer.too_long(row, ids)
+        ]
         if all_ids and not kept:
-            raise ConfigError(self._tokenizer.none_left(self.examples, all_ids))
+            raise ConfigError(self._tokenizer.none_left(self.examples, [ids for ids in all_ids if ids is not None]))
         self.examples = [self.examples[index] for index in kept]
         self._ids = [all_ids[index] for index in kept]
         self.report.num_deleted = len(all_ids) - len(kept)
@@ -130,15 +134,18 @@ class PromptDataset(Sequence[Prompt]):
 
 def load_prompts(args: DataArguments, tokenizer: Tokenizer, split: Split = "train") -> PromptDataset:
     """The prompts of `--dataset` ("train") or of `--val_dataset` or the split-off part ("val", may be empty)."""
-    rows = load_rows(args, split, purpose="prompt", images=tokenizer.sees)
+    rows = load_rows(args, split, purpose=tokenizer.purpose, images=tokenizer.sees)
     return PromptDataset(rows, tokenizer, num_proc=args.dataset_num_proc)
 
 
 _inherited: tuple[Tokenizer, Sequence[Example]]
 
 
-def _tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: int) -> list[array[int]]:
-    """The uncut ids of every row, in order; `num_proc` only changes how long it takes."""
+def _tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: int) -> list[array[int] | None]:
+    """The uncut ids of every row, in order; None of one that the template refuses, which is found when it is drawn.
+
+    `num_proc` only changes how long it takes.
+    """
     global _inherited
     _inherited = tokenizer, examples
     if num_proc < 2 or len(examples) < _PARALLEL_FROM:
@@ -148,6 +155,9 @@ def _tokenize_all(tokenizer: Tokenizer, examples: Sequence[Example], num_proc: i
         return pool.map(_inherited_ids, range(len(examples)))
 
 
-def _inherited_ids(index: int) -> array[int]:
+def _inherited_ids(index: int) -> array[int] | None:
     tokenizer, examples = _inherited
-    return array("i", tokenizer.ids(examples[index]))
+    try:
+        return array("i", tokenizer.ids(examples[index]))
+    except RefusedChat:
+        return None

@@ -79,7 +79,7 @@ class StreamingPrompts(ExampleStream[Prompt]):
 
     def __init__(self, args: PromptArguments, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        super().__init__(args, self._prompt, purpose="prompt")
+        super().__init__(args, self._prompt, purpose=tokenizer.purpose)
         self.report.deleted_for = tokenizer.deleted_for
 
     def state_dict(self) -> dict[str, Any]:

@@ -393,3 +393,17 @@ class ModelArguments(TunerArguments):
     teacher_model: str | None = flag(everyday=False, unset="none", resume="fixed")
     """Model or adapter folder of a teacher with the policy's tokenizer, for on-policy distillation (arXiv:2306.13649).
     Then `--reward_funcs` may be left out."""
+
+    teacher_model_server: str | None = flag(aliases=("teacher_server",), everyday=False, unset="none", resume="free")
+    """URL of a server with the teacher, in place of `--teacher_model`: `swift rollout`, or an OpenAI API that returns
+    prompt log-probs."""
+
+    teacher_deepspeed: Literal["zero0", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload"] | None = flag(
+        everyday=False, needs="teacher_model", unset="sharded if the policy is"
+    )
+    """Sharding of the teacher, by FSDP: zero3 over the processes, zero3_offload on their hosts, whole with others."""
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher is named."""
+        return bool(self.teacher_model or self.teacher_model_server)

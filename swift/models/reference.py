@@ -16,7 +16,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from swift.errors import ConfigError, attributed_to
 from swift.models.multimodal import loads_whole
@@ -128,26 +128,32 @@ class ReferenceModel:
 
 
 class FrozenReference(ReferenceModel):
-    """A module of its own, never trained. Each rank has a part of it where the policy is sharded, unless it moves."""
+    """A module of its own, never trained. Each rank has a part of it where the policy is sharded, unless it moves.
 
-    def __init__(self, module: nn.Module, *, moves: bool = False) -> None:
+    alone: it is sharded by itself: on the device, or on the host ("offload"); "" if as the policy.
+    """
+
+    def __init__(self, module: nn.Module, *, moves: bool = False, alone: Literal["", "device", "offload"] = "") -> None:
         super().__init__()
         self.module = module.requires_grad_(False).eval()
-        self.moves = moves
+        self.moves, self.alone = moves, alone
 
     def prepare(self, accelerator: Accelerator) -> str | None:
         """See `ReferenceModel.prepare`."""
         from swift.models.attention.choice import choose_attention, choose_streams
         from swift.models.scoring import prepare_scoring
-        from swift.models.sharded import is_sharding, shard_frozen
+        from swift.models.sharded import is_sharding, shard_alone, shard_frozen
 
-        cut = is_sharding(accelerator) and not self.moves
+        with_policy = is_sharding(accelerator) and not self.moves
+        cut = with_policy or (bool(self.alone) and accelerator.num_processes > 1)
         if not cut:
             self.module.to(accelerator.device)
         (choose_attention if cut else choose_streams)(self.module)  # passes of a cut model are collectives
         obstacle = prepare_scoring(self.module)
-        if cut:
+        if with_policy:
             shard_frozen(self.module, accelerator)
+        elif cut:
+            shard_alone(self.module, accelerator.device, offload=self.alone == "offload")
         return obstacle
 
     @contextlib.contextmanager
@@ -258,8 +264,13 @@ def load_teacher(args: ModelArguments, policy: nn.Module, *, weights: bool = Tru
     assert name is not None, "no teacher"
     if name == args.model and args.tuner_type != "full" and not args.changes_base and not is_adapter(Path(name)):
         return AdapterOffReference(policy)
-    device = _device_beside(policy, args)
-    return FrozenReference(load_other(name, args, device, "--teacher_model", beside=policy, weights=weights))
+    way = args.teacher_deepspeed or ""
+    alone: Literal["", "device", "offload"] = ""
+    if way.startswith("zero3") and not args.shards_weights:
+        alone = "offload" if way.endswith("offload") else "device"
+    device = None if alone and weights else _device_beside(policy, args)
+    module = load_other(name, args, device, "--teacher_model", beside=policy, weights=weights)
+    return FrozenReference(module, alone=alone)
 
 
 def _device_beside(policy: nn.Module, args: ModelArguments) -> torch.device | None:

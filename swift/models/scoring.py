@@ -18,9 +18,10 @@ not a plain linear one (LoRA on it, quantised), is scored from its logits.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,12 @@ from swift.models.forward import TokenBatch, arrange, completion_logits, complet
 from swift.models.router_loss import balancing_loss
 from swift.models.transfer import to_device
 from swift.models.vision import lowest, placeholder_ids, possible
+from swift.rl.linear_distillation import Head
 from swift.rl.linear_logprobs import Entropy, LogitMap, linear_logprobs
 from swift.rl.logprobs import selected_logprobs
+
+HeadWork: TypeAlias = Callable[[Head, Tensor], tuple[Tensor, ...] | Head]
+"""What is computed of the hidden states that predict tokens, the output layer, and the ids of these tokens, [N]."""
 
 HEAD_ARGUMENTS = ("labels", "logits_to_keep", "return_dict")
 """Arguments of a causal language model, passed by wrappers, that its decoder does not take."""
@@ -46,13 +51,15 @@ class ScoreRequest:
     """Targets of a forward pass that returns log-probs instead of logits.
 
     predict_index: [N] positions of the input, rows joined, whose hidden states predict the targets. target_ids: [N].
-    logit_map: from the output layer's product to the softmax; the model sets scale and softcap.
+    logit_map: from the output layer's product to the softmax; the model sets scale and softcap. work: what is computed
+    at the output layer in place of log-probs and entropies.
     """
 
     predict_index: Tensor
     target_ids: Tensor
     logit_map: LogitMap
     entropy: Entropy
+    work: HeadWork | None = None
 
 
 def score_tokens(
@@ -100,6 +107,26 @@ def scores_and_balance(
     with autocasting(model):
         scores, loss = model(**tokens.inputs, use_cache=False, score=request, output_router_logits=True)
     return (*scores, loss) if isinstance(scores, tuple) else (scores, None, loss)
+
+
+def at_head(model: nn.Module, tokens: TokenBatch, work: HeadWork) -> Any:
+    """What `work` gives at the output layer, at temperature 1, in one forward pass; tensors are [N].
+
+    A rank of a group that shares a stream computes its share of the tokens, and gets the tensors of all.
+    """
+    if (group := tokens.group) is not None:
+        result = at_head(model, tokens.dealt(), work)
+        if isinstance(result, Head):
+            return result  # of the same share of the tokens
+        return tuple(group.collected(values_N, tokens.target_ids.numel()) for values_N in result)
+    if not scores_itself(model):
+        with autocasting(model):
+            logits_NV = completion_logits(model, tokens)
+        return work(Head(logits_NV), tokens.target_ids)
+    assert takes_streams(model) or not tokens.packed, "the model's attention would read it as one row"
+    request = replace(_request(tokens, 1.0, "none"), work=work)
+    with autocasting(model):
+        return model(**tokens.inputs, use_cache=False, score=request)
 
 
 def _request(tokens: TokenBatch, temperature: float, entropy: Entropy) -> ScoreRequest:
@@ -216,6 +243,8 @@ def _head_forward(self: Any, hidden: Tensor, score: ScoreRequest | None = None) 
         bias_V = hidden_NH.new_zeros(weight_VH.shape[0]) if bias_V is None else bias_V
         bias_V = bias_V.index_fill(0, to_device(self.forbidden, bias_V.device), lowest(dtype))
     with torch.autocast(device, enabled=False):
+        if score.work is not None:
+            return score.work(Head(hidden_NH, weight_VH, bias_V, score.logit_map), score.target_ids)
         logprobs_N, entropy_N = linear_logprobs(
             hidden_NH,
             weight_VH,

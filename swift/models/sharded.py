@@ -129,6 +129,22 @@ def shard_frozen(module: nn.Module, accelerator: Any) -> None:
         deepspeed.initialize(model=module, config=config)
 
 
+def shard_alone(module: nn.Module, device: torch.device, *, offload: bool) -> None:
+    """Shard a model that is not trained over all processes with FSDP2, whatever the policy is sharded with.
+
+    offload: whether the shards are in the memory of the hosts.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    policy = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available()) if offload else OffloadPolicy()
+    named: Iterable[str] = getattr(module, "_no_split_modules", None) or ()
+    layers = [part for part in module.modules() if type(part).__name__ in set(named)]
+    for part in [*layers, module]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
+
+
 def _partition(module: nn.Module, accelerator: Any) -> None:
     """ZeRO-3's partitions of each parameter, in the type that DeepSpeed computes in."""
     import deepspeed

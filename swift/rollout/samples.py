@@ -33,6 +33,9 @@ class TrainSample:
         the loss.
     versions: policy versions of the tokens, run-length encoded as (version, start, end).
     old_logprobs, ref_logprobs, teacher_logprobs: float32 [T]; None until a forward pass has computed them.
+    teacher_prompt_ids: int32, the prompt that the teacher gets; None: the same.
+    teacher_ids, teacher_top: int32 and float32 [T, K], the teacher's likeliest tokens at each place, and their
+        log-probs; None without a teacher elsewhere.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
     group_id, prompt_id, index, finish_reason, rewards, excluded: of the completion, for the record; `index` is its
         place in the group, each function and model has a reward, and `excluded` is why it has no part, or None.
@@ -50,6 +53,9 @@ class TrainSample:
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
     teacher_logprobs: np.ndarray | None = None
+    teacher_prompt_ids: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+    teacher_top: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
     routes: np.ndarray | None = None
     group_id: str = ""
@@ -58,6 +64,11 @@ class TrainSample:
     finish_reason: str = ""
     rewards: list[float | None] = field(default_factory=list)
     excluded: str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether something else than the policy has made the completion: nobody knows its log-probs then."""
+        return bool(np.isnan(self.sampler_logprobs).all())
 
     @property
     def has_advantage(self) -> bool:

@@ -212,7 +212,34 @@ class OptimizationArguments:
 
 
 @dataclass(kw_only=True)
-class TrainerArguments:
+class EvaluationArguments:
+    """When a run is evaluated beside `--eval_steps`, and ended by that."""
+
+    GROUP: ClassVar[str] = "Run"
+
+    eval_on_start: bool = flag(False, everyday=False, resume="free")
+    """Whether the model is evaluated before the first step."""
+
+    early_stopping_patience: int | None = flag(
+        at_least=1, everyday=False, aliases=("early_stop_interval",), unset="off"
+    )
+    """Number of evaluations without a better `--metric_for_best_model` that end the run."""
+
+    early_stopping_threshold: float = flag(0.0, at_least=0, everyday=False, needs="early_stopping_patience")
+    """Least improvement that counts."""
+
+    def problems(self) -> Iterator[str]:
+        if getattr(self, "eval_strategy", "no") == "no":
+            for name in ("early_stopping_patience", "eval_on_start"):
+                if value := getattr(self, name):
+                    yield (
+                        f"--{name}: {str(value).lower()}: nothing is evaluated; give --val_dataset or "
+                        "--split_dataset_ratio"
+                    )
+
+
+@dataclass(kw_only=True)
+class TrainerArguments(EvaluationArguments):
     """What the trainers of TRL and transformers can do beside, under the names that they give it."""
 
     GROUP: ClassVar[str] = "Optimization"
@@ -228,19 +255,6 @@ class TrainerArguments:
 
     torch_compile_mode: str | None = flag(everyday=False, needs="torch_compile", unset="torch's default")
     """Mode of torch.compile, such as max-autotune."""
-
-    eval_on_start: bool = flag(False, everyday=False, group="Run", resume="free")
-    """Whether the model is evaluated before the first step."""
-
-    early_stopping_patience: int | None = flag(
-        at_least=1, everyday=False, group="Run", aliases=("early_stop_interval",), unset="off"
-    )
-    """Number of evaluations without a better `--metric_for_best_model` that end the run."""
-
-    early_stopping_threshold: float = flag(
-        0.0, at_least=0, everyday=False, group="Run", needs="early_stopping_patience"
-    )
-    """Least improvement that counts."""
 
     push_to_hub: bool = flag(False, everyday=False, group="Run", resume="free")
     """Whether the model is uploaded to the Hugging Face hub at the end of the run."""
@@ -261,13 +275,6 @@ class TrainerArguments:
     def problems(self) -> Iterator[str]:
         if self.push_to_hub and not self.hub_model_id:
             yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
-        if getattr(self, "eval_strategy", "no") == "no":
-            for name in ("early_stopping_patience", "eval_on_start"):
-                if value := getattr(self, name):
-                    yield (
-                        f"--{name}: {str(value).lower()}: nothing is evaluated; give --val_dataset or "
-                        "--split_dataset_ratio"
-                    )
 
 
 @dataclass(kw_only=True)

@@ -41,8 +41,6 @@ FLAGS = [
         ["--teacher_model: t: without --reward_funcs it teaches alone, and --kl_in_reward true lowers rewards"],
     ),
     ("--teacher_model t --teacher_kl_coef 0", ["--teacher_kl_coef: 0: out of range", "above 0"]),
-    ("--teacher_model_server http://t", ["--teacher_model_server: http://t: known in ms-swift, not supported here"]),
-    ("--teacher_deepspeed zero3", ["--teacher_deepspeed: zero3: known in ms-swift", "shard the teacher, too"]),
     (
         "--offload_teacher_model true",
         ["--offload_teacher_model: true: known in ms-swift", "--offload_model takes it to the host"],
@@ -353,7 +351,7 @@ FLAGS = [
         ["--reward_funcs: environment: nothing rewards", "give --rollout_source, --gym_env"],
     ),
     ("--reward_funcs environment --rollout_func f.py:g", ["--reward_funcs: environment: nothing rewards"]),
-    ("--packing", ["--packing: true: not a flag of swift rlhf; a flag of: sft, pt"]),
+    ("--packing_length 8", ["--packing_length: 8: not a flag of swift rlhf; a flag of: sft, pt"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
     *(
         (f"--optim {name}", [f"--optim: {name}: not a choice"])

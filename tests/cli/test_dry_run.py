@@ -261,9 +261,6 @@ METHODS = {
         "sft --dataset chats.jsonl --val_dataset chats.jsonl chats.jsonl --metric_for_best_model chats_nothing",
         "--metric_for_best_model: chats_nothing: not measured; there are: ",
     ),
-    "a teacher of another vocabulary": (
-        "rlhf --rlhf_type gkd --dataset chats.jsonl --teacher_model gpt2", "--teacher_model: gpt2: a vocabulary of 300"
-    ),
     "a reference of another architecture that is to move": (
         "rlhf --rlhf_type dpo --dataset pairs.jsonl --ref_model gpt2 --sync_ref_model true --tuner_type full",
         "--sync_ref_model: true: the reference has another architecture than the policy",

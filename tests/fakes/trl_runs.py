@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.distributed import Collectives
+from swift.trainers.grpo import run as grpo
 from swift.trainers.trl.frame import build_trainer
 from swift.trainers.trl.method import method_of
 from swift.trainers.trl.run import load_model, run
@@ -35,6 +36,12 @@ def verdicts(count, seed=0):
     for number, pair in enumerate(sums(count, seed)):
         good = number % 2 == 0
         yield {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+
+
+def chats(count):
+    """The right ones as chats."""
+    for pair in sums(count):
+        yield {"messages": [*pair["prompt"], *pair["chosen"]]}
 
 
 def written(path, rows):
@@ -74,7 +81,7 @@ def trainer_of(resolved, folder):
 
 def trained(resolved) -> Path:
     """Runs the method in this process; the run's folder."""
-    assert run(resolved) == 0
+    assert (grpo.run if resolved.mode == "gkd" else run)(resolved) == 0
     return newest_run(resolved.args.output_dir)
 
 
@@ -135,9 +142,12 @@ def assert_goes_on_exactly(run_dir, make, at=2, run=trained):
 
 def untimed(run_dir) -> list[dict]:
     """The log lines without what measures time."""
-    timed = ("step_time", "_runtime", "_second")
+    timed = ("step_time", "_runtime", "_second", "tokens_per_s", "rss_gib")
     found = rows(run_dir / "logging.jsonl")
-    return [{name: value for name, value in row.items() if not name.endswith(timed)} for row in found]
+    return [
+        {name: value for name, value in row.items() if not name.endswith(timed) and not name.startswith("time/")}
+        for row in found
+    ]
 
 
 def weights(checkpoint):

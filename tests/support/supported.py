@@ -130,7 +130,7 @@ SECTIONS = {
          "::test_the_only_scored_sample_of_a_group_learns_nothing"),
         ("First step equal to TRL's", "tests/preferences/test_against_trl.py::TRL"),
         ("Learns held-out preferences", "tests/preferences/test_preference_learning.py::STEPS"),
-        ("Presets of `grpo`", "tests/preferences/test_steps_and_teachers.py"
+        ("Presets of `grpo`", "tests/preferences/test_steps.py"
          "::test_gdpo_and_rloo_are_presets_of_grpo"),
     ],
     "Data": [

@@ -164,7 +164,12 @@ def _told_by_keys(path: str, config: Mapping[str, Raw]) -> str:
     """The one mode that has the most of a configuration's keys."""
     names = {rule.name if isinstance(rule := trl.RULES.get(key), Renamed) else key for key in config}
     modes = ["sft", "rlhf", *(method for method in METHODS if method not in OURS)]
-    scores = {mode: len(names & spellings_of(settings_class(mode)).keys()) for mode in modes}
+    scores = {}
+    for mode in modes:
+        cls = settings_class(mode)
+        replaced = getattr(cls, "REPLACED", {})
+        known = {spelling for spelling, name in spellings_of(cls).items() if name not in replaced}
+        scores[mode] = len(names & known)
     best = [mode for mode, score in scores.items() if score == max(scores.values())]
     if len(best) > 1:
         fits = ", ".join("grpo" if mode == "rlhf" else mode for mode in best)

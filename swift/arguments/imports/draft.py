@@ -92,7 +92,8 @@ class Draft:
 
         caveats: settings -> where its default is not quite this value.
         """
-        flags = flags_of(self.cls)
+        replaced: Mapping[str, str] = getattr(self.cls, "REPLACED", {})
+        flags = {name: flag for name, flag in flags_of(self.cls).items() if name not in replaced}
         for name, value in defaults.items():
             if name in flags and name not in self.settings and flags[name].default != value:
                 self.settings[name] = value

@@ -11,7 +11,7 @@ from swift.errors import ConfigError, join_problems
 if TYPE_CHECKING:
     from swift.rl.losses import LossConfig
     from swift.trainers.grpo.prepare import Parts
-    from swift.trainers.grpo.settings import GRPOSettings
+    from swift.trainers.grpo.settings import DistillationSettings, GRPOSettings
 
 
 def loss_settings(args: Any) -> LossConfig:
@@ -19,9 +19,23 @@ def loss_settings(args: Any) -> LossConfig:
     from swift.rl.losses import LossConfig
 
     try:
-        return LossConfig.read(args, beta=0.0 if args.kl_in_reward else args.beta)
+        return LossConfig.read(args, beta=0.0 if args.kl_in_reward else reference_weight(args))
     except ValueError as error:
         raise ConfigError(f"--{error}") from error
+
+
+def reference_weight(args: Any) -> float:
+    """Weight of the KL to the reference; `--beta` of distillation is that of its divergence."""
+    return 0.0 if hasattr(args, "lmbda") else float(args.beta)
+
+
+def distillation_settings(args: Any) -> DistillationSettings | None:
+    """Settings of the loss of distillation; None outside of it."""
+    from swift.trainers.grpo.settings import DistillationSettings
+
+    if not hasattr(args, "lmbda"):
+        return None
+    return DistillationSettings(beta=args.beta, sft_alpha=args.sft_alpha, top_k=args.gkd_logits_topk)
 
 
 def trainer_settings(
@@ -77,7 +91,8 @@ def trainer_settings(
         ),
         ce_coef=getattr(args, "ebft_ce_coef", None),
         rl_coef=getattr(args, "ebft_rl_coef", 1.0),
-        teacher_kl_coef=args.teacher_kl_coef if args.teacher_model else 0.0,
+        teacher_kl_coef=args.teacher_kl_coef if args.has_teacher and not hasattr(args, "lmbda") else 0.0,
+        distillation=distillation_settings(args),
         router_aux_loss_coef=router_aux_loss_coef,
         router_replay=args.moe_router_replay,
     )
@@ -155,6 +170,7 @@ def training_arguments(args: Any, folder: Path, parts: Parts) -> Any:
         TrainingArguments(
             **options,
             max_steps=parts.plan.max_steps,
+            eval_on_start=getattr(args, "eval_on_start", False),
             gradient_accumulation_steps=1,
             ignore_data_skip=True,
             remove_unused_columns=False,

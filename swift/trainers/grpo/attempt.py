@@ -42,7 +42,7 @@ from swift.trainers.memory.traced import TracedActivations
 from swift.trainers.reporting import RunReport
 from swift.trainers.session import SignalTrap, equip
 from swift.trainers.supervision.watchdog import WatchdogCallback
-from swift.trainers.trl.callbacks import StopOnSignal
+from swift.trainers.trl.callbacks import EarlyStop, StopOnSignal
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -144,12 +144,16 @@ class Attempt:
             trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:
             attach(self, trainer, model)
+        if parts.answers is not None:
+            trainer.answer_of = parts.answers.sample
         equip(trainer, args, self.folder)
         trainer.add_callback(WatchdogCallback(self.watchdog))
         if is_sharding(trainer.accelerator):
             trainer.add_callback(AtTheStart(self._check_and_begin))
         trainer.add_callback(PipelineCallback(trainer, epoch=self._epoch))
         trainer.add_callback(self.stop)
+        if getattr(args, "early_stopping_patience", None):
+            trainer.add_callback(EarlyStop(args.early_stopping_patience, args.early_stopping_threshold))
         kind, _, interval = args.parity_check.partition(":")
         if kind == "every":
             trainer.add_callback(EveryFewSteps(int(interval), self._check_parity_again))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,6 +30,7 @@ from swift.rollout.batches import PipelineConfig
 from swift.rollout.collector import RolloutCollector
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.pool import EnginePool
+from swift.rollout.engines.transformers import TransformersEngine
 from swift.rollout.mailbox import Mailbox
 from swift.rollout.parity import ParityCheck
 from swift.rollout.pipeline import RolloutPipeline
@@ -45,8 +47,10 @@ from swift.rollout.sources.multi_turn.trajectory import Limits
 from swift.rollout.sources.nemo_gym.gym import NemoGym
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
-from swift.trainers.engines import exact_samples
+from swift.trainers.engines import cache_room, exact_samples
+from swift.trainers.gkd.source import MixedSource
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
+from swift.trainers.grpo.arguments import reference_weight
 from swift.trainers.grpo.routes import require_experts
 from swift.trainers.images import show_images
 from swift.trainers.memory.colocate import ColocateCycle
@@ -92,10 +96,15 @@ def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True
     Raises ConfigError: one of them knows fewer tokens than the policy's tokenizer has, `num_tokens`.
     """
     models: dict[FrozenName, ReferenceModel] = {}
-    if args.beta > 0:
+    if reference_weight(args) > 0:
         models["ref_logprobs"] = load_reference(args, policy, moves=args.sync_ref_model, weights=weights)
     if args.teacher_model:
         models["teacher_logprobs"] = load_teacher(args, policy, weights=weights)
+    if getattr(args, "seq_kd", False) and not isinstance(models["teacher_logprobs"], FrozenReference):
+        raise ConfigError(
+            "--seq_kd: true: the teacher is the policy without its adapter, which is in use while the policy samples; "
+            "give another --teacher_model, or --seq_kd false"
+        )
     for name, model in models.items():
         if not isinstance(model, FrozenReference):
             continue
@@ -183,6 +192,16 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         """Around sampling with the trainer's own weights, which ZeRO-3 or FSDP2 may have sharded."""
         return sampling_from(run.trainer.model, gather=args.ds3_gather_for_generation, any_rank=ranks.any)
 
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        """Around sampling of every rank."""
+        with contextlib.ExitStack() as stack:
+            if setup.placement.mode == "in_process":
+                stack.enter_context(sampling())
+            if (teacher := _sampling_teacher(run)) is not None:
+                stack.enter_context(sampling_from(teacher, gather=True, any_rank=ranks.any))
+            yield
+
     limit_s, engine = float(args.rollout_timeout), setup.engine
     apart = setup.placement.mode in ("dedicated", "server")
     if engine is not None and not apart and engine.capabilities.tensor_parallel_size > 1:
@@ -195,7 +214,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
         scorer=parts.rewards,
         collectives=ranks,
         share=setup.share,
-        around=sampling if setup.placement.mode == "in_process" else contextlib.nullcontext,
+        around=around,
         progress=run.watchdog.touch,
         mailbox=Mailbox() if args.dynamic_sample and ranks.active else None,
         max_new_tokens=parts.references.max_new_tokens if parts.references is not None else None,
@@ -252,7 +271,35 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
     )
 
 
+def _sampling_teacher(run: Attempt) -> Any:
+    """The teacher that samples answers in this process, or None."""
+    if not getattr(run.parts.args, "seq_kd", False) or not run.parts.args.teacher_model:
+        return None
+    teacher = run.trainer.logprobs.models["teacher_logprobs"]
+    assert isinstance(teacher, FrozenReference), "refused when it was loaded"
+    return teacher.module
+
+
 def _source(run: Attempt) -> Source | None:
+    """The source of completions of this rank; with distillation, some are given."""
+    source, args, answers = _samples(run), run.parts.args, run.parts.answers
+    if source is None or answers is None or args.lmbda == 1:
+        return source
+
+    @functools.cache
+    def teacher() -> InferenceEngine:
+        ends = run.parts.template.stop_token_ids
+        return TransformersEngine(
+            _sampling_teacher(run),
+            eos_token_ids=ends,
+            tokenizer=run.parts.template.tokenizer,
+            cache_bytes=cache_room(own_device()),
+        )
+
+    return MixedSource(source, args.lmbda, answers, teacher if args.seq_kd else None)
+
+
+def _samples(run: Attempt) -> Source | None:
     """The source of completions of this rank: its engine, or an environment or function of the user that uses it."""
     parts, args, engine = run.parts, run.parts.args, run.setup.engine
     if engine is None:

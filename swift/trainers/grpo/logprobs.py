@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from swift.errors import NumericError
 from swift.models.attention.forked import takes_streams
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.forward import TokenBatch, TokenSequence, arrange, pad
-from swift.models.scoring import score_tokens, scores_and_balance
+from swift.models.scoring import HeadWork, at_head, score_tokens, scores_and_balance
 from swift.models.vision import Vision, vision_of
 from swift.rl.kl import sequence_k1
 from swift.rl.linear_logprobs import Entropy
 from swift.rollout.samples import FROZEN, FrozenName, RolloutBatch, TrainSample
 from swift.trainers.distributed import Collectives
-from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
+from swift.trainers.grpo.micro_batch import MicroBatch, collate, seen_by_teacher, split_by_sample
 from swift.trainers.grpo.routes import RoutingReplay
 from swift.trainers.micro_batches import MicroBatchPlan
 from swift.trainers.token_budget import MicroBatchPlanner
@@ -83,7 +83,7 @@ class LogProbs:
         """
         settings = self.settings
         has_other_terms = bool(self.frozen) or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
-        has_other_terms = has_other_terms or settings.router_aux_loss_coef > 0
+        has_other_terms = has_other_terms or settings.router_aux_loss_coef > 0 or settings.distillation is not None
         every = has_other_terms or not settings.skip_zero_advantage
         trained = [batch.samples[i].num_trained > 0 for i in chosen]
         useful = [has and (every or batch.samples[i].has_advantage) for has, i in zip(trained, chosen, strict=True)]
@@ -173,6 +173,10 @@ class LogProbs:
         tokens = self._tokens(model, batch)
         with self._replay(batch, tokens):
             return scores_and_balance(model, tokens, temperature=self.settings.temperature, entropy=entropy)
+
+    def at_head(self, model: nn.Module, batch: MicroBatch, work: HeadWork) -> Any:
+        """What `work` gives at the output layer of a model; see `swift.models.scoring.at_head`."""
+        return at_head(model, self._tokens(model, batch), work)
 
     def _tokens(self, model: nn.Module, batch: MicroBatch) -> TokenBatch:
         """A micro-batch as the model takes it."""
@@ -306,6 +310,8 @@ class LogProbs:
     def _frozen_scores(self, name: FrozenName, batch: MicroBatch) -> Tensor:
         """A frozen model's log-probs [N] at the training temperature, without gradient."""
         paused = nullcontext() if self.routes is None else self.routes.paused()
+        if name == "teacher_logprobs":
+            batch = seen_by_teacher(batch, vision=self.vision)
         with paused, self.models[name].active() as module, torch.no_grad():
             return self.scores(module, batch)[0]
 

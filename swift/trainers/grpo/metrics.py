@@ -78,24 +78,10 @@ def observe(
     The ratios of trainer and sampler are those before the correction.
     """
     report.add("policy_loss", output.policy_loss, kind="sum")
-    statistics = [(output.means, output.extremes)]
-    if settings.correctable_sampling:
-        # if the old log-probs are the sampler's, the current policy gives the distance to the sampler
-        from_sampler = settings.old_logprobs == "sampler"
-        statistics.append(
-            mismatch_statistics(
-                policy_logprobs_N if from_sampler else old_logprobs_N,
-                batch.sampler_logprobs_N,
-                batch.mask_N,
-                threshold=settings.correction.threshold,
-                lower=settings.correction.lower,
-            )
-        )
-    for means, extremes in statistics:
-        for name, (total, count) in means.items():
-            report.add(name, total, count)
-        for name, value in extremes.items():
-            report.add(name, value, kind=kind_of(name))
+    _add_statistics(report, output.means, output.extremes)
+    # if the old log-probs are the sampler's, the current policy gives the distance to the sampler
+    from_sampler = settings.old_logprobs == "sampler"
+    observe_mismatch(report, batch, policy_logprobs_N if from_sampler else old_logprobs_N, settings)
     if correction is not None:
         report.add_mean("mismatch/is_weight_mean", correction.weights_T, batch.mask_N)
         report.add("mismatch/is_weight_min", smallest(correction.weights_T, batch.mask_N), kind="min")
@@ -106,6 +92,23 @@ def observe(
     if settings.ce_coef is not None:
         reinforce = -(batch.weights_N * batch.advantages_N * policy_logprobs_N.double()).sum()
         report.add("ebft/rl_loss", reinforce / (settings.rl_coef or 1.0), kind="sum")
+
+
+def observe_mismatch(report: StepMetrics, batch: MicroBatch, logprobs_N: Tensor, settings: GRPOSettings) -> None:
+    """Add the distance of the trainer's log-probs, without gradient, to the sampler's, if comparable."""
+    if settings.correctable_sampling:
+        threshold, lower = settings.correction.threshold, settings.correction.lower
+        _add_statistics(
+            report,
+            *mismatch_statistics(logprobs_N, batch.sampler_logprobs_N, batch.mask_N, threshold=threshold, lower=lower),
+        )
+
+
+def _add_statistics(report: StepMetrics, means: dict[str, Tensor], extremes: dict[str, Tensor]) -> None:
+    for name, (total, count) in means.items():
+        report.add(name, total, count)
+    for name, value in extremes.items():
+        report.add(name, value, kind=kind_of(name))
 
 
 def summarise(

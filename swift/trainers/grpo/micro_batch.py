@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ class MicroBatch:
     sequences: the token ids, one entry per sample. advantages_N: of each token. weights_N: the loss weight of each
     token (0 outside of the data mask); the loss of the global batch is the sum of weight * objective. mask_N: the data
     mask. segments: the samples' tokens with that mask. old_logprobs_N: NaN where a sample has none yet. frozen_N:
-    log-probs of the frozen models that every sample has. filler: whether another rank trains on the samples.
+    log-probs of the frozen models that every sample has. teacher_top: ids and log-probs of the teacher's likeliest
+    tokens, [N, K], if every sample has them. filler: whether another rank trains on the samples.
     """
 
     samples: list[TrainSample]
@@ -36,6 +37,7 @@ class MicroBatch:
     sampler_logprobs_N: Tensor
     old_logprobs_N: Tensor
     frozen_N: dict[FrozenName, Tensor]
+    teacher_top: tuple[Tensor, Tensor] | None = None
     filler: bool = False
 
 
@@ -60,6 +62,7 @@ def collate(
     old = [none if s.old_logprobs is None else s.old_logprobs for s, none in zip(samples, unknown, strict=True)]
     frozen = {name: [getattr(sample, name) for sample in samples] for name in FROZEN}
     advantages = [np.float32(s.advantage) if s.token_advantages is None else s.token_advantages for s in samples]
+    top = [(s.teacher_ids, s.teacher_top) for s in samples if s.teacher_ids is not None and s.teacher_top is not None]
     lengths = torch.tensor([sample.token_ids.size for sample in samples])
     index_N = to_device(torch.arange(len(samples)).repeat_interleave(lengths), device)
     mask_N = join([sample.trained & (not filler) for sample in samples])
@@ -75,8 +78,19 @@ def collate(
         sampler_logprobs_N=join([sample.sampler_logprobs for sample in samples]),
         old_logprobs_N=join(old),
         frozen_N={name: join(parts) for name, parts in frozen.items() if all(part is not None for part in parts)},
+        teacher_top=(join([i for i, _ in top]).long(), join([p for _, p in top])) if len(top) == len(samples) else None,
         filler=filler,
     )
+
+
+def seen_by_teacher(batch: MicroBatch, *, vision: Vision | None = None) -> MicroBatch:
+    """The micro-batch with the prompts that the teacher gets, where samples have such ones."""
+    samples, device = batch.samples, batch.mask_N.device
+    if all(sample.teacher_prompt_ids is None for sample in samples):
+        return batch
+    prompts = [s.prompt_ids if s.teacher_prompt_ids is None else s.teacher_prompt_ids for s in samples]
+    sequences = [TokenSequence(p.tolist(), s.completion_ids) for p, s in zip(prompts, batch.sequences, strict=True)]
+    return replace(batch, sequences=sequences, tokens=pack(sequences, device=device, vision=vision))
 
 
 def split_by_sample(values_N: Tensor, samples: Sequence[TrainSample]) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
 from swift.errors import ConfigError, counted, join_problems
-from swift.trainers.grpo.arguments import loss_settings, max_prompt_length
+from swift.trainers.grpo.arguments import distillation_settings, loss_settings, max_prompt_length
 from swift.types import Prompt
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from swift.rollout.sources.multi_turn.tools import Toolbox
     from swift.trainers.distributed import Collectives
     from swift.trainers.ebft.references import References
+    from swift.trainers.gkd.answers import Answers
     from swift.trainers.session import Start
     from swift.trainers.supervision.heartbeat import Heartbeat
 
@@ -43,7 +44,8 @@ class Parts:
     """What is ready before any weight is loaded.
 
     reward_names, reward_weights: of the columns of the scores. With the reward from features of EBFT, the others are
-    only logged. stalest: maximum age of a token, in optimizer steps. references: of EBFT, else None.
+    only logged. stalest: maximum age of a token, in optimizer steps. references: of EBFT, else None. answers: of
+    distillation, else None.
     """
 
     args: Any
@@ -66,6 +68,7 @@ class Parts:
     play: Play | None
     heartbeat: Heartbeat
     references: References | None = None
+    answers: Answers | None = None
 
 
 def prepare(
@@ -112,7 +115,8 @@ def prepare(
         toolbox = open_toolbox(args.rollout_tools, args.tool_parser, template, args.reward_timeout)
     encode = template.encode_prompt if toolbox is None else toolbox.encode
     sees = template.vision is not None
-    tokenizer = Tokenizer(encode, max_prompt_length(args), args.truncation_strategy, sees)
+    samples = not hasattr(args, "lmbda") or bool(args.lmbda or args.seq_kd)
+    tokenizer = Tokenizer(encode, max_prompt_length(args) if samples else None, args.truncation_strategy, sees)
     references, reward_names, reward_weights = None, rewards.names, rewards.weights
     if hasattr(args, "ebft_mode"):
         from swift.trainers.ebft.references import References, ReferenceTokenizer
@@ -121,7 +125,10 @@ def prepare(
         references = References(template, args.max_completion_length, multiplier)
         tokenizer = ReferenceTokenizer(encode, tokenizer.limit, references=references)
         reward_names, reward_weights = [*rewards.names, "energy"], [*(0.0 for _ in rewards.names), 1.0]
-    source, first, eval_prompts = _open_data(args, template, tokenizer)
+    answers, val_tokenizer = None, tokenizer
+    if hasattr(args, "lmbda"):
+        tokenizer, val_tokenizer, answers = _with_answers(args, tokenizer, template)
+    source, first, eval_prompts = _open_data(args, template, tokenizer, val_tokenizer)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line if both data sets have the same columns
     names = inspect.signature(plan_batches).parameters.keys() - {"world_size", "num_rows"}
@@ -147,7 +154,7 @@ def prepare(
     if makers:
         _check_lockstep(args, placement, makers[0])
     if eval_prompts is not None and args.eval_strategy != "no" and play is None and args.rollout_func is None:
-        _check_best_metric(args.metric_for_best_model, rewards)
+        _check_best_metric(args.metric_for_best_model, rewards, answers)
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, reward_names, reward_weights, plan, start,
         placement, depth, stalest, load_rules(args.health_rules), lines,
@@ -155,7 +162,19 @@ def prepare(
         play=play,
         heartbeat=Heartbeat(collectives),
         references=references,
+        answers=answers,
     )  # fmt: skip
+
+
+def _with_answers(args: Any, prompts: Tokenizer, template: Template) -> tuple[Tokenizer, Tokenizer, Answers]:
+    """The tokenizers of training and evaluation rows of a distillation, and their answers."""
+    from swift.models.policy import context_length
+    from swift.trainers.gkd.answers import Answers, AnswerTokenizer
+
+    answers = Answers(template)
+    whole = args.max_length or context_length(args)
+    taught = AnswerTokenizer(prompts.tokenize, prompts.limit, "delete", answers=answers, whole=whole)
+    return (taught if args.needs_answers else prompts), taught, answers
 
 
 def _check_vision(args: Any, placement: Placement, reward_models: RewardModels | None) -> None:
@@ -176,7 +195,7 @@ def _check_vision(args: Any, placement: Placement, reward_models: RewardModels |
 
 
 def _open_data(
-    args: Any, template: Template, tokenizer: Tokenizer
+    args: Any, template: Template, tokenizer: Tokenizer, val_tokenizer: Tokenizer
 ) -> tuple[PromptSource, list[Prompt], PromptDataset | None]:
     """The training prompts, the first of them for checks, and the evaluation prompts, if any."""
     from swift.data.prompts import load_prompts
@@ -197,7 +216,7 @@ def _open_data(
     else:
         first = [dataset[i] for i in range(min(CHECKED_ROWS, len(dataset)))]
     has_eval = bool(args.val_dataset) or args.split_dataset_ratio > 0
-    return source, first, load_prompts(args, tokenizer, "val") if has_eval else None
+    return source, first, load_prompts(args, val_tokenizer, "val") if has_eval else None
 
 
 def _play_of(
@@ -251,9 +270,13 @@ def _check_scoring_by_group(args: Any, rewards: RewardPipeline, mode: str, plan:
     join_problems(problems)
 
 
-def _check_best_metric(metric: str, rewards: RewardPipeline) -> None:
+def _check_best_metric(metric: str, rewards: RewardPipeline, answers: Answers | None) -> None:
     """Refuses a metric that no evaluation measures; reward functions of the user may log any."""
     name = metric.removeprefix("eval_")
+    if answers is not None and name != "loss":
+        raise ConfigError(f"--metric_for_best_model: {name}: not measured; there is: loss")
+    if answers is not None:
+        return
     known = {*EVALUATED, *(f"rewards/{reward}/{value}" for reward in rewards.names for value in ("mean", "std"))}
     if name in known or name.startswith(FAMILIES) or not all(s.is_built_in for s in rewards.signatures):
         return
@@ -348,13 +371,16 @@ def batch_line(args: Any, plan: BatchPlan) -> str:
 
 def plan_lines(parts: Parts) -> list[str]:
     """The lines of the plan: devices, placement, batches, steps, loss."""
+    from swift.rl.distillation import describe as describe_divergence
     from swift.rl.energy import describe as describe_energy
     from swift.rl.losses import describe as describe_loss
     from swift.rollout.placement import describe as describe_placement
     from swift.trainers.parallel.sharding import describe as describe_sharding
 
     device, args = own_device(), parts.args
-    if parts.references is None:
+    if (distillation := distillation_settings(args)) is not None:
+        loss = describe_divergence(distillation.beta, distillation.top_k, args.lmbda, distillation.sft_alpha)
+    elif parts.references is None:
         loss = describe_loss(loss_settings(args))
     else:
         loss = describe_energy(

@@ -21,6 +21,19 @@ class CorrectionSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistillationSettings:
+    """Distillation in place of the policy gradient (`swift.trainers.gkd.loss`).
+
+    beta: of the divergence. sft_alpha: weight of the cross-entropy of given answers. top_k: number of likeliest tokens
+    of the teacher that are told apart; None: all.
+    """
+
+    beta: float
+    sft_alpha: float = 0.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOSettings:
     """Settings of a GRPO training step beyond transformers' TrainingArguments.
 
@@ -40,6 +53,7 @@ class GRPOSettings:
     ce_coef: weight of the cross-entropy of `RolloutBatch.references`, a mean over their tokens; None outside of EBFT.
     rl_coef: factor of the advantages in EBFT.
     teacher_kl_coef: weight of the teacher's log-ratio in the advantages of tokens; 0 is off.
+    distillation: a loss that replaces the policy gradient; None outside of GKD.
     router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts; 0 is off.
     router_replay: whose experts training passes of a mixture use (`swift.trainers.grpo.routes`).
     """
@@ -62,5 +76,6 @@ class GRPOSettings:
     ce_coef: float | None = None
     rl_coef: float = 1.0
     teacher_kl_coef: float = 0.0
+    distillation: DistillationSettings | None = None
     router_aux_loss_coef: float = 0.0
     router_replay: Literal["off", "rollout", "trainer"] = "off"

@@ -33,6 +33,7 @@ from swift.trainers.grpo.record import StepRecord
 from swift.trainers.micro_batches import MicroBatchPlan
 
 if TYPE_CHECKING:
+    from swift.trainers.gkd.loss import DistillationLoss
     from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 
 T = TypeVar("T")
@@ -64,9 +65,10 @@ class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
-    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
-    forward pass with its backward pass. loss_scale: of the loss in backward passes. record: takes the log-probs for
-    the record of rollouts. rollout_only: nothing is computed. num_updates: before the current one.
+    distillation: computes the loss in place of the policy gradient; None without. deepspeed: drives its engine; None
+    without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a forward pass with its backward pass.
+    loss_scale: of the loss in backward passes. record: takes the log-probs for the record of rollouts. rollout_only:
+    nothing is computed. num_updates: before the current one.
     """
 
     logprobs: LogProbs
@@ -74,6 +76,7 @@ class GlobalBatchStep:
     accelerator: Accelerator
     sequences: int
     timer: Callable[[str], contextlib.AbstractContextManager[None]]
+    distillation: DistillationLoss | None = None
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
     around_pass: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -140,7 +143,7 @@ class GlobalBatchStep:
             return torch.zeros((), device=logprobs.device)
         if self.deepspeed is not None:
             self.deepspeed.begin()
-        if batch.position == 0:
+        if batch.position == 0 and self.distillation is None:
             logprobs.prepare_old(batch)
         chosen = batch.global_batch()
         useful = logprobs.useful(batch, chosen)
@@ -156,7 +159,7 @@ class GlobalBatchStep:
             if settings.entropy.quantile < 1:
                 top = self.entropy.mask_ahead(batch, chosen, policy)
             plan = logprobs.planner.plan(batch.samples, chosen, useful)
-            if batch.position > 0 or settings.keep_dropout:
+            if self.distillation is None and (batch.position > 0 or settings.keep_dropout):
                 own = plan.micro_batches[logprobs.collectives.rank]
                 logprobs.check_old(batch, [i for held in own for i in held])
             samples = [batch.samples[i] for i in chosen]
@@ -302,6 +305,8 @@ class GlobalBatchStep:
             samples = [shared.batch.samples[i] for i in held or [shared.filler]]
             weights = [shared.weights[i] for i in held] or [0.0]
             batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
+            if self.distillation is not None:
+                return self.distillation.of(model, batch, shared.report) * logprobs.collectives.world_size
             batch.frozen_N = {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and self.record is not None:

@@ -36,15 +36,17 @@ from swift.models.attention.choice import choose_streams
 from swift.models.attention.forked import disable_forking, forks, takes_streams
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.checkpoint_tensors import is_peft
+from swift.models.reference import FrozenReference
 from swift.models.scoring import prepare_scoring
 from swift.models.sharded import is_sharded
 from swift.observability.metric_names import with_aliases
 from swift.plugin.kept import TorchKept
 from swift.rollout.pipeline import PipelineState, RolloutPipeline
-from swift.rollout.samples import FrozenName, RolloutBatch
+from swift.rollout.samples import FrozenName, RolloutBatch, TrainSample
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading, read_state, write_state
 from swift.trainers.distributed import Collectives
+from swift.trainers.gkd.loss import DistillationLoss
 from swift.trainers.grpo.alignment import AlignmentCheck
 from swift.trainers.grpo.entropy import EntropyControl, controller_state, restored_controller
 from swift.trainers.grpo.logprobs import LogProbs
@@ -128,6 +130,8 @@ class GRPOTrainer(AtomicTrainer):
         self.eval_prompts = list(eval_prompts)
         self.report = report
         self.alignment: AlignmentCheck | None = None
+        self.answer_of: Callable[[Prompt], TrainSample] | None = None
+        """Of distillation: the answer of a held-out row as a sample."""
         self._reference_moved = False
         self._non_finite_in_a_row = 0
         self._measured: tuple[StepMetrics, RolloutBatch]  # of the step under way
@@ -177,6 +181,8 @@ class GRPOTrainer(AtomicTrainer):
             around_pass=offloading(self.model) if offloads_activations else nullcontext,
             loss_scale=loss_scale_of(self.model),
         )
+        if settings.distillation is not None:
+            self.step.distillation = DistillationLoss(self.logprobs, settings.distillation)
 
     def _why_not_forked(self, settings: GRPOSettings) -> str:
         """What in this run keeps completions from continuing from states; "" if nothing does."""
@@ -239,9 +245,10 @@ class GRPOTrainer(AtomicTrainer):
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.step.deepspeed = DeepSpeedSteps(self.model_wrapped) if self.is_deepspeed_enabled else None
         self.step.fsdp = self.is_fsdp_enabled
-        self.logprobs.in_step = is_sharded(self.model)
         for frozen in self.frozen:
             self._whole_logits = frozen.prepare(self.accelerator) or self._whole_logits
+        own = [frozen.module for frozen in self.frozen if isinstance(frozen, FrozenReference)]
+        self.logprobs.in_step = any(map(is_sharded, [self.model, *own]))
         if self._whole_logits is not None:
             self._print_line(f"log-probs: from whole logits ({self._whole_logits}), which takes more memory")
         return prepared
@@ -345,7 +352,10 @@ class GRPOTrainer(AtomicTrainer):
         """Sample and score the held-out prompts."""
         self.begin_step()  # the last step is counted and logged
         with self.metrics.timer("eval"), self.saved_if_it_fails():
-            metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
+            if self.step.distillation is not None and self.answer_of is not None:
+                metrics = {"loss": self.step.distillation.evaluate([self.answer_of(row) for row in self.eval_prompts])}
+            else:
+                metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
         prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(dict(prefixed))
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, prefixed)

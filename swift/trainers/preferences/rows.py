@@ -59,7 +59,7 @@ class AnswerEncoder(Encoder):
         render = self.template.encode_finished if self.layout == "scored pair" else self._rendered
         alone = self.template.encode_prompt(prompt, tools)
         sequences = [render([*prompt, *answer], tools) for answer in answers]
-        start = min(_num_shared(alone, sequence) for sequence in sequences)
+        start = min(num_shared(alone, sequence) for sequence in sequences)
         if any(len(sequence) == start for sequence in sequences):
             raise RefusedChat(EMPTY)
         moved = start < len(alone) and self.layout != "scored pair"
@@ -116,7 +116,7 @@ class AnswerEncoder(Encoder):
                 yield more
 
 
-def _num_shared(first: Ids, second: Ids) -> int:
+def num_shared(first: Ids, second: Ids) -> int:
     """The number of equal leading tokens."""
     return next(
         (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))

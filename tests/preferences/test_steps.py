@@ -1,27 +1,19 @@
-"""Process reward models and distillation: rows, first steps, resume, learning, and wrong inputs."""
+"""Process reward models: rows, first steps, resume, learning, and wrong inputs."""
 
-import json
 import random
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from oracle import first_step
-from test_preference_runs import WAYS
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoModelForTokenClassification
 from transformers.integrations import liger
-from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl_runs import (
     argv_of,
-    assert_goes_on_exactly,
     assert_resumes_exactly,
-    in_two,
     logged,
-    sums,
     train_as_one_and_as_two,
     trained,
     trainer_of,
@@ -48,24 +40,12 @@ def steps(count, seed=0):
         yield {"prompt": "add", "completions": lines, "labels": labels}
 
 
-def chats(count):
-    for pair in sums(count):
-        yield {"messages": [*pair["prompt"], *pair["chosen"]]}
-
-
 STREAM = "--streaming true --shuffle_buffer_size 7"
 
 
 @pytest.fixture
 def prm(settings):
     return lambda *flags, rows=32: settings("prm", flags, rows=steps(rows))
-
-
-@pytest.fixture
-def gkd(settings, nano_folders):
-    return lambda *flags: settings(
-        "gkd", f"--teacher_model {nano_folders['qwen2']} --max_completion_length 4", flags, rows=chats(32)
-    )
 
 
 def test_the_label_of_a_step_sits_on_the_separator_after_it(settings):
@@ -114,48 +94,6 @@ def test_the_first_step_of_prm_is_that_of_transformers(prm, tmp_path):
     assert any("score" in name or "classifier" in name for name in grads)
 
 
-def test_the_first_step_of_gkd_is_trls(gkd, tmp_path):
-    resolved = gkd("--dataset_shuffle false --lmbda 0 --temperature 0.7 --beta 0.3")
-    teacher = perturbed(resolved.args.model)
-    trainer = trainer_of(resolved, tmp_path / "swift")
-    trainer.teacher_model.load_state_dict(teacher.state_dict())
-    found, grads = first_step(trainer)
-    with Path(resolved.args.dataset[0]).open() as lines:
-        rows = Dataset.from_list([json.loads(line) for line in lines])
-    config = GKDConfig(
-        output_dir=str(tmp_path / "trl"), use_cpu=True, bf16=False, report_to="none", per_device_train_batch_size=4,
-        gradient_checkpointing=False, lmbda=0.0, beta=0.3, temperature=0.7, max_length=512, seed=resolved.args.seed,
-        train_sampling_strategy="sequential",
-    )  # fmt: skip
-    bare = GKDTrainer(
-        AutoModelForCausalLM.from_pretrained(resolved.args.model, dtype=torch.float32),
-        teacher,
-        args=config,
-        train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(resolved.args.model),
-    )
-    expected, theirs = first_step(bare)
-    assert found == pytest.approx(expected, abs=1e-6) and found > 1e-4
-    assert all(torch.allclose(grads[name], theirs[name], atol=1e-6) for name in theirs)
-
-
-def perturbed(folder):
-    """Another model of the same architecture."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
-
-
-def test_gkd_keeps_the_dropout_of_an_adapter_and_samples_with_a_cache(gkd, tmp_path):
-    flags = "--tuner_type lora --lora_dropout 0.3 --gradient_checkpointing true"
-    trainer = trainer_of(gkd(flags), tmp_path)
-    assert trainer.generation_config.use_cache and trainer.generation_kwargs["use_cache"]
-    assert {one.p for name, one in trainer.model.named_modules() if name.endswith("dropout.default")} == {0.3}
-
-
 @pytest.mark.parametrize("method", ["rm", "prm"])
 def test_ligers_kernels_reach_a_model_without_a_language_head_but_not_its_loss(settings, tmp_path, monkeypatch, method):
     given = []
@@ -170,31 +108,14 @@ def test_ligers_kernels_reach_a_model_without_a_language_head_but_not_its_loss(s
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["prm", "gkd"])
-def test_two_processes_have_the_losses_of_one(prm, gkd, tmp_path, method):
-    make = {"prm": prm, "gkd": lambda *flags: gkd("--lmbda 0", flags)}[method]
-    train_as_one_and_as_two(make, tmp_path)
+def test_two_processes_have_the_losses_of_one(prm, tmp_path):
+    train_as_one_and_as_two(prm, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [(), "--tuner_type lora", STREAM])
 def test_prm_resumes_exactly(settings, flags):
     assert_resumes_exactly(lambda *more: settings("prm", flags, more, rows=steps(32)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", ["--lmbda 0.5", "--lmbda 0.5 --seq_kd true --tuner_type lora", STREAM])
-def test_gkd_resumes_exactly(gkd, flags):
-    assert_resumes_exactly(lambda *more: gkd(flags, more))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", WAYS)
-def test_gkd_samples_in_sharded_processes_and_resumes_exactly(gkd, tmp_path, way):
-    flags = ("--lmbda 0.6 --seq_kd true --save_steps 2", way, f"--output_dir {tmp_path / 'two'}")
-    run_dir = in_two(gkd(flags))
-    assert logged(run_dir)[1, 4] > 0
-    assert_goes_on_exactly(run_dir, lambda *more: gkd(flags, more), run=in_two)
 
 
 @pytest.mark.long
@@ -221,19 +142,7 @@ def test_a_process_reward_model_learns_a_rule_and_scores_as_a_reward(prm, tmp_pa
     assert model.score([good, mixed]) == pytest.approx([min(one) for one in by_step], abs=1e-5)
 
 
-@pytest.mark.long
-def test_a_student_comes_closer_to_its_teacher(gkd, tmp_path):
-    resolved = gkd("--lmbda 0.3 --max_steps 40")
-    folder = tmp_path / "teacher"
-    perturbed(resolved.args.model).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(resolved.args.model).save_pretrained(folder)
-    resolved.args.teacher_model = str(folder)
-    losses = logged(trained(resolved))
-    assert losses[1, 40] < losses[1, 1] / 2
-
-
 ROW = {"prompt": "p", "completions": ["a", "b"], "labels": [True, False]}
-UNTRAINED = {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a", "loss": False}]}
 WRONG = {
     "no labels": ("prm", [{"prompt": "p", "completions": ["a"]}], (), "no labels"),
     "no steps": ("prm", [{"prompt": "p", "labels": [True]}], (), "no completions"),
@@ -245,10 +154,6 @@ WRONG = {
     "separator of an adapter": ("prm", [ROW], "--step_separator ## --tuner_type lora", "--step_separator"),
     "tuner of heads too": ("prm", [ROW], "--tuner_type vera", "--tuner_type: vera: PEFT cannot keep it out"),
     "too long": ("prm", [ROW], "--max_length 3", "longer than max_length"),
-    "no teacher": ("gkd", list(chats(2)), (), "--teacher_model: missing"),
-    "teacher nowhere": ("gkd", list(chats(2)), "--teacher_model ./nowhere", "--teacher_model"),
-    "share above one": ("gkd", list(chats(2)), "--teacher_model x --lmbda 1.5", "--lmbda"),
-    "answer without loss": ("gkd", [UNTRAINED], "--teacher_model MODEL", 'an answer with "loss": false'),
     "two presets": ("rloo", [{"query": "q"}], "--preset dapo --reward_funcs format", "--preset: dapo"),
 }
 
