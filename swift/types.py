@@ -70,8 +70,9 @@ class SamplingParams:
     `frequency_penalty` and `presence_penalty` count sampled tokens only, `repetition_penalty` those of the prompt too.
     `min_tokens` keeps end tokens and stop texts from ending a completion before so many. `regex` is what the whole
     completion must match, up to its end token. `top_logprobs` is how many of the likeliest tokens are told beside each
-    sampled one. `extra` holds further fields by the names of one engine; its values
-    are JSON.
+    sampled one. `prompt_logprobs` is how many are told of each token of the prompt from number `scored_from` on, at
+    least the second, at temperature 1 (`Completion.prompt_scores`); then nothing is sampled. `extra` holds further
+    fields by the names of one engine; its values are JSON.
     """
 
     max_new_tokens: int
@@ -89,6 +90,8 @@ class SamplingParams:
     min_tokens: int = 0
     regex: str | None = None
     top_logprobs: int = 0
+    prompt_logprobs: int = 0
+    scored_from: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -104,7 +107,7 @@ class SamplingParams:
 
     def unusual(self) -> Iterator[str]:
         """Names of the fields in use that an engine need not have; see `Capabilities.sampling_fields`."""
-        for name in ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs"):
+        for name in ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "prompt_logprobs"):
             if getattr(self, name):
                 yield name
         yield from self.extra
@@ -169,6 +172,20 @@ class Routes:
 
 
 @dataclass(slots=True)
+class TokenScores:
+    """A model's likeliest tokens at each of T places, and their log-probs at temperature 1.
+
+    token_ids: int32, little-endian, and logprobs: float32, both [T, top_k] in rows. own: float32 [T], of the tokens
+    that are there.
+    """
+
+    top_k: int
+    token_ids: bytes = field(repr=False)
+    logprobs: bytes = field(repr=False)
+    own: bytes = field(repr=False)
+
+
+@dataclass(slots=True)
 class Completion:
     """One sampled continuation of a prompt.
 
@@ -181,7 +198,9 @@ class Completion:
     token and 0 where the environment wrote it (log-prob 0); empty where all were sampled. `top_logprobs[t]` are the
     likeliest tokens there and their log-probs, likeliest first, if they were asked for; a token that could not be drawn
     is none of them. `routes` are the experts of the tokens, if they were asked for. `episode` is what happened in
-    a rollout of several turns; `text` is its last answer then.
+    a rollout of several turns; `text` is its last answer then. `prompt_scores` are those of the prompt, if they were
+    asked for; `teacher_scores` those of its own tokens by a teacher that is elsewhere; `teacher_prompt_ids` the prompt
+    that a teacher gets, if it is another one.
     """
 
     request_id: str
@@ -196,6 +215,9 @@ class Completion:
     top_logprobs: list[Alternatives] = field(default_factory=list)
     episode: Episode | None = None
     routes: Routes | None = None
+    prompt_scores: TokenScores | None = None
+    teacher_scores: TokenScores | None = None
+    teacher_prompt_ids: list[int] = field(default_factory=list)
 
     @property
     def full_logprobs(self) -> list[float]:

@@ -77,6 +77,16 @@ class GKDArguments(RLHFArguments, EvaluationArguments):
     def _teacher_problems(self) -> Iterator[str]:
         if not self.has_teacher:
             yield "--teacher_model: missing: required; give a folder or hub id, or --teacher_model_server URL"
+        if self.teacher_model and self.teacher_model_server:
+            yield (
+                f"--teacher_model_server: {self.teacher_model_server}: there is --teacher_model {self.teacher_model}; "
+                "give one of the two"
+            )
+        if self.teacher_model_server and self.gkd_logits_topk is None:
+            yield (
+                f"--teacher_model_server: {self.teacher_model_server}: a server tells the likeliest tokens only; give "
+                "--gkd_logits_topk, e.g. 64"
+            )
 
     @property
     def needs_answers(self) -> bool:

@@ -235,8 +235,18 @@ class RLHFArguments(
             )
         if not self.has_teacher:
             return
+        if self.teacher_model and self.teacher_model_server:
+            yield (
+                f"--teacher_model_server: {self.teacher_model_server}: there is --teacher_model {self.teacher_model}; "
+                "give one of the two"
+            )
         given = f"--teacher_model{'' if self.teacher_model else '_server'}"
         subject = f"{given}: {self.teacher_model or self.teacher_model_server}"
+        if self.teacher_model_server and self.temperature != 1:
+            yield (
+                f"--temperature: {self.temperature:g}: a server gives log-probs at temperature 1, to compare with "
+                "the policy's; use 1"
+            )
         if self.importance_sampling_level == "sequence":
             yield (
                 f"{subject}: teaches token by token, and --loss_type {self.loss_type} has "

@@ -23,6 +23,7 @@ from swift.rollout.replay import ReplayBuffer, ReplayEntry
 from swift.rollout.round_result import fault
 from swift.rollout.routes import routes_of
 from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.rollout.scores import arrays_of
 from swift.types import Completion, GroupScores, RolloutGroup
 
 PartialBatch = tuple[list[TrainSample], torch.Tensor | None]
@@ -244,6 +245,12 @@ class BatchMaker:
                         ref_logprobs = np.asarray(episode.ref_logprobs, dtype=np.float32)
                     if episode.advantages:
                         token_advantages = np.asarray(episode.advantages, dtype=np.float32)
+                taught: Any = {}
+                if completion.teacher_prompt_ids:
+                    taught["teacher_prompt_ids"] = np.asarray(completion.teacher_prompt_ids, dtype=np.int32)
+                if completion.teacher_scores is not None:
+                    names = "teacher_ids", "teacher_top", "teacher_logprobs"
+                    taught |= zip(names, arrays_of(completion.teacher_scores), strict=True)
                 samples.append(
                     TrainSample(
                         group=number,
@@ -260,6 +267,7 @@ class BatchMaker:
                         prompt_id=group.prompt.prompt_id,
                         index=index,
                         finish_reason=completion.finish_reason,
+                        **taught,
                     )
                 )
         return samples

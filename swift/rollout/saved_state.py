@@ -80,7 +80,14 @@ def without_tokens(group: RolloutGroup) -> RolloutGroup:
     """A copy of a group for logs only: each token is `NO_TOKEN`, without log-probs."""
     completions = [
         replace(
-            c, token_ids=[NO_TOKEN] * len(c.token_ids), logprobs=[], log_mass=[], versions=c.versions[:1], routes=None
+            c,
+            token_ids=[NO_TOKEN] * len(c.token_ids),
+            logprobs=[],
+            log_mass=[],
+            versions=c.versions[:1],
+            routes=None,
+            teacher_scores=None,
+            teacher_prompt_ids=[],
         )
         for c in group.completions
     ]

@@ -81,7 +81,7 @@ def trainer_of(resolved, folder):
 
 def trained(resolved) -> Path:
     """Runs the method in this process; the run's folder."""
-    assert (grpo.run if resolved.mode == "gkd" else run)(resolved) == 0
+    assert (grpo.run if resolved.mode in ("gkd", "rlhf") else run)(resolved) == 0
     return newest_run(resolved.args.output_dir)
 
 

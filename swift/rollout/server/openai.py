@@ -14,6 +14,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from swift.errors import PromptTooLong
+from swift.rollout.scores import arrays_of
 from swift.rollout.server.access import LIMITS, Refused, check_count, field_error, json_response
 from swift.rollout.server.events import Choice, Events, usage
 from swift.rollout.server.service import AnswersResponse, Service
@@ -28,7 +29,7 @@ from swift.rollout.server.shapes import (
     token_ids,
 )
 from swift.rollout.server.texts import AnswerPart, Texts, alternatives
-from swift.types import Request
+from swift.types import Request, TokenScores
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for plain completions; the default of chats is the rest of the context."""
@@ -97,11 +98,31 @@ def _completions(routes: APIRouter, texts: Texts) -> None:
             entry = part.choice(index, text=part.text, logprobs=None)
             if body.logprobs is not None:
                 entry["logprobs"] = texts.completion_logprobs(part, body)
+            if part.completion is not None and (scores := part.completion.prompt_scores) is not None:
+                entry |= _prompt_scores(request, scores, compact=body.compact_scores)
             if body.return_token_ids:
                 entry |= {"prompt_token_ids": list(request.prompt_ids), "token_ids": part.token_ids}
             return entry
 
         return await _reply(texts, requests, choice, _head("text_completion", "cmpl"), body, http)
+
+
+def _prompt_scores(request: Request, scores: TokenScores, *, compact: bool) -> dict[str, Any]:
+    """Scores of a prompt, compact or in vLLM's form, which has None for tokens without any."""
+    if compact:
+        return {"prompt_scores": scores}
+    ids_TK, logprobs_TK, own_T = arrays_of(scores)
+    tokens = list(request.prompt_ids)
+    entries: list[Any] = [None] * (len(tokens) - len(own_T))
+    places = zip(ids_TK.tolist(), logprobs_TK.tolist(), own_T.tolist(), tokens[len(entries) :], strict=True)
+    for ids, logprobs, own, token in places:
+        found = {
+            str(name): {"logprob": lp, "rank": rank}
+            for rank, (name, lp) in enumerate(zip(ids, logprobs, strict=True), 1)
+        }
+        found.setdefault(str(token), {"logprob": own, "rank": len(ids) + 1})
+        entries.append(found)
+    return {"prompt_logprobs": entries}
 
 
 def _chats(routes: APIRouter, texts: Texts) -> None:

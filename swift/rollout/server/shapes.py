@@ -47,6 +47,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "min_tokens": (0, 2**31 - 1),
     "top_logprobs": (0, TOP_LOGPROBS),
+    "prompt_logprobs": (0, 1024),
+    "scored_from": (0, 2**31 - 1),
     "max_new_tokens": (1, 2**31 - 1),
     "seed": (0, 2**63 - 1),
 }
@@ -57,7 +59,7 @@ STOPS = {"stop": 256, "stop_token_ids": 1024}
 CHARACTERS = 1 << 16
 """Maximum total length of the stop texts, and maximum length of a regular expression or schema, in characters."""
 
-NUMBERS = RANGES.keys() - {"max_new_tokens", "top_logprobs", "seed"}
+NUMBERS = RANGES.keys() - {"max_new_tokens", "top_logprobs", "seed", "prompt_logprobs", "scored_from"}
 """Fields that have the same name in `SamplingParams`."""
 
 Shape = TypeVar("Shape", bound=Struct)
@@ -130,13 +132,20 @@ class Sampling(Struct, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """POST /v1/completions. prompt: a text, token ids, or a list of either."""
+    """POST /v1/completions. prompt: a text, token ids, or a list of either.
+
+    prompt_logprobs: as in vLLM, and then nothing is sampled. scored_from: first token of the prompt that they are given
+    for. compact_scores: whether they come as `swift.types.TokenScores`, in a hundredth of the bytes.
+    """
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    scored_from: int | None = None
+    compact_scores: bool = False
 
     @property
     def alternatives(self) -> int:
@@ -294,6 +303,8 @@ def requests_of(
 def _sampling(service: Service, body: Sampling, max_tokens: int) -> SamplingParams:
     given = {name: getattr(body, name) for name in NUMBERS if getattr(body, name) is not None}
     given |= {**_guidance(service, body), "top_logprobs": _top_logprobs(service, body)}
+    if isinstance(body, CompletionRequest) and body.prompt_logprobs:
+        given |= {"prompt_logprobs": body.prompt_logprobs, "scored_from": body.scored_from or 0}
     stops = [body.stop] if isinstance(body.stop, str) else body.stop
     defaults = dict(service.settings.defaults)
     limit = defaults.pop("max_new_tokens", max_tokens)

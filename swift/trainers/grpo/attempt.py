@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from swift.trainers.grpo.build import (
     build_pipeline,
     build_watchdog,
     build_weight_sync,
+    held_out,
 )
 from swift.trainers.grpo.callbacks import AtTheStart, EveryFewSteps, PipelineCallback
 from swift.trainers.grpo.prepare import Parts, plan_lines
@@ -145,7 +147,7 @@ class Attempt:
         if parts.references is not None:
             attach(self, trainer, model)
         if parts.answers is not None:
-            trainer.answer_of = parts.answers.sample
+            trainer.answers_of = functools.partial(held_out, parts)
         equip(trainer, args, self.folder)
         trainer.add_callback(WatchdogCallback(self.watchdog))
         if is_sharding(trainer.accelerator):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 from transformers import set_seed
 from transformers.utils import logging
 
@@ -37,6 +38,7 @@ from swift.rollout.pipeline import RolloutPipeline
 from swift.rollout.replay import ReplayBuffer
 from swift.rollout.samples import FrozenName, TrainSample
 from swift.rollout.scheduler import RerollConfig, RolloutScheduler
+from swift.rollout.scores import arrays_of
 from swift.rollout.sources.atropos.api import MessageAPI, Registration
 from swift.rollout.sources.atropos.groups import GroupReader
 from swift.rollout.sources.atropos.source import AtroposSource
@@ -48,7 +50,8 @@ from swift.rollout.sources.nemo_gym.gym import NemoGym
 from swift.rollout.weights.policy import PolicyWeights, adapter_weights
 from swift.rollout.weights.sync import WeightSync
 from swift.trainers.engines import cache_room, exact_samples
-from swift.trainers.gkd.source import MixedSource
+from swift.trainers.gkd.answers import Answers
+from swift.trainers.gkd.source import MixedSource, TaughtSource, TeacherPrompts
 from swift.trainers.grpo.alignment import AlignmentCheck, sampled_all
 from swift.trainers.grpo.arguments import reference_weight
 from swift.trainers.grpo.routes import require_experts
@@ -67,7 +70,9 @@ if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.sources.atropos.launch import AtroposProcesses
     from swift.trainers.grpo.attempt import Attempt
+    from swift.trainers.grpo.prepare import Parts
     from swift.trainers.grpo.trainer import GRPOTrainer
+    from swift.types import Prompt
 
 
 Beside: TypeAlias = Mapping[FrozenName, ReferenceModel]
@@ -100,7 +105,8 @@ def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True
         models["ref_logprobs"] = load_reference(args, policy, moves=args.sync_ref_model, weights=weights)
     if args.teacher_model:
         models["teacher_logprobs"] = load_teacher(args, policy, weights=weights)
-    if getattr(args, "seq_kd", False) and not isinstance(models["teacher_logprobs"], FrozenReference):
+    samples = getattr(args, "seq_kd", False) and args.teacher_model
+    if samples and not isinstance(models["teacher_logprobs"], FrozenReference):
         raise ConfigError(
             "--seq_kd: true: the teacher is the policy without its adapter, which is in use while the policy samples; "
             "give another --teacher_model, or --seq_kd false"
@@ -282,21 +288,53 @@ def _sampling_teacher(run: Attempt) -> Any:
 
 def _source(run: Attempt) -> Source | None:
     """The source of completions of this rank; with distillation, some are given."""
-    source, args, answers = _samples(run), run.parts.args, run.parts.answers
-    if source is None or answers is None or args.lmbda == 1:
+    source, parts = _samples(run), run.parts
+    if source is None or not parts.args.has_teacher:
         return source
+    if parts.answers is not None and parts.args.lmbda < 1:
+        source = _mixed(run, source, parts.answers)
+    return TaughtSource(source, TeacherPrompts(parts.template), parts.teacher)
+
+
+def _mixed(run: Attempt, source: Source, answers: Answers) -> Source:
+    """A source whose answers are partly given, by the data or the teacher."""
+    args, server = run.parts.args, run.parts.teacher
+    if not args.seq_kd:
+        return MixedSource(source, args.lmbda, answers)
+    if server is not None:
+        return MixedSource(source, args.lmbda, answers, server.generate)
 
     @functools.cache
     def teacher() -> InferenceEngine:
-        ends = run.parts.template.stop_token_ids
         return TransformersEngine(
             _sampling_teacher(run),
-            eos_token_ids=ends,
+            eos_token_ids=run.parts.template.stop_token_ids,
             tokenizer=run.parts.template.tokenizer,
             cache_bytes=cache_room(own_device()),
         )
 
-    return MixedSource(source, args.lmbda, answers, teacher if args.seq_kd else None)
+    return MixedSource(
+        source, args.lmbda, answers, lambda request: teacher().generate(request), lambda: teacher().free()
+    )
+
+
+def held_out(parts: Parts, prompts: Sequence[Prompt]) -> list[TrainSample]:
+    """The answers of held-out rows as samples of a distillation, with the scores of a teacher behind a server."""
+    assert parts.answers is not None
+    taught, samples = TeacherPrompts(parts.template), [parts.answers.sample(prompt) for prompt in prompts]
+    for sample, prompt in zip(samples, prompts, strict=True):
+        if (ids := taught.of(prompt)) is not None:
+            sample.teacher_prompt_ids = np.asarray(ids, dtype=np.int32)
+    if parts.teacher is None:
+        return samples
+    pairs: list[Any] = [
+        (s.prompt_ids if s.teacher_prompt_ids is None else s.teacher_prompt_ids, s.token_ids) for s in samples
+    ]
+    with parts.collectives.together():
+        scores = parts.teacher.score_all(pairs) if parts.collectives.is_main else []
+    for sample, scored in zip(samples, parts.collectives.broadcast(scores), strict=True):
+        sample.teacher_ids, sample.teacher_top, _ = arrays_of(scored)
+    return samples
 
 
 def _samples(run: Attempt) -> Source | None:

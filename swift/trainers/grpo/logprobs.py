@@ -71,7 +71,8 @@ class LogProbs:
     def frozen(self) -> list[FrozenName]:
         """The frozen models whose log-probs are part of the loss; not the reference with `--kl_in_reward`."""
         weights = {"ref_logprobs": self.settings.loss.beta, "teacher_logprobs": self.settings.teacher_kl_coef}
-        return [name for name in FROZEN if weights[name] > 0]
+        elsewhere = {"teacher_logprobs"} - self.models.keys()  # a teacher behind a server
+        return [name for name in FROZEN if weights[name] > 0 and name not in elsewhere]
 
     # --- micro-batches ----------------------------------------------------------------------------------------
 
@@ -82,7 +83,12 @@ class LogProbs:
         loss.
         """
         settings = self.settings
-        has_other_terms = bool(self.frozen) or settings.loss.rollout_kl_coef > 0 or settings.entropy.has_bonus
+        has_other_terms = (
+            bool(self.frozen)
+            or settings.teacher_kl_coef > 0
+            or settings.loss.rollout_kl_coef > 0
+            or settings.entropy.has_bonus
+        )
         has_other_terms = has_other_terms or settings.router_aux_loss_coef > 0 or settings.distillation is not None
         every = has_other_terms or not settings.skip_zero_advantage
         trained = [batch.samples[i].num_trained > 0 for i in chosen]

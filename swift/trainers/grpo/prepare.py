@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
     from swift.trainers.ebft.references import References
     from swift.trainers.gkd.answers import Answers
+    from swift.trainers.gkd.teacher_server import TeacherServer
     from swift.trainers.session import Start
     from swift.trainers.supervision.heartbeat import Heartbeat
 
@@ -45,7 +46,7 @@ class Parts:
 
     reward_names, reward_weights: of the columns of the scores. With the reward from features of EBFT, the others are
     only logged. stalest: maximum age of a token, in optimizer steps. references: of EBFT, else None. answers: of
-    distillation, else None.
+    distillation, else None. teacher: one behind a server.
     """
 
     args: Any
@@ -69,6 +70,7 @@ class Parts:
     heartbeat: Heartbeat
     references: References | None = None
     answers: Answers | None = None
+    teacher: TeacherServer | None = None
 
 
 def prepare(
@@ -163,7 +165,19 @@ def prepare(
         heartbeat=Heartbeat(collectives),
         references=references,
         answers=answers,
+        teacher=_teacher_of(args),
     )  # fmt: skip
+
+
+def _teacher_of(args: Any) -> TeacherServer | None:
+    """A teacher behind a server; for sampled tokens alone its likeliest one is enough."""
+    from swift.trainers.gkd.teacher_server import TeacherServer
+
+    if not args.teacher_model_server:
+        return None
+    top_k = getattr(args, "gkd_logits_topk", None) or 1
+    key = args.vllm_server_api_key
+    return TeacherServer(args.teacher_model_server, top_k=top_k, timeout_s=args.vllm_server_timeout, api_key=key)
 
 
 def _with_answers(args: Any, prompts: Tokenizer, template: Template) -> tuple[Tokenizer, Tokenizer, Answers]:

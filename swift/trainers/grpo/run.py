@@ -51,6 +51,10 @@ def run(resolved: Resolved) -> int:
             rewards.start()  # the processes that score
             rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
             rewards.load_models(args, own_device())
+        if parts.teacher is not None:
+            with collectives.together():
+                prompts = [prompt.token_ids for prompt in parts.first_prompts[:8]]
+                parts.lines.append(parts.teacher.check(parts.template, prompts))
         trap.check("rlhf", collectives, start)
         if placement.engines:
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))

@@ -307,7 +307,7 @@ class GlobalBatchStep:
             batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
             if self.distillation is not None:
                 return self.distillation.of(model, batch, shared.report) * logprobs.collectives.world_size
-            batch.frozen_N = {name: logprobs.of_frozen(name, batch) for name in frozen}
+            batch.frozen_N |= {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and self.record is not None:
                 self.record.add(held, policy_logprobs_N, batch.frozen_N, entropy_N)
@@ -387,7 +387,9 @@ class GlobalBatchStep:
         # where a sample has no old log-probs, this is its first update, and the policy itself is the old one
         old_N = batch.old_logprobs_N.to(policy_logprobs_N.dtype)
         old_N = torch.where(old_N.isnan(), policy_logprobs_N.detach(), old_N)
-        if (teacher_N := batch.frozen_N.get("teacher_logprobs")) is not None:
+        teacher_N = batch.frozen_N.get("teacher_logprobs")
+        assert teacher_N is not None or not settings.teacher_kl_coef, "a trained sample without its teacher's log-probs"
+        if teacher_N is not None and settings.teacher_kl_coef:
             batch.advantages_N = teacher_advantages(
                 batch.advantages_N, teacher_N, old_N, batch.mask_N, coefficient=settings.teacher_kl_coef
             )

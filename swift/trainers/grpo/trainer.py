@@ -130,8 +130,8 @@ class GRPOTrainer(AtomicTrainer):
         self.eval_prompts = list(eval_prompts)
         self.report = report
         self.alignment: AlignmentCheck | None = None
-        self.answer_of: Callable[[Prompt], TrainSample] | None = None
-        """Of distillation: the answer of a held-out row as a sample."""
+        self.answers_of: Callable[[Sequence[Prompt]], list[TrainSample]] | None = None
+        """Of distillation: the answers of held-out rows as samples; collective."""
         self._reference_moved = False
         self._non_finite_in_a_row = 0
         self._measured: tuple[StepMetrics, RolloutBatch]  # of the step under way
@@ -352,8 +352,8 @@ class GRPOTrainer(AtomicTrainer):
         """Sample and score the held-out prompts."""
         self.begin_step()  # the last step is counted and logged
         with self.metrics.timer("eval"), self.saved_if_it_fails():
-            if self.step.distillation is not None and self.answer_of is not None:
-                metrics = {"loss": self.step.distillation.evaluate([self.answer_of(row) for row in self.eval_prompts])}
+            if self.step.distillation is not None and self.answers_of is not None:
+                metrics = {"loss": self.step.distillation.evaluate(self.answers_of(self.eval_prompts))}
             else:
                 metrics = self.pipeline.evaluate(self.eval_prompts, self.progress())
         prefixed = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}

@@ -49,17 +49,18 @@ from swift.rollout.engines.base import (
     Tag,
 )
 from swift.rollout.engines.expected_weights import kv_token_bytes
-from swift.rollout.engines.running import RunningRequests, SoFar
+from swift.rollout.engines.running import Running, RunningRequests, SoFar
 from swift.rollout.engines.states import StatefulEngine
 from swift.rollout.engines.stepped import SteppedEngine
 from swift.rollout.engines.transformers.batch import BatchRule, BatchRun, OwnCacheRun, state_bytes, takes_padding
+from swift.rollout.engines.transformers.prompt_scores import PromptScores
 from swift.rollout.engines.transformers.sampling import Row
 from swift.rollout.engines.transformers.weights import InPlaceWeights, MergedAdapter
 from swift.rollout.seeds import sample_uniforms
 from swift.rollout.weights.base import WeightStream, dtype_name
 from swift.types import Completion, Request, SamplingParams
 
-PLAIN_FIELDS = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
+PLAIN_FIELDS = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "prompt_logprobs")
 """Sampling fields that need no optional package."""
 IDLE_LIMIT_S = 60.0
 """Timeout of the wait for a step in another thread, in seconds; a step takes milliseconds to seconds."""
@@ -110,6 +111,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._reload = reload
         self._guides: guided.GuideFactory | None = None
         self._running: RunningRequests[Row] = RunningRequests()
+        self._scoring = PromptScores()
         self._run: BatchRun | None = None
         self._step = threading.Lock()  # held during a decode step
         self._may_have_room = self._is_sharded = False
@@ -165,6 +167,9 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         if request.images:
             self._check_seen(request)
         wanted, budget = request.sampling, self.room(request)
+        if wanted.prompt_logprobs:
+            self._scoring.insert(Running(request))
+            return
         row = Row(request, budget=budget, ends=frozenset((*self.eos_token_ids, *wanted.stop_token_ids)))
         row.uniforms = sample_uniforms(wanted.seed, budget)
         if self._guides is not None and (guide := guided.guide_of(wanted)) is not None:
@@ -173,7 +178,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._may_have_room = True
 
     def advance(self) -> list[Completion] | None:
-        if self._paused or not self._running:
+        if self._paused or not (self._running or self._scoring):
             return None
         self._check_usable()
         try:
@@ -225,6 +230,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
 
     def abort_submitted(self, request_ids: Collection[str] | None) -> None:
         self._running.abort(request_ids)
+        self._scoring.abort(request_ids)
 
     def pause(self) -> None:
         self._paused = True
@@ -234,7 +240,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         self._paused = False
 
     def _outstanding(self) -> int:
-        return len(self._running)
+        return len(self._running) + len(self._scoring)
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:
@@ -254,6 +260,9 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
 
     def _step_batch(self) -> list[Completion]:
         """End aborted requests, or else make one decode step; returns the completions that end."""
+        if self._scoring:
+            withdrawn = [one.completion("abort") for one in self._scoring.take_aborted()]
+            return withdrawn or self._scoring.step(self.model, self.device, self.version)
         aborted = self._running.take_aborted()
         ended = [row.completion("abort") for row in aborted]
         if aborted and self._run is not None:
@@ -298,7 +307,7 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
     def _drop_requests(self) -> None:
         """Drop all requests after a failure."""
         self._run = None
-        self._running = RunningRequests()
+        self._running, self._scoring = RunningRequests(), PromptScores()
 
     def _try_own_cache(self) -> None:
         """Find out how the model's own cache can be used.

@@ -51,6 +51,7 @@ from swift.rollout.engines.vllm import settings, start
 from swift.rollout.engines.vllm.single_copy import SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, lora_rank_at_least, shut_down
 from swift.rollout.engines.vllm.weights import Adapters, adapter_rank, packed_file
+from swift.rollout.scores import from_entries
 from swift.rollout.weights.base import Ack, AdapterWeights, PolicyParameters, WeightStream
 from swift.rollout.weights.broadcast import Announcement
 from swift.types import Completion, FinishReason, Request, SamplingParams
@@ -281,6 +282,9 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
         part = output.outputs[0]
         if self.spec.returns_routes and part.routed_experts is not None:
             running.routes = [part.routed_experts]  # of aborted requests there are none
+        if running.request.sampling.prompt_logprobs:
+            self._ready.append(_scored(running.request, output.prompt_logprobs))
+            return
         if self._add(running, part.token_ids, part.logprobs, output.num_cached_tokens):
             self._ready.append(running.completion(REASONS.get(part.finish_reason, "error")))
 
@@ -555,3 +559,12 @@ class VLLMEngine(SteppedEngine, StatefulEngine):
             self._check_alive()
             replies: list[Any] = self._llm.collective_rpc(method, timeout=self.spec.limit_s, args=args)
         return replies
+
+
+def _scored(request: Request, entries: Sequence[Any]) -> Completion:
+    """The scores of a prompt, whose first token has none, without the token that vLLM samples behind it."""
+    first = max(1, request.sampling.scored_from)
+    tokens = list(request.prompt_ids)[first:]
+    found = [entries[place] for place in range(first, first + len(tokens))]
+    scores = from_entries(found, tokens, request.sampling.prompt_logprobs)
+    return Completion(request.request_id, [], [], "stop", prompt_scores=scores)

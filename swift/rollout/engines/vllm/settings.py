@@ -26,6 +26,8 @@ CPU_KV_BYTES = 4 << 30
 """Maximum size of the KV cache on a CPU; requests that do not fit wait."""
 CPU_KV_MINIMUM = 16 << 20
 """Minimum size of the KV cache on a CPU."""
+MOST_LOGPROBS = 1024
+"""Of a token of a prompt, for students; vLLM's default is 20."""
 IMPOSSIBLE = -1e30
 """What is added to the logit of a token that is never sampled."""
 HELD_ADAPTERS = 2
@@ -114,6 +116,7 @@ def engine_arguments(
             "max_loras": HELD_ADAPTERS,
             "max_cpu_loras": HELD_ADAPTERS,
         }
+    arguments["max_logprobs"] = MOST_LOGPROBS
     if spec.returns_routes:
         arguments["enable_return_routed_experts"] = True
     if spec.sees:
@@ -127,7 +130,7 @@ def engine_arguments(
 def sampling_fields(vllm: SimpleNamespace) -> tuple[str, ...]:
     """The fields of `SamplingParams.unusual` that the installed vLLM supports; 0.26 lacks some."""
     known = set(inspect.signature(vllm.SamplingParams).parameters)
-    common = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs")
+    common = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "prompt_logprobs")
     return (*common, *(name for name in EXTRA_FIELDS["vllm"] if name in known))
 
 
@@ -177,6 +180,7 @@ def sampling_parameters(
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         logprobs=wanted.top_logprobs,
+        prompt_logprobs=wanted.prompt_logprobs or None,
         flat_logprobs=True,  # lists of numbers; by default vLLM makes objects for each token
         output_kind=vllm.FINAL_ONLY,  # outputs of each token would take longer than a small model's step on a GPU
         **extra,
