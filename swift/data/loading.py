@@ -29,6 +29,7 @@ from swift.data.media import read_media
 from swift.data.messages import MEDIA, TEXTS_ONLY, Message, chat_in, check_media, is_chat
 from swift.data.pairs import PairPlan, pairs_or_labels
 from swift.data.placeholders import PLACEHOLDERS, fill_placeholders, notes_on_unused_names
+from swift.data.preprocessed import is_registered, preprocessed
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, RawRow, Record, RowError, filled_columns
 from swift.data.report import DataReport, first_few
@@ -317,6 +318,7 @@ def _load(args: DataArguments, split: Split, purpose: Purpose, images: bool) -> 
     report = DataReport(split, notes=notes)
     specs = dataset_specs(args, split)
     tables = map_collecting_problems(specs, lambda spec: _open_table(spec, split, args.data_seed))
+    tables = [_preprocessed(table, spec, report) for table, spec in zip(tables, specs, strict=True)]
     renames = args.columns
     if name := getattr(args, "dataset_transform", None):
         _check_names(tables, renames, report)
@@ -354,6 +356,15 @@ def _load(args: DataArguments, split: Split, purpose: Purpose, images: bool) -> 
     else:
         examples = [example for part in parts for example in part]
     return Rows(examples, report, sizes)
+
+
+def _preprocessed(table: Table, spec: DatasetSpec, report: DataReport) -> Table:
+    if not is_registered(spec):
+        return table
+    records = list(preprocessed(table.records, spec))
+    if left_out := len(table.records) - len(records):
+        report.notes.append(f"{spec.name}: its preprocess_func leaves out {counted(left_out, 'row')}")
+    return Table(records, *filled_columns(records))
 
 
 def _open_table(spec: DatasetSpec, split: Split, seed: int) -> Table:

@@ -25,6 +25,7 @@ from swift.data.loading import (
     read_record,
     too_many_bad,
 )
+from swift.data.preprocessed import preprocessed
 from swift.data.procedural import read_procedural
 from swift.data.records import BadRow, Record, filled_columns
 from swift.data.report import DataReport
@@ -175,6 +176,7 @@ class ExampleStream(Generic[Item]):
             rows = stream_hub(spec, split="train")
         else:
             rows = read_procedural(spec, seed=self._seed)
+        rows = preprocessed(rows, spec)
         return transformed(rows, self._transform, self._args.columns) if self._transform else rows
 
 

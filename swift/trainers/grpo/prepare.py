@@ -131,6 +131,8 @@ def prepare(
     if hasattr(args, "lmbda"):
         tokenizer, val_tokenizer, answers = _with_answers(args, tokenizer, template)
     source, first, eval_prompts = _open_data(args, template, tokenizer, val_tokenizer)
+    if args.has_teacher:
+        _check_teacher_prompts(template, first)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line if both data sets have the same columns
     names = inspect.signature(plan_batches).parameters.keys() - {"world_size", "num_rows"}
@@ -167,6 +169,15 @@ def prepare(
         answers=answers,
         teacher=_teacher_of(args),
     )  # fmt: skip
+
+
+def _check_teacher_prompts(template: Template, prompts: list[Prompt]) -> None:
+    """Raises ConfigError: the column `teacher_prompt` of the first rows cannot be used."""
+    from swift.trainers.gkd.source import TeacherPrompts
+
+    taught = TeacherPrompts(template)
+    for prompt in prompts:
+        taught.of(prompt)
 
 
 def _teacher_of(args: Any) -> TeacherServer | None:

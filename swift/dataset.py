@@ -1,0 +1,47 @@
+"""ms-swift's names for datasets that plugins register: `register_dataset(DatasetMeta(..., preprocess_func=...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swift.plugin.datasets import register_preprocessor
+
+
+class RowPreprocessor:
+    """Turns a row into one with columns that swift reads, such as `messages`; None leaves it out."""
+
+    def __init__(self, *, columns: dict[str, str] | None = None, **kwargs: Any) -> None:
+        self.columns = dict(columns or {})
+
+    def preprocess(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The row to use."""
+        return row
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """`preprocess` of a row under the names that `columns` gives."""
+        return self.preprocess({self.columns.get(name, name): value for name, value in row.items()})
+
+
+@dataclass
+class DatasetMeta:
+    """A dataset of ModelScope, of Hugging Face, or of a file, and what its rows become; other fields are not used."""
+
+    ms_dataset_id: str | None = None
+    hf_dataset_id: str | None = None
+    dataset_path: str | None = None
+    dataset_name: str | None = None
+    preprocess_func: Callable[[dict[str, Any]], dict[str, Any] | None] = field(default_factory=RowPreprocessor)
+    subsets: Sequence[Any] = ("default",)
+    split: Sequence[str] = ("train",)
+    tags: Sequence[str] = ()
+    help: str | None = None
+    huge_dataset: bool = False
+
+
+def register_dataset(dataset_meta: DatasetMeta, *, exist_ok: bool = True) -> None:
+    """Let `preprocess_func` read the rows of a dataset, by any of its names."""
+    meta = dataset_meta
+    names = (meta.ms_dataset_id, meta.hf_dataset_id, meta.dataset_path, meta.dataset_name)
+    register_preprocessor([name for name in names if name], meta.preprocess_func)
