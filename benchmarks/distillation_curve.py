@@ -2,9 +2,9 @@
 
     sh examples/demo.sh; python benchmarks/distillation_curve.py STUDENT TEACHER TRAIN.jsonl --out curve.json
 
-STUDENT is the demo's model before reinforcement learning (in `.cache/demo`), TEACHER its last checkpoint, TRAIN.jsonl its
-problems. Every run samples 128 completions a step. The accuracy of a step is that of its own samples at temperature 1, a
-mean over five steps; where rewards are not learned from they are only measured.
+STUDENT is the demo's model before reinforcement learning (in `.cache/demo`), TEACHER its last checkpoint, TRAIN.jsonl
+its problems. Every run samples 128 completions a step. The accuracy of a step is that of its samples at temperature 1,
+a mean over five steps; where rewards are not learned from they are only measured.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
-COMMON = """--rlhf_type grpo --loss_type dapo --train_type full --gradient_checkpointing false --temperature 1.0 --beta 0
---max_completion_length 48 --per_device_train_batch_size 128 --learning_rate 1e-4 --warmup_ratio 0.05 --logging_steps 1
---report_to none --add_version false --save_strategy no --reward_funcs accuracy format"""
+COMMON = """--rlhf_type grpo --loss_type dapo --train_type full --gradient_checkpointing false --temperature 1.0
+--beta 0 --max_completion_length 48 --per_device_train_batch_size 128 --learning_rate 1e-4 --warmup_ratio 0.05
+--logging_steps 1 --report_to none --add_version false --save_strategy no --reward_funcs accuracy format"""
 ALONE = "--num_generations 1 --reward_weights 0 0"
-SHOWN = (5, 10, 20, 40, 60)
+SHOWN = (5, 10, 20, 30, 40)
 
 
 def main() -> None:
@@ -54,7 +54,9 @@ def main() -> None:
 def run(args: argparse.Namespace, name: str, flags: str) -> list[float]:
     """The accuracy of each step of a run."""
     folder = Path(args.work, name)
-    words = f"{COMMON} --model {args.student} --dataset {args.train} --max_steps {args.steps} --output_dir {folder} {flags}"
+    words = (
+        f"{COMMON} --model {args.student} --dataset {args.train} --max_steps {args.steps} --output_dir {folder} {flags}"
+    )
     subprocess.run([sys.executable, "-m", "swift", "rlhf", *words.split()], check=True, stdout=subprocess.DEVNULL)
     lines = map(json.loads, (folder / "logging.jsonl").read_text().splitlines())
     return [line["rewards/accuracy/mean"] for line in lines if "rewards/accuracy/mean" in line]

@@ -82,11 +82,10 @@ class GKDArguments(RLHFArguments, EvaluationArguments):
                 f"--teacher_model_server: {self.teacher_model_server}: there is --teacher_model {self.teacher_model}; "
                 "give one of the two"
             )
-        if self.teacher_model_server and self.gkd_logits_topk is None:
-            yield (
-                f"--teacher_model_server: {self.teacher_model_server}: a server tells the likeliest tokens only; give "
-                "--gkd_logits_topk, e.g. 64"
-            )
+        elsewhere = {"teacher_model_server": self.teacher_model_server, "teacher_device": " ".join(self.teacher_device)}
+        for name, value in elsewhere.items():
+            if value and self.gkd_logits_topk is None:
+                yield f"--{name}: {value}: there only the likeliest tokens are told; give --gkd_logits_topk, e.g. 64"
 
     @property
     def needs_answers(self) -> bool:
@@ -103,7 +102,7 @@ class GKDArguments(RLHFArguments, EvaluationArguments):
             )
         if self.seq_kd and self.lmbda == 1:
             yield "--seq_kd: true: --lmbda 1 leaves no answers to the teacher; lower it, or leave --seq_kd out"
-        if self.seq_kd and args.async_generate and args.teacher_model:
+        if self.seq_kd and args.async_generate and args.teaches_here:
             yield (
                 "--seq_kd: true: a teacher in the trainer's processes cannot sample while they train; --async_generate "
                 "false, or --teacher_model_server"

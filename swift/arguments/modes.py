@@ -257,7 +257,7 @@ class ConfigSchemaArguments(CommonArguments):
     """`swift config-schema`: the JSON schema of a mode's settings."""
 
     mode: Literal[
-        "rlhf", "sft", "seq_cls", "pt", "infer", "export", "reward-test", "rollout", "ebft", "ebft_strided"
+        "rlhf", "sft", "seq_cls", "pt", "infer", "export", "reward-test", "rollout", "gkd", "ebft", "ebft_strided"
     ] = flag("rlhf", registry="methods")
     """Mode, or method of rlhf, whose settings are described."""
 

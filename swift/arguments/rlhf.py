@@ -44,7 +44,9 @@ class MethodArguments:
 
     GROUP: ClassVar[str] = "Model"
 
-    rlhf_type: Literal["grpo", "gdpo", "rloo", "ebft"] | None = flag(unset=REQUIRED, registry="methods", resume="fixed")
+    rlhf_type: Literal["grpo", "gdpo", "rloo", "gkd", "ebft"] | None = flag(
+        unset=REQUIRED, registry="methods", resume="fixed"
+    )
     """Algorithm family. gdpo and rloo are grpo with the preset of that name."""
 
 
@@ -121,6 +123,8 @@ class RLHFArguments(
                 f"--teacher_deepspeed: {self.teacher_deepspeed}: cannot shard weights that --quant_method "
                 f"{self.quant_method} quantises; leave it out"
             )
+        if self.teacher_device and self.use_lmdeploy:
+            yield f"--teacher_device: {' '.join(self.teacher_device)}: LMDeploy scores no prompts; use --use_vllm true"
         yield from self._rollout_problems()
         if changes := self.changed_logprobs():
             yield from self._correction_problems(changes)
@@ -242,10 +246,10 @@ class RLHFArguments(
             )
         given = f"--teacher_model{'' if self.teacher_model else '_server'}"
         subject = f"{given}: {self.teacher_model or self.teacher_model_server}"
-        if self.teacher_model_server and self.temperature != 1:
+        if (self.teacher_model_server or self.teacher_device) and self.temperature != 1:
             yield (
-                f"--temperature: {self.temperature:g}: a server gives log-probs at temperature 1, to compare with "
-                "the policy's; use 1"
+                f"--temperature: {self.temperature:g}: a teacher elsewhere gives log-probs at temperature 1, to "
+                "compare with the policy's; use 1"
             )
         if self.importance_sampling_level == "sequence":
             yield (

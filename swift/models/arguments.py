@@ -403,6 +403,15 @@ class ModelArguments(TunerArguments):
     )
     """Sharding of the teacher, by FSDP: zero3 over the processes, zero3_offload on their hosts, whole with others."""
 
+    teacher_device: list[str] = flag([], everyday=False, needs="teacher_model", resume="free")
+    """Devices of the teacher alone, such as `cuda:7`, each with a copy in a Ray actor; else it is in the trainer's
+    processes."""
+
+    @property
+    def teaches_here(self) -> bool:
+        """Whether a teacher is in the trainer's processes."""
+        return bool(self.teacher_model) and not self.teacher_device
+
     @property
     def has_teacher(self) -> bool:
         """Whether a teacher is named."""

@@ -397,7 +397,7 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
             name=f"engine {index} ({where[index]}{', '.join(devices)})",
             log_file=logs / f"engine-{index}.log",
             uses=users[index],
-            timeouts=_timeouts(args, spec),
+            timeouts=timeouts_of(args, spec),
             restarts=args.engine_restarts,
             weight_transport=_weight_transport(args),
             options=places[index],
@@ -407,7 +407,8 @@ def _dedicated(placement: Placement, nodes: int, logs: Path, spec: EngineSpec, a
     return EnginePool(started)
 
 
-def _timeouts(args: Any, spec: EngineSpec) -> Timeouts:
+def timeouts_of(args: Any, spec: EngineSpec) -> Timeouts:
+    """Limits of calls to an engine in another process."""
     from swift.rollout.engines.events import Timeouts
 
     return Timeouts.of(spec.limit_s, server_s=args.vllm_server_timeout, stall_s=args.stall_timeout)
@@ -419,7 +420,7 @@ def _weight_transport(args: Any) -> str | None:
 
 def _own_limit(args: Any, spec: EngineSpec, mode: str) -> float:
     """`EngineSetup.own_limit_s` of an engine in another process: until it is restarted and has its weights."""
-    own = _timeouts(args, spec)
+    own = timeouts_of(args, spec)
     again = own.start_s + own.sync_s + own.sleep_s + own.pause_s
     return again + (own.stall_s + 2 * own.close_s if mode == "dedicated" else args.rollout_timeout + own.server_s)
 
@@ -430,7 +431,7 @@ def _servers(spec: EngineSpec, args: Any, placement: Placement) -> InferenceEngi
     from swift.rollout.engines.pool import EnginePool
     from swift.rollout.engines.server_client import ServerClient
 
-    timeouts, run_id = replace(_timeouts(args, spec), drain_s=DRAIN_S), secrets.token_hex(8)
+    timeouts, run_id = replace(timeouts_of(args, spec), drain_s=DRAIN_S), secrets.token_hex(8)
     return EnginePool(
         [
             ServerClient(

@@ -152,12 +152,12 @@ def test_advantages_of_grpo_are_those_of_a_local_teacher(settings, server, nano_
 @pytest.mark.parametrize(
     ("method", "flags", "problem"),
     [
-        ("gkd", "", "a server tells the likeliest tokens only; give --gkd_logits_topk, e.g. 64"),
+        ("gkd", "", "there only the likeliest tokens are told; give --gkd_logits_topk, e.g. 64"),
         ("gkd", "--gkd_logits_topk 8 --teacher_model m", "there is --teacher_model m; give one of the two"),
         (
             "grpo",
             "--num_generations 1 --temperature 0.9",
-            "--temperature: 0.9: a server gives log-probs at temperature 1",
+            "--temperature: 0.9: a teacher elsewhere gives log-probs at",
         ),
     ],
 )

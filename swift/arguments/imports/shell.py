@@ -22,7 +22,7 @@ from swift.plugin.registry import methods
 TRAINING = {
     "swift": {name: name for name in ("sft", "rlhf", "pt")},
     "trl": {
-        **{name: name for name in ("sft", "grpo")},
+        **{name: name for name in ("sft", "grpo", "gkd")},
         **{command: name for name, method in methods.items() for command in method.commands_of_trl},
     },
 }

@@ -217,6 +217,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "multi_objective_aggregation": "sum_then_normalize",
     },
     "sft": {"learning_rate": 2e-5, "max_length": 1024, "packing": False, "loss_type": "nll"},
+    "gkd": {"learning_rate": 2e-5, "max_length": 1024, "lmbda": 0.5, "beta": 0.5, "temperature": 0.9, "seq_kd": False,
+            "max_completion_length": 128},
 }  # fmt: skip
 """What the configuration classes of TRL have for a mode; those of `swift.methods` say it themselves."""
 

@@ -36,15 +36,15 @@ class DistillationLoss:
     logprobs: LogProbs
     settings: DistillationSettings
 
-    def of(self, model: nn.Module, batch: MicroBatch, report: StepMetrics) -> Tensor:
-        """The loss of a micro-batch, and its metrics, except those of a filler."""
+    def of(self, model: nn.Module, batch: MicroBatch, report: StepMetrics) -> tuple[Tensor, Tensor]:
+        """The loss of a micro-batch, and log-probs [N] at the temperature of sampling; adds its metrics."""
         compared = self._compared(model, batch)
         loss_N, given_N = compared.divergence_N, self._given(batch)
         if self.settings.sft_alpha:
             loss_N = loss_N - self.settings.sft_alpha * given_N * compared.logprobs_N
         if not batch.filler:
             self._observe(report, batch, compared, given_N)
-        return (batch.weights_N * loss_N).sum()
+        return (batch.weights_N * loss_N).sum(), compared.sampling_logprobs_N
 
     @torch.no_grad()
     def evaluate(self, samples: Sequence[TrainSample]) -> float:

@@ -20,6 +20,7 @@ from swift.models.template import Template
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.sources.base import Source
 from swift.trainers.gkd.answers import Answers, given_completion
+from swift.trainers.gkd.teacher_actors import TeacherActors
 from swift.trainers.gkd.teacher_server import TeacherServer
 from swift.types import Completion, Prompt, Request
 
@@ -141,7 +142,7 @@ class TaughtSource(_Around):
     """See the module's docstring. server: None for a teacher in the trainer's processes."""
 
     prompts: TeacherPrompts
-    server: TeacherServer | None = None
+    server: TeacherServer | TeacherActors | None = None
 
     async def generate(self, request: Request) -> Completion:
         """See `Source`."""

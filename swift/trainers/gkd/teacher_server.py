@@ -36,10 +36,12 @@ LINE = 300
 
 
 class TeacherServer:
-    """Asks for scores of tokens, from any thread.
+    """Asks for scores of tokens, from any thread. everywhere: every rank asks for its own samples.
 
     url: of the server. top_k: number of likeliest tokens. timeout_s: how long a lost server is waited for.
     """
+
+    everywhere = True
 
     def __init__(self, url: str, *, top_k: int, timeout_s: float, api_key: str | None = None) -> None:
         self.url, self.top_k, self.timeout_s = url.rstrip("/").removesuffix("/v1"), top_k, timeout_s

@@ -103,9 +103,9 @@ def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True
     models: dict[FrozenName, ReferenceModel] = {}
     if reference_weight(args) > 0:
         models["ref_logprobs"] = load_reference(args, policy, moves=args.sync_ref_model, weights=weights)
-    if args.teacher_model:
+    if args.teaches_here:
         models["teacher_logprobs"] = load_teacher(args, policy, weights=weights)
-    samples = getattr(args, "seq_kd", False) and args.teacher_model
+    samples = getattr(args, "seq_kd", False) and args.teaches_here
     if samples and not isinstance(models["teacher_logprobs"], FrozenReference):
         raise ConfigError(
             "--seq_kd: true: the teacher is the policy without its adapter, which is in use while the policy samples; "
@@ -279,7 +279,7 @@ def build_pipeline(run: Attempt) -> RolloutPipeline:
 
 def _sampling_teacher(run: Attempt) -> Any:
     """The teacher that samples answers in this process, or None."""
-    if not getattr(run.parts.args, "seq_kd", False) or not run.parts.args.teacher_model:
+    if not getattr(run.parts.args, "seq_kd", False) or not run.parts.args.teaches_here:
         return None
     teacher = run.trainer.logprobs.models["teacher_logprobs"]
     assert isinstance(teacher, FrozenReference), "refused when it was loaded"

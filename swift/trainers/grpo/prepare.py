@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swift.trainers.distributed import Collectives
     from swift.trainers.ebft.references import References
     from swift.trainers.gkd.answers import Answers
+    from swift.trainers.gkd.teacher_actors import TeacherActors
     from swift.trainers.gkd.teacher_server import TeacherServer
     from swift.trainers.session import Start
     from swift.trainers.supervision.heartbeat import Heartbeat
@@ -46,7 +47,7 @@ class Parts:
 
     reward_names, reward_weights: of the columns of the scores. With the reward from features of EBFT, the others are
     only logged. stalest: maximum age of a token, in optimizer steps. references: of EBFT, else None. answers: of
-    distillation, else None. teacher: one behind a server.
+    distillation, else None. teacher: one behind a server or in actors.
     """
 
     args: Any
@@ -70,7 +71,7 @@ class Parts:
     heartbeat: Heartbeat
     references: References | None = None
     answers: Answers | None = None
-    teacher: TeacherServer | None = None
+    teacher: TeacherServer | TeacherActors | None = None
 
 
 def prepare(
@@ -167,7 +168,7 @@ def prepare(
         heartbeat=Heartbeat(collectives),
         references=references,
         answers=answers,
-        teacher=_teacher_of(args),
+        teacher=_teacher_of(args, placement, plan.world_size),
     )  # fmt: skip
 
 
@@ -180,13 +181,21 @@ def _check_teacher_prompts(template: Template, prompts: list[Prompt]) -> None:
         taught.of(prompt)
 
 
-def _teacher_of(args: Any) -> TeacherServer | None:
-    """A teacher behind a server; for sampled tokens alone its likeliest one is enough."""
+def _teacher_of(args: Any, placement: Placement, world_size: int) -> TeacherServer | TeacherActors | None:
+    """A teacher behind a server or in actors; for sampled tokens alone its likeliest one is enough."""
+    from swift.trainers.gkd.teacher_actors import TeacherActors
     from swift.trainers.gkd.teacher_server import TeacherServer
 
+    top_k = getattr(args, "gkd_logits_topk", None) or 1
+    if args.teacher_model and args.teacher_device:
+        if world_size > 1 and placement.mode in ("in_process", "colocate"):
+            raise ConfigError(
+                f"--teacher_device: {' '.join(args.teacher_device)}: each of {counted(world_size, 'process')} samples, "
+                "and one drives the actors; --vllm_mode dedicated or server, or --teacher_model_server"
+            )
+        return TeacherActors(args, top_k=top_k)
     if not args.teacher_model_server:
         return None
-    top_k = getattr(args, "gkd_logits_topk", None) or 1
     key = args.vllm_server_api_key
     return TeacherServer(args.teacher_model_server, top_k=top_k, timeout_s=args.vllm_server_timeout, api_key=key)
 

@@ -51,10 +51,12 @@ def run(resolved: Resolved) -> int:
             rewards.start()  # the processes that score
             rewards.self_check(parts.first_prompts, max_steps=parts.plan.max_steps)
             rewards.load_models(args, own_device())
-        if parts.teacher is not None:
+        if (teacher := parts.teacher) is not None:
+            cleanup.callback(teacher.close)
             with collectives.together():
-                prompts = [prompt.token_ids for prompt in parts.first_prompts[:8]]
-                parts.lines.append(parts.teacher.check(parts.template, prompts))
+                if teacher.everywhere or collectives.is_main:
+                    prompts = [prompt.token_ids for prompt in parts.first_prompts[:8]]
+                    parts.lines.append(teacher.check(parts.template, prompts))
         trap.check("rlhf", collectives, start)
         if placement.engines:
             bind_trainer(placement, int(os.environ.get("LOCAL_RANK", "0")))

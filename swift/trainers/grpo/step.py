@@ -306,7 +306,10 @@ class GlobalBatchStep:
             weights = [shared.weights[i] for i in held] or [0.0]
             batch = collate(samples, weights, device=logprobs.device, filler=not held, vision=logprobs.vision)
             if self.distillation is not None:
-                return self.distillation.of(model, batch, shared.report) * logprobs.collectives.world_size
+                loss, sampling_logprobs_N = self.distillation.of(model, batch, shared.report)
+                if held and self.record is not None:
+                    self.record.add(held, sampling_logprobs_N, {})
+                return loss * logprobs.collectives.world_size
             batch.frozen_N |= {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
             if held and self.record is not None:
