@@ -1,10 +1,10 @@
-"""How fast a student learns the demo's task: by rewards, and from a trained teacher in process and behind a server.
+"""How fast a student learns the demo's task: by rewards, or from a teacher in process, in an actor or behind a server.
 
     sh examples/demo.sh; python benchmarks/distillation_curve.py STUDENT TEACHER TRAIN.jsonl --out curve.json
 
 STUDENT is the demo's model before reinforcement learning (in `.cache/demo`), TEACHER its last checkpoint, TRAIN.jsonl
 its problems. Every run samples 128 completions a step. The accuracy of a step is that of its samples at temperature 1,
-a mean over five steps; where rewards are not learned from they are only measured.
+a mean over five steps.
 """
 
 from __future__ import annotations
@@ -17,31 +17,40 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from urllib.request import urlopen
 
-COMMON = """--rlhf_type grpo --loss_type dapo --train_type full --gradient_checkpointing false --temperature 1.0
---beta 0 --max_completion_length 48 --per_device_train_batch_size 128 --learning_rate 1e-4 --warmup_ratio 0.05
---logging_steps 1 --report_to none --add_version false --save_strategy no --reward_funcs accuracy format"""
-ALONE = "--num_generations 1 --reward_weights 0 0"
+COMMON = """--train_type full --gradient_checkpointing false --temperature 1.0
+--max_completion_length 48 --per_device_train_batch_size 128 --learning_rate 1e-4 --warmup_ratio 0.05
+--logging_steps 1 --report_to none --add_version false --save_strategy no --gradient_accumulation_steps 1"""
+GRPO = "--rlhf_type grpo --loss_type dapo --beta 0 --reward_funcs accuracy format"
+ALONE = f"{GRPO} --num_generations 1 --reward_weights 0 0"
 SHOWN = (5, 10, 20, 30, 40)
 
 
 def main() -> None:
-    """Run the three and print a table."""
+    """Run each and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("student", "teacher", "train"):
         parser.add_argument(name)
     parser.add_argument("--steps", type=int, default=max(SHOWN))
     parser.add_argument("--work", default="output/distillation_curve")
+    parser.add_argument("--only", default="", help="word of the names of the runs to make")
     parser.add_argument("--out")
     args = parser.parse_args()
     ways = {
-        "rewards": lambda: run(args, "rewards", "--num_generations 8"),
+        "rewards": lambda: run(args, "rewards", f"{GRPO} --num_generations 8"),
         "teacher in process": lambda: run(args, "process", f"{ALONE} --teacher_model {args.teacher}"),
+        "gkd, teacher in process": lambda: run(
+            args, "gkd", f"--rlhf_type gkd --lmbda 1 --teacher_model {args.teacher}"
+        ),
+        "teacher in an actor": lambda: run(
+            args, "actor", f"{ALONE} --teacher_model {args.teacher} --teacher_device cpu:0 --vllm_server_timeout 300"
+        ),
         "teacher behind a server": lambda: served(args),
     }
-    curves = {name: way() for name, way in ways.items()}
+    curves = {name: way() for name, way in ways.items() if args.only in name}
     print(f"accuracy after a number of steps, on {processor()}")
     print("| |" + "".join(f" {step} |" for step in SHOWN if step <= args.steps))
     for name, curve in curves.items():
@@ -58,8 +67,11 @@ def run(args: argparse.Namespace, name: str, flags: str) -> list[float]:
         f"{COMMON} --model {args.student} --dataset {args.train} --max_steps {args.steps} --output_dir {folder} {flags}"
     )
     subprocess.run([sys.executable, "-m", "swift", "rlhf", *words.split()], check=True, stdout=subprocess.DEVNULL)
-    lines = map(json.loads, (folder / "logging.jsonl").read_text().splitlines())
-    return [line["rewards/accuracy/mean"] for line in lines if "rewards/accuracy/mean" in line]
+    right: dict[int, list[bool]] = defaultdict(list)
+    for line in map(json.loads, (folder / "completions.jsonl").read_text().splitlines()):
+        answer = line["completion"].rpartition("<answer>")[2].removesuffix("</answer>")
+        right[line["step"]].append(answer == line["columns"]["solution"])
+    return [statistics.fmean(right[step]) for step in sorted(right)]
 
 
 def served(args: argparse.Namespace) -> list[float]:

@@ -408,6 +408,13 @@ def _move_generation_kwargs(reader: Reader, _: Machine) -> None:
         reader.derive(name, converted, "from --generation_kwargs")
 
 
+def _leave_stage_0(reader: Reader, _: Machine) -> None:
+    """Stage 0 shards nothing, and rounds small updates of 16-bit weights away; a run without DeepSpeed does not."""
+    if reader.args.deepspeed == "zero0":
+        reader.derive("deepspeed", None, "none: stage 0 shards nothing")
+        reader.notes.append("--deepspeed: zero0: stage 0 shards nothing: the run is without DeepSpeed")
+
+
 REWRITES: tuple[tuple[str, Callable[[Reader, Machine], None]], ...] = (
     ("save_strategy", _derive_eval_strategy),
     ("tuner_type", _derive_full_towers),
@@ -420,6 +427,7 @@ REWRITES: tuple[tuple[str, Callable[[Reader, Machine], None]], ...] = (
     ("num_generations", _derive_batch_size),
     ("num_generations", _derive_engine),
     ("generation_kwargs", _move_generation_kwargs),
+    ("deepspeed", _leave_stage_0),
 )
 """Settings -> what changes others when one of them is set, in this order, before `RULES`."""
 

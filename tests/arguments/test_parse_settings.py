@@ -639,3 +639,9 @@ def test_the_reward_of_an_environment_is_the_last_column_unless_weights_leave_it
 )
 def test_the_most_tokens_of_a_completion(words, most):
     assert most_tokens(rlhf("--max_completion_length", "7", *words.split()).args) == most
+
+
+def test_stage_0_of_deepspeed_is_a_run_without_it():
+    resolved = parse("sft", ["--model", "m", "--dataset", "d", "--deepspeed", "zero0"], {})
+    assert resolved.args.deepspeed is None
+    assert any(note.startswith("--deepspeed: zero0: stage 0 shards nothing") for note in resolved.notes)
