@@ -42,7 +42,7 @@ REPLACED = {
 class GKDArguments(RLHFArguments, EvaluationArguments):
     """`swift rlhf --rlhf_type gkd`: generalized knowledge distillation."""
 
-    SEES: ClassVar[bool] = False
+    SEES: ClassVar[bool] = True
     REPLACED: ClassVar[dict[str, str]] = REPLACED
 
     lmbda: float = flag(0.5, at_least=0, at_most=1, group="Objective")

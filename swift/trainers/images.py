@@ -75,24 +75,6 @@ class ImageCollator:
 
 
 @dataclass(frozen=True)
-class ImageTurnCollator:
-    """Batches of GKD, with their `input_ids` and `prompts`, of rows whose ids name images.
-
-    collator: of TRL, for the same rows without images.
-    """
-
-    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
-    vision: Vision
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch of the collator, and as `images` the pixels of its rows."""
-        batch = self.collator(rows)
-        for name in ("input_ids", "prompts"):
-            batch[name] = batch[name].masked_fill(batch[name] < 0, self.vision.placeholder)
-        return {**batch, "images": self.vision.features([row["input_ids"] for row in rows], "cpu")}
-
-
-@dataclass(frozen=True)
 class ImagePairCollator:
     """Batches of chosen and rejected rows, each with its `input_ids`, whose ids name images.
 

@@ -6,11 +6,9 @@ the prompt alone (with its generation prompt).
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from swift.data.loading import Example, Purpose
+    from swift.data.messages import Message
     from swift.models.template import Template
 
 MOST_KEPT = 4096
@@ -38,7 +37,7 @@ class Answers:
     template: Template
 
     def __post_init__(self) -> None:
-        self._kept = functools.lru_cache(MOST_KEPT)(self._encoded)
+        self._kept: dict[str, tuple[list[int], int]] = {}
 
     def ids(self, row: Prompt | Example) -> tuple[list[int], int]:
         """Token ids of a row, and how many of them are the prompt.
@@ -49,7 +48,12 @@ class Answers:
         answer = row.columns[ANSWER]
         if not answer.get("loss", True):
             raise RefusedChat(NO_LOSS)
-        return self._kept(json.dumps([row.messages, answer, row.columns.get("tools")]))
+        name = row.prompt_id if isinstance(row, Prompt) else row.digest
+        if name not in self._kept:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[name] = self._encoded(row.messages, answer, row.columns.get("tools"))
+        return self._kept[name]
 
     def completion(self, request_id: str, prompt: Prompt) -> Completion:
         """The answer in place of a sample."""
@@ -63,8 +67,7 @@ class Answers:
         split = np.asarray(ids[:start], dtype=np.int32), np.asarray(ids[start:], dtype=np.int32)
         return TrainSample(0, *split, unknown, np.ones(len(ids) - start, dtype=np.bool_), 0.0)
 
-    def _encoded(self, row: str) -> tuple[list[int], int]:
-        messages, answer, tools = json.loads(row)
+    def _encoded(self, messages: list[Message], answer: Message, tools: Any) -> tuple[list[int], int]:
         chat = [*messages, answer]
         ids = self.template.encode_pieces([self.template.render(chat, tools=tools)], chat)[0]
         start = num_shared(self.template.encode_prompt(messages, tools), ids)

@@ -8,8 +8,6 @@ sample of the teacher. The choice depends on the seed of the request alone.
 
 from __future__ import annotations
 
-import functools
-import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -109,19 +107,12 @@ class TeacherPrompts:
 
     template: Template
 
-    def __post_init__(self) -> None:
-        self._encoded = functools.lru_cache(4096)(self._encode)
-
     def of(self, prompt: Prompt) -> list[int] | None:
         """Token ids; None: the teacher gets the policy's prompt. Raises ConfigError: neither a text nor a chat."""
         given = prompt.columns.get(TEACHER_PROMPT)
         if given is None:
             return None
-        return list(self._encoded(json.dumps([prompt.messages, given, prompt.columns.get("tools")])))
-
-    def _encode(self, row: str) -> list[int]:
-        messages, given, tools = json.loads(row)
-        return self.template.encode_prompt(_as_taught(messages, chat_in(given)), tools)
+        return self.template.encode_prompt(_as_taught(prompt.messages, chat_in(given)), prompt.columns.get("tools"))
 
 
 def _as_taught(messages: list[Message], given: object) -> list[Message]:

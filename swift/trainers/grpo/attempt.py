@@ -146,8 +146,7 @@ class Attempt:
             trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:
             attach(self, trainer, model)
-        if parts.answers is not None:
-            trainer.answers_of = functools.partial(held_out, parts)
+        trainer.answers_of = functools.partial(held_out, parts)
         equip(trainer, args, self.folder)
         trainer.add_callback(WatchdogCallback(self.watchdog))
         if is_sharding(trainer.accelerator):

@@ -207,7 +207,7 @@ def _with_answers(args: Any, prompts: Tokenizer, template: Template) -> tuple[To
 
     answers = Answers(template)
     whole = args.max_length or context_length(args)
-    taught = AnswerTokenizer(prompts.tokenize, prompts.limit, "delete", answers=answers, whole=whole)
+    taught = AnswerTokenizer(prompts.tokenize, prompts.limit, "delete", prompts.sees, answers=answers, whole=whole)
     return (taught if args.needs_answers else prompts), taught, answers
 
 

@@ -308,7 +308,7 @@ class GlobalBatchStep:
             if self.distillation is not None:
                 loss, sampling_logprobs_N = self.distillation.of(model, batch, shared.report)
                 if held and self.record is not None:
-                    self.record.add(held, sampling_logprobs_N, {})
+                    self.record.add(held, sampling_logprobs_N, {}, None)
                 return loss * logprobs.collectives.world_size
             batch.frozen_N |= {name: logprobs.of_frozen(name, batch) for name in frozen}
             policy_logprobs_N, entropy_N, balance = logprobs.training_scores(model, batch, entropy)
