@@ -140,9 +140,11 @@ def _refuse(args: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     computed = [row for row in rows if row["policy_logprobs"] is not None]
     if hasattr(args, "ebft_mode"):
         raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
+    if args.rlhf_type == "gkd":
+        raise ConfigError("--run: distributions of the teacher are not on record (gkd); only grpo is replayed")
     if args.kl_in_reward and args.beta > 0:
         raise ConfigError("--set: kl_in_reward: the KL of whole completions is not on record; leave it out")
-    needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", bool(args.teacher_model))}
+    needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", args.has_teacher)}
     entropic = args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy
     for name, (column, needed) in {**needs, "entropy_coef, top_entropy_quantile": ("entropy", entropic)}.items():
         if needed and any(row[column] is None for row in computed):
