@@ -1,4 +1,4 @@
-"""docs/arguments.md, tables of docs/algorithms.md and migration.md: `python -m swift.arguments.docs --write`."""
+"""docs/arguments.md and not_supported.md, tables of algorithms.md and migration.md: `python -m swift.arguments.docs --write`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from swift.arguments import absent
 from swift.arguments.common import GROUPS
 from swift.arguments.help import default_text, type_text
 from swift.arguments.modes import MODES
@@ -18,6 +19,7 @@ from swift.plugin.registry import methods
 PAGE = Path(__file__).parents[2] / "docs" / "arguments.md"
 ALGORITHMS = PAGE.with_name("algorithms.md")
 MIGRATION = PAGE.with_name("migration.md")
+NOT_SUPPORTED = PAGE.with_name("not_supported.md")
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 _HEAD = """# Arguments
@@ -121,6 +123,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(markdown(), encoding="utf-8")
         ALGORITHMS.write_text(with_presets(ALGORITHMS.read_text(encoding="utf-8")), encoding="utf-8")
+        NOT_SUPPORTED.write_text(absent.page(), encoding="utf-8")
         MIGRATION.write_text(with_names(MIGRATION.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"written: {PAGE}, {ALGORITHMS}, {MIGRATION}")
     else:

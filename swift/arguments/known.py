@@ -6,6 +6,8 @@ has, or any value of a flag that changes speed alone. Every other value is refus
 
 from __future__ import annotations
 
+from swift.arguments import absent
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -43,39 +45,8 @@ _REFUSED = _names(
 )
 """Flags without a value that has no effect."""
 
-_KNOWN = _names(
-    """
-    acc_strategy
-    bbox_format
-    callbacks channels cliprange cliprange_value
-    create_checkpoint_symlink custom_dataset_info dataset_sample ddp_backend deepspeed_autotp_size device_groups
-    disable_tqdm
-    download_mode dynamic_sampling eval_accumulation_steps eval_delay
-    exist_ok
-    fsdp_config gamma
-    hqq_axis ignore_data_skip include_num_input_tokens_seen
-    label_smoothing_factor lam liger_loss
-    load_args load_data_args local_repo_path local_rollout_forward_batch_size logging_dir lora_bias lora_dtype
-    lora_modules lorap_lr_ratio max_concurrency max_memory max_model_len
-    merge_device_map metric missing_eos_penalty model_kwargs
-    label_names no_cuda norm_bbox num_mini_batches num_ppo_epochs num_sample_generations
-    optim_target_modules profile
-    quant_batch_size
-    quant_n_samples real_tau ref_adapters ref_model_revision ref_model_type response_prefix
-    resume_only_model reward_model_type rope_scaling
-    save_on_each_node sequence_classification swanlab_exp_name swanlab_mode
-    swanlab_project swanlab_token swanlab_workspace
-    teacher_adapters teacher_model_revision teacher_model_type to_hf to_mcore to_ollama
-    to_peft_format tools_prompt top_entropy torch_empty_cache_steps train_dataset_sample
-    train_on_prompt truncation unsloth use_cpu
-    use_galore use_q_galore use_ray val_dataset_shuffle
-    vf_coef vllm_disable_cascade_attn
-    vllm_disable_custom_all_reduce vllm_mm_processor_cache_gb vllm_quantization vllm_reasoning_parser
-    vllm_server_group_port vllm_speculative_config
-    whiten_rewards write_batch_size zero_hpz_partition_size
-    """
-)
-_FAMILIES = ("chord_", "rlsd_", "sdar_", "lisa_", "sglang_", "megatron_", *_OF_REFUSED)
+_KNOWN = frozenset(absent.flags())
+_FAMILIES = absent.families()
 
 TASKS = {
     "embedding": "embedding models are",
@@ -109,13 +80,9 @@ _INSTEAD = {
 }
 """Flags that change nothing -> what there is in their place."""
 
-_VALUES = {
-    "rlhf_type": "ppo",
-    "tuner_type": "adalora longlora llamapro fourierft reft adapter",
-    "loss_type": "real",
-    "loss_scale": "agentflan alpha_umi ignore_think_prefix",
-    "multi_turn_scheduler": "thinking_tips_scheduler",
-}
+_VALUES = {"multi_turn_scheduler": ("thinking_tips_scheduler",)}
+"""Values that a plugin of ms-swift adds there."""
+
 _MODES = {
     "train": "swift sft, or swift rlhf --rlhf_type grpo",
     "grpo": "swift rlhf --rlhf_type grpo",
@@ -161,12 +128,12 @@ def refusal(name: str) -> str:
     """The text of an error line about a known flag."""
     if name in _WHY:
         return f"{_WHY[name]}; leave it out"
-    return f"known in ms-swift, not supported here; {_REPLACED.get(name, 'leave it out')}"
+    return f"known in ms-swift, not supported here; {_REPLACED.get(name) or absent.fix_of(name)}"
 
 
 def is_known_value(name: str, text: str) -> bool:
     """Whether ms-swift has the value `text` of a setting."""
-    return text in _VALUES.get(name, "").split()
+    return text in [*absent.values_of(name), *_VALUES.get(name, ())]
 
 
 def nearest_mode(name: str) -> str | None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from swift.arguments import docs
+from swift.arguments import absent, docs
 from swift.arguments.common import GROUPS
 from swift.arguments.derived import RULES
 from swift.arguments.help import render, render_flag
@@ -48,6 +48,17 @@ def test_every_rule_is_about_a_setting_that_can_be_unset():
 
 def test_the_page_is_current():
     assert docs.PAGE.read_text(encoding="utf-8") == docs.markdown(), "run: python -m swift.arguments.docs --write"
+    assert docs.NOT_SUPPORTED.read_text(encoding="utf-8") == absent.page(), "the same command"
+
+
+def test_a_feature_that_is_here_is_on_no_list_of_what_is_not():
+    classes = [settings_class(mode) for mode in MODES]
+    assert not {spelling for cls in classes for spelling in spellings_of(cls)} & set(absent.flags())
+    for feature in absent.FEATURES:
+        assert feature.flags or feature.families or feature.values
+        for name, values in feature.values.items():
+            of_modes = [flags_of(cls)[name].choices for cls in classes if name in flags_of(cls)]
+            assert of_modes and not set(values.split()) & {str(one) for choices in of_modes for one in choices}
 
 
 def test_everyday_help_is_the_short_one_and_names_usable_flags_only():
