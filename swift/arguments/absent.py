@@ -159,8 +159,8 @@ def page() -> str:
     """docs/not_supported.md."""
     head = """# What swift does not do
 
-This page is generated: `python -m swift.arguments.docs --write`. A command with one of these flags is refused in a line, in the dry run;
-a value that switches the feature off is only noted.
+This page is generated: `python -m swift.arguments.docs --write`. A command with one of these flags is refused in a
+line, in the dry run; a value that switches the feature off is only noted.
 """
     parts = [head]
     for feature in FEATURES:
