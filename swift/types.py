@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+EXTRACTED = "_extracted"
+"""End of a column's name: `accuracy_extracted` has the answers that the reward function `accuracy` has read."""
 Alternatives = list[tuple[int, float]]
 """Tokens that could have been drawn at one place, and their log-probs."""
 

@@ -37,6 +37,7 @@ from swift.rewards import contract
 from swift.rewards.catalogue import find
 from swift.rewards.payload import Job, LoadSpec, Outcome
 from swift.rewards.trl_convention import Logged
+from swift.types import EXTRACTED
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 120.0
 KEPT_IMAGES = 32
+EXTRACTED_CHARS = 200
 CANCEL_GRACE_S = 0.5
 _ORPHAN_GRACE_S = 10.0
 _ZOMBIE_S = 60.0
@@ -266,9 +268,19 @@ def _call(job: Job) -> Outcome:
         if inspect.isawaitable(result):
             result = asyncio.run(within(result, _State.timeout_s))
         outcome = read(result)
+        outcome.columns |= _extracted(function, len(outcome.values))
     except BaseException as error:  # a function may raise anything
         outcome = _failure(function, error)
     return _measured(outcome, function, began)
+
+
+def _extracted(function: Function, count: int) -> dict[str, list[Any]]:
+    """The column of completions.jsonl with the answers that a function has read, if it keeps them in `extracted`."""
+    answers = getattr(function.call, "extracted", None)
+    if not isinstance(answers, list) or len(answers) != count:
+        return {}
+    texts = [None if answer is None else shortened(str(answer), EXTRACTED_CHARS) for answer in answers]
+    return {f"{function.signature.name}{EXTRACTED}": texts}
 
 
 async def _await(job: Job) -> Outcome:

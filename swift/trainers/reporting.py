@@ -22,6 +22,7 @@ from swift.observability.progress import Progress
 from swift.observability.rollout_record import RolloutRecord
 from swift.observability.summary import summarise
 from swift.observability.trackers import CompletionTrackers
+from swift.observability.zero_rewards import ZeroRewards
 from swift.rollout.round_result import ScoredRound
 
 COMPLETIONS = "completions.jsonl"
@@ -64,6 +65,7 @@ class RunReport(contextlib.ExitStack):
         self.trackers = trackers
         self.curves = Curves(run_dir)
         self.record = RolloutRecord(run_dir, record, reward_names)
+        self.zero_rewards = ZeroRewards(run_dir / COMPLETIONS)
         self._last_rows: list[dict[str, Any]] = []
         self.push(self.curves)  # drawn last, from complete files
         if trackers is not None:
@@ -82,6 +84,8 @@ class RunReport(contextlib.ExitStack):
         rows = completion_rows(scored, attempt=self.attempt, reward_names=self.reward_names)
         self.completions.write(rows)
         self._last_rows = rows
+        for line in self.zero_rewards.update(rows) if scored.split == "train" else ():
+            self.progress.line(line)
 
     def examined(self, step: int, logs: Mapping[str, Any]) -> dict[str, Any]:
         """A training log line, checked by the health rules, with the number of their alerts."""

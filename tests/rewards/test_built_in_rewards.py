@@ -72,6 +72,24 @@ def test_accuracy_counts_ground_truths_without_a_parse_and_without_text():
 
 
 @pytest.mark.parametrize(
+    ("solution", "completion", "answer"),
+    [
+        ("42", r"so \boxed{41}", "41"),
+        ("42", "<answer> 7 </answer>", "7"),
+        ("42", "The answer is 42.", None),
+        ("Paris", "it is <answer>Rome</answer>", "Rome"),
+        ("Paris", "it is Rome", None),
+        ("", r"\boxed{41}", None),
+    ],
+)
+def test_accuracy_keeps_what_it_has_read(solution, completion, answer):
+    accuracy, cosine = MathAccuracy(), CosineReward()
+    accuracy([completion], [solution])
+    cosine([completion], [solution])
+    assert accuracy.extracted == cosine.extracted == [answer]
+
+
+@pytest.mark.parametrize(
     "tower", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{9^{99999999}}", r"\boxed{10^{10^{10}}+1}", r"\boxed{99999999!}"]
 )
 def test_astronomic_powers_are_scored_at_once(tower):
@@ -262,10 +280,10 @@ def test_normalising_keeps_what_only_looks_enclosed():
 
 
 def test_scores_are_remembered_without_their_texts():
-    texts = [f"{number:032768d} is the answer" for number in range(300)]
+    texts = [f"{number:032768d} is <answer>{number:032768d}</answer>" for number in range(300)]
     tracemalloc.start()
     try:
-        assert not any(scoring.is_right(f"{text} ", "Paris") for text in texts)
-        assert tracemalloc.get_traced_memory()[0] < 1 << 20  # of 10 MB
+        assert not any(scoring.grade(f"{text} ", "Paris")[0] for text in texts)
+        assert tracemalloc.get_traced_memory()[0] < 1 << 20  # of 20 MB
     finally:
         tracemalloc.stop()

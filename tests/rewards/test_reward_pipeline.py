@@ -213,6 +213,21 @@ def test_gold_counters_are_counted_once_with_accuracy_and_cosine_listed(pipeline
     assert caplog.text.count("ground truth unparsed: prompt_id p0: solution 'Paris'") == 1
 
 
+def test_answers_that_a_function_has_read_are_a_column_of_the_completion(pipeline, group, progress):
+    source = """
+class First(ORM):
+    def __call__(self, completions, **kwargs):
+        self.extracted = [text[:1] or None for text in completions]
+        return [0.0] * len(completions)
+orms["first"] = First
+"""
+    groups = [group([r"\\boxed{5}", ""], solution="4"), group(["c"], group_id="g1", solution="4")]
+    pipeline(["accuracy", "first"], source).score(groups, progress)
+    columns = [completion.columns for group in groups for completion in group.completions]
+    read = [(row["accuracy_extracted"], row["first_extracted"]) for row in columns]
+    assert read == [("5", "\\"), (None, None), (None, "c")]
+
+
 def test_a_think_tag_opened_by_the_prompt_counts_for_format(pipeline, group, progress):
     texts = ["x</think><answer>1</answer>"]
     for opening, value in (("...<think>\n", 1.0), ("...", 0.0)):

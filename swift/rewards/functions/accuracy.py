@@ -16,14 +16,19 @@ import threading
 from functools import lru_cache
 from typing import Any, Literal
 
+from swift.errors import shortened
 from swift.plugin.registry import ORM, orms
 from swift.rewards.functions.text import answer_block, last_boxed, normalise
 
 MAX_POWER_DIGITS = 10_000
 KEPT_SCORES = 8192
 KEPT_TRUTHS = 256
+KEPT_CHARS = 200
+"""Of the answer that was read from a completion."""
 
 TruthKind = Literal["parsed", "unparsed", "missing"]
+Grade = tuple[bool, str | None]
+"""Whether an answer is right, and the answer that was read from the completion."""
 
 
 @orms.register("accuracy")
@@ -31,7 +36,8 @@ class MathAccuracy(ORM):
     """1.0 for a right answer, 0.0 for a wrong one.
 
     `counters` holds how many samples had a ground truth that math-verify cannot parse (compared as strings)
-    and how many had none (0.0); the reward worker reads and resets it after each call.
+    and how many had none (0.0); the reward worker reads and resets it after each call. `extracted` holds the answer
+    that was read from each completion of the last call, None for none.
     """
 
     counts_ground_truths = True
@@ -42,17 +48,20 @@ class MathAccuracy(ORM):
 
         math_verify.parse("1")  # compiles the extraction patterns, which takes longer than many an answer
         self.counters = {"gold_unparsed": 0, "gold_missing": 0}
+        self.extracted: list[str | None] = []
 
     def __call__(self, completions: list[str], solution: list[Any], **kwargs: Any) -> list[float]:
         """One reward per completion; `solution` holds the ground truths, usually the same for a whole group."""
-        return [self._score(text, truth) for text, truth in zip(completions, solution, strict=True)]
+        grades = [self._grade(text, truth) for text, truth in zip(completions, solution, strict=True)]
+        self.extracted = [answer for _, answer in grades]
+        return [float(is_right) for is_right, _ in grades]
 
-    def _score(self, completion: str, solution: Any) -> float:
+    def _grade(self, completion: str, solution: Any) -> Grade:
         truth = ground_truth(solution)
         kind = truth_kind(truth)
         if kind != "parsed":
             self.counters[f"gold_{kind}"] += 1
-        return float(is_right(completion, truth))
+        return grade(completion, truth)
 
 
 def ground_truth(solution: Any) -> str:
@@ -72,33 +81,31 @@ def truth_kind(truth: str) -> TruthKind:
     return "parsed" if any(not isinstance(item, str) for item in _parse_truth(truth)) else "unparsed"
 
 
-_scores: dict[bytes, bool] = {}
+_grades: dict[bytes, Grade] = {}
 
 
-def is_right(completion: str, truth: str) -> bool:
-    """Whether `completion` answers `truth` (a result of `ground_truth`); never raises on any text."""
+def grade(completion: str, truth: str) -> Grade:
+    """Whether `completion` answers `truth` (a result of `ground_truth`), and its answer; never raises on any text."""
     key = b"".join(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (truth, completion))
-    if key not in _scores:
-        if len(_scores) >= KEPT_SCORES:
-            del _scores[next(iter(_scores))]
-        _scores[key] = _answers(completion, truth)
-    return _scores[key]
+    if key not in _grades:
+        if len(_grades) >= KEPT_SCORES:
+            del _grades[next(iter(_grades))]
+        is_right, answer = _compare(completion, truth)
+        _grades[key] = is_right, answer if answer is None else shortened(answer, KEPT_CHARS)
+    return _grades[key]
 
 
-def _answers(completion: str, truth: str) -> bool:
+def _compare(completion: str, truth: str) -> Grade:
     kind = truth_kind(truth)
     if kind == "missing":
-        return False
+        return False, None
     if kind == "unparsed":
-        return _same_string(completion, truth)
-    return _equivalent(truth, _parse_answer(completion))
-
-
-def _same_string(completion: str, truth: str) -> bool:
-    answer = answer_block(completion)
-    if answer is None:
-        answer = last_boxed(completion)
-    return answer is not None and normalise(answer) == normalise(truth)
+        answer = answer_block(completion)
+        if answer is None:
+            answer = last_boxed(completion)
+        return answer is not None and normalise(answer) == normalise(truth), answer
+    parsed = _parse_answer(completion)
+    return _equivalent(truth, parsed), next((item for item in parsed if isinstance(item, str)), None)
 
 
 @lru_cache(maxsize=KEPT_TRUTHS)

@@ -66,6 +66,7 @@ class CosineReward(CosineParameters, ORM):
     ) -> list[float]:
         """One reward per completion."""
         right = self.accuracy(completions, solution)
+        self.extracted = self.accuracy.extracted
         counts = lengths(completions, response_token_ids)
         return [self._value(n, bool(ok)) for n, ok in zip(counts, right, strict=True)]
 
