@@ -205,6 +205,19 @@ def first_line(error: BaseException) -> str:
     return shortened(" ".join(lines[: 2 if lines[0].endswith(":") else 1]).replace("\t", ""), 200)
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration for people: 42s, 3m05s, 2h07m, 3d04h.
+
+    >>> format_seconds(185)
+    '3m05s'
+    """
+    whole = max(0, round(seconds))
+    for unit, smaller, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
+    return f"{whole}s"
+
+
 def shortened(text: str, limit: int) -> str:
     """`text` cut to at most `limit` characters after a whole word: half of a URL may be a password that no mask finds.
 

@@ -11,6 +11,8 @@ number or touches a tensor.
     metrics          typed values of a step, combined into the values of log lines; phase timers
     completions_log  completions.jsonl, written in the background
     progress         the bar of a terminal, or one line per log step
+    pulse            the state of a step under way, in the bar or as a line after a silence
+    zero_rewards     completions of functions that never reward, shown once
     plots            images/*.png
     health           alerts with a cause and a fix
     summary          the text at the end of a run

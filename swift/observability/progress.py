@@ -10,24 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from swift.errors import printable
+from swift.errors import format_seconds, printable
 
 _BAR_REFRESHES_PER_S = 4
 _BAR_WIDTH = 10
 _LEFT_WIDTH = len("59m59s left")
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration for people: 42s, 3m05s, 2h07m, 3d04h.
-
-    >>> format_seconds(185)
-    '3m05s'
-    """
-    whole = max(0, round(seconds))
-    for unit, smaller, size, part in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // part:02d}{smaller}"
-    return f"{whole}s"
 
 
 def status(logs: Mapping[str, float]) -> str:
@@ -54,6 +41,9 @@ class Progress:
 
     stream: None means stderr. terminal: whether to draw a bar; None means if the stream is a terminal. record: called
     with every line that stays on the screen, for the log file. clock: monotonic seconds.
+
+    Attributes:
+        step: optimizer steps done. num_lines: lines shown so far.
     """
 
     def __init__(
@@ -68,7 +58,8 @@ class Progress:
     ) -> None:
         self._max_steps = max_steps
         self._start_step = start_step
-        self._step = start_step
+        self.step = start_step
+        self.num_lines = 0
         self._stream = stream or sys.stderr
         self._record = record
         self._clock = clock
@@ -102,9 +93,15 @@ class Progress:
         bar.start()
         return bar, task
 
+    @property
+    def has_bar(self) -> bool:
+        """Whether there is a bar."""
+        return self._bar is not None
+
     def line(self, text: str, *, cut: bool = False) -> None:
         """Show a line that stays, above the bar: the plan, a note, a warning. `cut`: to the width of a terminal."""
         text = printable(text)
+        self.num_lines += 1
         self._record(text)
         if self._bar is not None:
             width = {"no_wrap": True, "overflow": "ellipsis"} if cut else {"soft_wrap": True}
@@ -118,13 +115,13 @@ class Progress:
 
     def advance(self, step: int) -> None:
         """An optimizer step is done."""
-        self._step = step
+        self.step = step
         if self._bar is not None:
             self._bar.update(self._task, completed=step, left=self._left(), status=self._status)
 
     def log(self, step: int, logs: Mapping[str, float]) -> None:
         """The values of a log step, as in logging.jsonl: into the bar, or as a line; evaluation always is a line."""
-        self._step = max(self._step, step)
+        self.step = max(self.step, step)
         evaluation = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
         if evaluation:
             self.line(f"step {step}/{self._max_steps} | evaluation | {status(evaluation)}", cut=True)
@@ -135,16 +132,24 @@ class Progress:
         self._status = text
         line = " | ".join(part for part in (f"step {step}/{self._max_steps}", text, self._left()) if part)
         self._record(line)
+        self.num_lines += 1
         if self._bar is None:
             print(line, file=self._stream, flush=True)
         else:
             self._bar.update(self._task, completed=step, status=text, left=self._left())
 
+    def pulse(self, text: str) -> None:
+        """Show the state of a step under way: in the bar until the step ends, or as a line; not in the log file."""
+        if self._bar is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._bar.update(self._task, status=text)
+
     def _left(self) -> str:
-        done = self._step - self._start_step
-        if done <= 0 or self._step >= self._max_steps:
+        done = self.step - self._start_step
+        if done <= 0 or self.step >= self._max_steps:
             return ""
-        seconds = (self._clock() - self._began) / done * (self._max_steps - self._step)
+        seconds = (self._clock() - self._began) / done * (self._max_steps - self.step)
         return f"{format_seconds(seconds)} left"
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class RolloutCollector:
     mailbox: messages between ranks during sampling; required for dynamic sampling on several ranks.
     max_new_tokens: length limit by prompt; None: that of `sampling`.
     limit_s: time limit of a request in seconds; see `Request.limit_s`.
+    current: the last round that was prepared.
     """
 
     source: Source | None
@@ -57,6 +58,7 @@ class RolloutCollector:
     mailbox: Mailbox | None = None
     max_new_tokens: Callable[[Prompt], int] | None = None
     limit_s: float = math.inf
+    current: Round | None = None
     _num_late: int = 0  # as reported so far
 
     @property
@@ -66,7 +68,7 @@ class RolloutCollector:
 
     def prepare(self, log: LaunchLog, **settings: Any) -> Round:
         """A round of the launches in `log`; with a group filter, of those that it draws. settings: those of `Round`."""
-        current = Round(self, log, **settings)
+        current = self.current = Round(self, log, **settings)
         if current.group_filter is None:
             current.begin()
         return current

@@ -27,7 +27,7 @@ from swift.data.image_store import remember, with_files
 from swift.data.images import ImageSource, read_image
 from swift.data.records import RowError
 from swift.devices import cache_room, own_device
-from swift.errors import ConfigError, PromptTooLong, RefusedChat, ResourceError, counted
+from swift.errors import ConfigError, PromptTooLong, RefusedChat, ResourceError, counted, format_seconds
 from swift.models.source import locate
 from swift.models.trained import take_trained
 from swift.rollout.collector import launches_of
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from swift.models.template import Template
     from swift.rollout.engines.base import InferenceEngine
 
+PROGRESS_S = 10.0
+"""Time between two lines about the answered rows of a dataset."""
 HELP = "commands: /reset forgets the conversation, /system TEXT sets the system prompt, /exit ends"
 HELP_WITH_IMAGES = f"{HELP}; /image PATH shows an image before the next message"
 
@@ -154,12 +156,16 @@ def write_results(
     """
     rank, ranks, wait = _join_processes()
     started = time.monotonic()
+    due = started + PROGRESS_S
     parts = [result_path.with_name(f".{result_path.name}.part-{number}") for number in range(ranks)]
     try:
         with parts[rank].open("w", encoding="utf-8") as part:
-            for result in results(range(rank, size, ranks)):
+            for number, result in enumerate(results(range(rank, size, ranks))):
                 part.write(json.dumps(result, ensure_ascii=False) + "\n")
                 part.flush()
+                if rank == 0 and (now := time.monotonic()) >= due:
+                    due, row = now + PROGRESS_S, rank + number * ranks + 1
+                    print(f"row {row}/{size} | {format_seconds((now - started) / row * (size - row))} left", flush=True)
         wait()
         if rank == 0:
             _merge(parts, result_path)

@@ -124,6 +124,11 @@ class RolloutPipeline:
                 assert self.batch is not None
             yield self.batch
 
+    def doing(self) -> str:
+        """How far the round is that the trainer waits for, in words; any thread may call it."""
+        current = next(iter(list(self._ahead)), self.collector.current)
+        return current.tally() if current is not None else ""
+
     def idle_s(self) -> float:
         """Seconds in which this rank had no round to sample, since the last call."""
         return self._runner.take_idle_s()

@@ -224,6 +224,17 @@ class Round:
         self._due.clear()
         self._outstanding.clear()
 
+    def tally(self) -> str:
+        """The completions that are sampled and scored, of those so far, for people; any thread may call it.
+
+        Of other ranks' completions it has those that have arrived.
+        """
+        sampled, due = sum(map(len, list(self.parts.values()))), sum(list(self._outstanding.values()))
+        launched = len(self.log.launches) * self.num_generations
+        done = {index for index, future in list(self.futures.items()) if future.done()}
+        done |= {index for index, group in list(self.groups.items()) if group.scores is not None}
+        return f"sampling {sampled}/{sampled + due}, rewards {len(done) * self.num_generations}/{launched}"
+
     # --- during and after sampling ------------------------------------------------------------------------------
 
     def scored(self) -> list[RolloutGroup]:

@@ -7,11 +7,12 @@ import warnings
 
 import pytest
 
-from swift.errors import ResourceError
+from swift.errors import ResourceError, format_seconds
 from swift.observability.curves import Curves
 from swift.observability.jsonl import JsonlWriter
 from swift.observability.plots import Marks, smooth, write_plots
-from swift.observability.progress import Progress, format_seconds
+from swift.observability.progress import Progress
+from swift.observability.pulse import BAR_S, LINE_S, Pulse
 from swift.observability.rank_log import RankLog
 from swift.observability.summary import summarise
 from swift.startup import hush_libraries
@@ -101,6 +102,62 @@ def test_a_line_is_cut_to_the_width_of_a_terminal_where_nothing_of_it_is_needed_
     on_terminal, elsewhere = (stream.getvalue() for stream in streams)
     assert "sample \\x1b[2J" in on_terminal and "x" * 100 not in on_terminal and "y" * 100 in on_terminal
     assert "\x1b[2J" not in on_terminal and recorded == elsewhere.splitlines() * 2 and "x" * 100 in elsewhere
+
+
+def test_a_long_step_is_a_line_now_and_then_where_there_is_no_bar():
+    stream, clock, recorded, doing = io.StringIO(), Clock(), [], [""]
+    progress = Progress(100, start_step=12, stream=stream, record=recorded.append, clock=clock)
+    pulse = Pulse(progress, lambda: doing[0], clock=clock)
+
+    def seconds_with_a_line(until):
+        found = []
+        while clock.now < until:
+            clock.now += 1.0
+            size = len(stream.getvalue())
+            pulse.look()
+            found += [clock.now] * (len(stream.getvalue()) > size)
+        return found
+
+    assert seconds_with_a_line(40.0) == [], "between phases there is nothing to tell"
+    doing[0] = "sampling 40/64, rewards 12/64"
+    assert seconds_with_a_line(250.0) == [41.0, 41.0 + 2 * LINE_S, 41.0 + 6 * LINE_S]
+    assert stream.getvalue().splitlines()[0] == "step 13 | sampling 40/64, rewards 12/64 | 41s"
+    progress.advance(13)
+    progress.log(13, LOGS)
+    assert seconds_with_a_line(300.0) == [251.0 + LINE_S], "a line of the run begins a new silence"
+    assert stream.getvalue().splitlines()[-1] == "step 14 | sampling 40/64, rewards 12/64 | 30s"
+    assert len(recorded) == 1, "the log file has none of them"
+
+
+def test_a_long_step_is_in_the_bar_until_it_ends():
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(100, stream=stream, terminal=True, clock=clock)
+    pulse = Pulse(progress, lambda: "training 3/8 micro-batches", clock=clock)
+
+    def shown():
+        return progress._bar.tasks[0].fields["status"]
+
+    progress.advance(1)
+    progress.log(1, LOGS)
+    pulse.look()
+    for _ in range(int(BAR_S)):
+        assert "training" not in shown()
+        clock.now += 1.0
+        pulse.look()
+    assert shown() == "training 3/8 micro-batches | 5s"
+    progress.advance(2)
+    assert shown().startswith("reward 0.500")
+    progress.close()
+
+
+def test_the_state_is_shown_from_a_thread():
+    stream = io.StringIO()
+    progress, looked = Progress(100, stream=stream), []
+    with Pulse(progress, lambda: looked.append(1) or ""):
+        deadline = time.monotonic() + 10
+        while not looked and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert looked
 
 
 def test_every_picture_with_values_is_drawn_and_no_other(tmp_path):

@@ -78,7 +78,7 @@ def test_evaluation_has_accuracy_and_margin(settings, tmp_path, capsys, method, 
     out = capsys.readouterr().out
     assert "prompt <- prompt; chosen <- chosen; rejected <- rejected" in out
     assert (run_dir / "images" / "preference.png").is_file()
-    assert "evaluation: loss" in out and "accuracy" in out.split("evaluation: loss")[1]
+    assert "evaluation | loss" in out and "accuracy" in out.split("evaluation | loss")[1]
 
 
 def test_a_batch_of_one_row_has_the_answer_of_another_row_of_its_step(settings, tmp_path):
@@ -109,7 +109,7 @@ def test_several_evaluation_sets_have_metrics_of_their_own(settings, tmp_path, c
         assert (
             logged(run_dir, f"eval_{name}_loss").keys() == logged(run_dir, f"eval_{name}_{metric}").keys() == {(1, 2)}
         )
-    assert method != "dpo" or "margin" in capsys.readouterr().out.split("evaluation of hard: ")[1].splitlines()[0]
+    assert method != "dpo" or "margin" in capsys.readouterr().out.split("evaluation of hard | ")[1].splitlines()[0]
 
 
 @pytest.mark.long

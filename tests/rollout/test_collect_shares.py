@@ -42,6 +42,16 @@ def run(made, groups, generations=2):
     return [([c.text for c in g.completions], g.scores.values, g.scores.excluded) for g in ended.groups], ended.metrics
 
 
+def test_the_tally_of_a_round_counts_completions_and_scores():
+    made, progress = collector(OneRank(), ScriptedEngine()), TrainerProgress(0, 9, 0.0)
+    current = made.prepare(LaunchLog(launches=launches(3)), num_generations=2, progress=progress)
+    assert made.current is current and current.tally() == "sampling 0/6, rewards 0/6"
+    RoundRunner(made).sample(current)
+    assert current.tally().startswith("sampling 6/6, ")
+    made.finish(current, timer=lambda phase: contextlib.nullcontext())
+    assert current.tally() == "sampling 6/6, rewards 6/6"
+
+
 def asked(engine):
     return [event[1] for event in engine.events if event[0] == "submit"]
 

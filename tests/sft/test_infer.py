@@ -15,7 +15,7 @@ from swift.models.arguments import ModelArguments
 from swift.models.policy import load_policy
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.transformers import TransformersEngine
-from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine, run
+from swift.rollout.infer import Chat, StreamPrinter, answers, load_engine, run, write_results
 from swift.types import Prompt, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +47,14 @@ def test_answers_come_in_row_order_each_its_own_however_rows_are_shared_among_pr
     assert len({result["response"] for result in alone if len(result["messages"][0]["content"]) == 1}) > 1
     shared = [one for rank in (0, 1) for one in answers(prompts, range(rank, 6, 2), engine, template, SAMPLING, seed=1)]
     assert sorted(shared, key=lambda result: result["row"]) == alone
+
+
+def test_the_rows_that_are_done_are_told_now_and_then(tmp_path, capsys, monkeypatch):
+    now = iter([0.0, 4.0, 11.0, 15.0, 22.0, 22.0])
+    monkeypatch.setattr("swift.rollout.infer.time.monotonic", lambda: next(now))
+    results = ({"row": row} for row in range(4))
+    write_results(tmp_path / "out.jsonl", 4, lambda rows: results, "answered", list)
+    assert capsys.readouterr().out.splitlines()[:2] == ["row 2/4 | 11s left", "row 4/4 | 0s left"]
 
 
 def test_temperature_zero_takes_the_likeliest_token(loaded, nano_folders):

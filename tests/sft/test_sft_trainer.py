@@ -51,7 +51,7 @@ def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):
     log.on_train_begin(None, state(0), None)
     now[0] = 8.0
     log.on_log(None, state(4), None, {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 1.0, "epoch": 0.4})
-    log.on_log(None, state(4), None, {"eval_loss": 0.5, "epoch": 0.4})
+    log.on_log(None, state(4), None, {"eval_loss": 0.5, "eval_runtime": 1.0, "epoch": 0.4})
     log.on_log(None, state(4), None, {"train_runtime": 8.0, "train_loss": 1.5})
     log.on_train_end(None, state(4), None)
     training, evaluation = [json.loads(line) for line in (tmp_path / "logging.jsonl").read_text().splitlines()]
@@ -59,7 +59,10 @@ def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):
     assert {training["step"], training["max_steps"], training["attempt"]} == {4, 10, 2}
     assert evaluation["eval_loss"] == 0.5
     assert "loss" not in evaluation
-    assert said[0] == "step 4/10  loss 1.5000  lr 1.00e-03  2.00 s/step  12 s left"
+    assert said[:2] == [
+        "step 4/10 | loss 1.5000 | lr 1.00e-03 | 2.00 s/step | 12s left",
+        "step 4/10 | evaluation | loss 0.5000",
+    ]
 
 
 def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path):

@@ -19,6 +19,7 @@ from swift.models.towers import rates_of
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
+from swift.observability.pulse import Pulse
 from swift.observability.trackers import CompletionTrackers
 from swift.rollout.arguments import most_tokens
 from swift.rollout.parity import ParityReport
@@ -50,6 +51,10 @@ if TYPE_CHECKING:
     from swift.arguments import Resolved
     from swift.trainers.memory.colocate import ColocateCycle
     from swift.trainers.session import OpenRun
+
+
+PHASES = {"ref_logp": "reference log-probs", "sync": "weight sync", "save": "checkpoint", "eval": "evaluation"}
+"""Phases in words."""
 
 
 class Attempt:
@@ -185,10 +190,20 @@ class Attempt:
 
     # --- the run ------------------------------------------------------------------------------------------------
 
-    def print_line(self, line: str) -> None:
-        """Print a line that stays on the console, from rank 0."""
+    def print_line(self, line: str, *, cut: bool = False) -> None:
+        """Print a line that stays on the console, from rank 0; `cut`: to the width of a terminal."""
         if self.report is not None:
-            self.report.progress.line(line)
+            self.report.progress.line(line, cut=cut)
+
+    def _pulse(self) -> contextlib.AbstractContextManager[Any]:
+        return Pulse(self.report.progress, self._doing) if self.report is not None else contextlib.nullcontext()
+
+    def _doing(self) -> str:
+        """What the step under way does, in words; "" between its phases."""
+        phase, (done, passes) = self.watchdog.current, self.trainer.step.passes
+        if phase in ("generate", "reward"):
+            return self.trainer.pipeline.doing()
+        return f"training {done}/{passes} micro-batches" if phase == "train" else PHASES.get(phase, phase)
 
     def run(self) -> None:
         """Check, train, and end with a summary or an interruption."""
@@ -196,7 +211,7 @@ class Attempt:
         try:
             with report if report is not None else contextlib.nullcontext():
                 try:
-                    with self.parts.heartbeat.own_errors():
+                    with self.parts.heartbeat.own_errors(), self._pulse():
                         self._check_and_train()
                 finally:
                     self.watchdog.stop()
@@ -271,7 +286,7 @@ class Attempt:
         self.trainer.pipeline.inspect(step, lambda: self._judge(parity.now()))
 
     def _judge(self, report: ParityReport) -> None:
-        self.print_line(report.line())
+        self.print_line(report.line(), cut=True)
         self.metrics.add("mismatch/parity_abs_diff_max", max(stage.gaps.maximum for stage in report.stages))
         if self.parts.args.parity_check != "warn":
             report.require()

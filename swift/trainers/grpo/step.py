@@ -68,7 +68,7 @@ class GlobalBatchStep:
     distillation: computes the loss in place of the policy gradient; None without. deepspeed: drives its engine; None
     without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a forward pass with its backward pass.
     loss_scale: of the loss in backward passes. record: takes the log-probs for the record of rollouts. rollout_only:
-    nothing is computed. num_updates: before the current one.
+    nothing is computed. num_updates: before the current one. passes: done micro-batches and all of them, on this rank.
     """
 
     logprobs: LogProbs
@@ -84,6 +84,7 @@ class GlobalBatchStep:
     num_updates: int = 0
     record: StepRecord | None = None
     rollout_only: bool = False
+    passes: tuple[int, int] = (0, 0)
     _has_stepped: bool = False
 
     def run(
@@ -345,6 +346,7 @@ class GlobalBatchStep:
         if last and len(own) == 1 and ranks.active and plan.tokens > planner.survived and self.can_agree:
             own = [*own, []]
         loss = torch.zeros((), device=self.logprobs.device)
+        self.passes = 0, len(own)
 
         def run(held: Sequence[int], *, final: bool) -> Tensor:
             reduction = contextlib.nullcontext() if final else self._without_reduction(model)
@@ -352,6 +354,7 @@ class GlobalBatchStep:
                 share = share_of(held)
                 self._backward(share, last=final)
             self.logprobs.on_progress()
+            self.passes = self.passes[0] + 1, len(own)
             return share.detach()
 
         with planner.agreed() if self.can_agree else contextlib.nullcontext():

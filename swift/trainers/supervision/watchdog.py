@@ -114,14 +114,16 @@ class Watchdog:
 
     def state(self) -> str:
         """For the other ranks: the phase and time without progress, "" if there is progress or the thread waits."""
-        return f"{_where(self._phase())} for {self._still_s:.0f} s" if self._still_s > 2 * self.tick_s else ""
+        return f"{_where(self.current)} for {self._still_s:.0f} s" if self._still_s > 2 * self.tick_s else ""
 
     @property
     def _still_s(self) -> float:
         """Seconds, in ticks, without progress."""
         return self._ticks * self.tick_s
 
-    def _phase(self) -> str:
+    @property
+    def current(self) -> str:
+        """The phase of the trainer's thread; "" between two."""
         return next(iter(self._phases[-1:]), "")  # another thread may end it meanwhile
 
     # --- the thread -------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class Watchdog:
 
     def tick(self) -> None:
         """Check once for progress."""
-        phase = self._phase()
+        phase = self.current
         now = (self._count, [meter() for meter in self.meters], _written() if phase == "save" else None)
         if self._waits or now != self._seen:
             self._seen, self._ticks = now, 0

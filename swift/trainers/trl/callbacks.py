@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from swift.errors import NumericError
+from swift.errors import NumericError, format_seconds
 from swift.observability.jsonl import JsonlWriter
 from swift.trainers.distributed import Collectives
 
@@ -141,15 +141,14 @@ class LogLines(TrainerCallback):
         head = f"step {row['step']}/{row['max_steps']}"
         of = next(iter(losses_of(row)), "eval_loss") if evaluation else "loss"
         prefix = of.removesuffix("loss")
-        more = "".join(f"  {word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row)
+        more = [f"{word} {row[prefix + name]:.4g}" for name, word in self.shown if prefix + name in row]
         if evaluation:
-            return f"{head}  evaluation{dataset_suffix(of)}: loss {row.get(of, math.nan):.4f}{more}"
+            return " | ".join([head, f"evaluation{dataset_suffix(of)}", f"loss {row.get(of, math.nan):.4f}", *more])
         elapsed, done = self.clock() - self._started[0], row["step"] - self._started[1]
-        left = elapsed / max(1, done) * (row["max_steps"] - row["step"])
-        return (
-            f"{head}  loss {row['loss']:.4f}{more}  lr {row['learning_rate']:.2e}  "
-            f"{row['step_time']:.2f} s/step  {left:.0f} s left"
-        )
+        steps = row["max_steps"] - row["step"]
+        left = [f"{format_seconds(elapsed / max(1, done) * steps)} left"] if steps else []
+        rate, speed = f"lr {row['learning_rate']:.2e}", f"{row['step_time']:.2f} s/step"
+        return " | ".join([head, f"loss {row['loss']:.4f}", *more, rate, speed, *left])
 
 
 def losses_of(evaluation: Mapping[str, Any]) -> list[str]:
