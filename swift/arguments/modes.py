@@ -224,6 +224,23 @@ class ReplayArguments(CommonArguments):
 
 
 @dataclass(kw_only=True)
+class ShowArguments(CommonArguments):
+    """`swift show`: the best and worst completions of a run."""
+
+    run: str | None = flag(unset=REQUIRED)
+    """Folder of the run, or of runs, of which it is the newest."""
+
+    step: int | None = flag(at_least=0, unset="the last one")
+    """Optimizer step whose completions are shown."""
+
+    split: Literal["train", "eval"] = flag("train")
+    """Whether completions of training or of evaluations are shown."""
+
+    num_completions: int = flag(2, at_least=1)
+    """Number of the best completions, and of the worst ones."""
+
+
+@dataclass(kw_only=True)
 class PlanArguments(CommonArguments):
     """`swift plan`: memory and time of a run before it starts; the other flags are those of the run."""
 
@@ -294,6 +311,7 @@ MODES: dict[str, type] = {
     "rollout": RolloutServerArguments,
     "doctor": DoctorArguments,
     "replay": ReplayArguments,
+    "show": ShowArguments,
     "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,

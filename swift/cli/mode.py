@@ -69,6 +69,7 @@ MODES = {
         "swift.replay:run",
         first="run",
     ),
+    "show": Mode("best and worst completions of a run, as text", "swift.observability.show:run", first="run"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
     "import-config": Mode(
         "a configuration of Axolotl, TRL or ms-swift as one of swift",

@@ -22,18 +22,12 @@ _ALERT = {**_PLACE, "rule": str, "sentence": str}
 def run(resolved: Resolved) -> int:
     """The mode: prints the alerts that count, oldest first; returns 0."""
     args: Any = resolved.args
-    given = Path(args.run).expanduser()
-    logged = [path for path in (given, *reversed(list_versions(given))) if (path / LOGGING).exists()]
-    if not logged:
-        raise ConfigError(
-            f"--run: {args.run}: no {LOGGING} in it; give the folder of a run, such as output/<model>/v0-..."
-        )
-    folder, attempts = logged[0], dict[int, int]()
-    for line in _rows(folder / LOGGING, _PLACE):
+    folder, attempts = newest_run(args.run, LOGGING), dict[int, int]()
+    for line in checked_rows(folder / LOGGING, _PLACE):
         attempts[line["step"]] = max(line["attempt"], attempts.get(line["step"], 0))
     if not attempts:
         raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
-    rows = _rows(folder / ALERTS, _ALERT)
+    rows = checked_rows(folder / ALERTS, _ALERT)
     found = [alert for alert in rows if alert["attempt"] >= attempts.get(alert["step"], 0)]
     newest: dict[int, int] = {}
     for alert in found:  # the latest attempt of a step counts
@@ -43,7 +37,7 @@ def run(resolved: Resolved) -> int:
     if args.json:
         print(json.dumps(alerts, indent=2))
         return 0
-    if folder != given:
+    if folder != Path(args.run).expanduser():
         print(f"run: {folder}")
     for alert in alerts:
         print(printable(f"step {alert['step']}: {alert['rule']}: {alert['sentence']}"))
@@ -51,7 +45,16 @@ def run(resolved: Resolved) -> int:
     return 0
 
 
-def _rows(path: Path, kinds: Mapping[str, type]) -> Iterator[dict[str, Any]]:
+def newest_run(given: str, file: str) -> Path:
+    """The folder of a run, which has this file; of a folder of runs the newest one."""
+    folder = Path(given).expanduser()
+    found = [path for path in (folder, *reversed(list_versions(folder))) if (path / file).exists()]
+    if not found:
+        raise ConfigError(f"--run: {given}: no {file} in it; give the folder of a run, such as output/<model>/v0-...")
+    return found[0]
+
+
+def checked_rows(path: Path, kinds: Mapping[str, type]) -> Iterator[dict[str, Any]]:
     """The rows of a file, if there is one, each with values of these kinds."""
     if path.exists() and not path.is_file():
         raise ConfigError(f"--run: {path}: not a regular file; choose another run")

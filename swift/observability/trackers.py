@@ -98,6 +98,19 @@ class CompletionTrackers:
         if swanlab.get_run() is not None:
             swanlab.log({"completions": swanlab.Text(as_markdown(table))}, step=step)
 
+    def _to_mlflow(self, step: int, table: list[dict[str, Any]]) -> None:
+        import mlflow
+
+        if mlflow.active_run() is not None:
+            mlflow.flush_async_logging()  # a store of files reads the run's metrics, which may be half written
+            mlflow.log_text(as_markdown(table), f"completions/step-{step}.md")
+
+    def _to_trackio(self, step: int, table: list[dict[str, Any]]) -> None:
+        import trackio
+
+        if trackio.context_vars.current_run.get() is not None:
+            trackio.log({"completions": trackio.Markdown(as_markdown(table))})
+
     def close(self) -> None:
         """Write what is left."""
         if self._writer is not None:

@@ -256,26 +256,6 @@ class TrainerArguments(EvaluationArguments):
     torch_compile_mode: str | None = flag(everyday=False, needs="torch_compile", unset="torch's default")
     """Mode of torch.compile, such as max-autotune."""
 
-    push_to_hub: bool = flag(False, everyday=False, group="Run", resume="free")
-    """Whether the model is uploaded to the Hugging Face hub at the end of the run."""
-
-    hub_model_id: str | None = flag(everyday=False, group="Run", needs="push_to_hub", resume="free")
-    """Repository of the uploaded model, as owner/name."""
-
-    hub_token: str | None = flag(
-        secret=True, everyday=False, group="Run", needs="push_to_hub", unset="HF_TOKEN or the login", resume="free"
-    )
-    """Token of the hub."""
-
-    hub_private_repo: bool | None = flag(
-        everyday=False, group="Run", needs="push_to_hub", unset="the owner's default", resume="free"
-    )
-    """Whether the repository is private if it is made."""
-
-    def problems(self) -> Iterator[str]:
-        if self.push_to_hub and not self.hub_model_id:
-            yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
-
 
 @dataclass(kw_only=True)
 class RouterArguments:
@@ -317,7 +297,7 @@ class RunArguments:
     """Whether each run gets a new folder, instead of output_dir itself."""
 
     run_name: str | None = flag(everyday=False, unset="the run's folder", resume="free")
-    """Name of the run in wandb and swanlab."""
+    """Name of the run in wandb, swanlab, trackio and mlflow."""
 
     logging_steps: int = flag(5, at_least=1, resume="free")
     """Number of steps between two log lines."""
@@ -325,8 +305,26 @@ class RunArguments:
     logging_first_step: bool = flag(True, everyday=False, resume="free")
     """Whether the first step is logged too."""
 
-    report_to: list[Literal["none", "tensorboard", "wandb", "swanlab"]] = flag(["tensorboard"], resume="free")
+    report_to: list[Literal["none", "tensorboard", "wandb", "swanlab", "trackio", "mlflow"]] = flag(
+        ["tensorboard"], resume="free"
+    )
     """Trackers of metrics besides logging.jsonl."""
+
+    push_to_hub: bool = flag(False, everyday=False, resume="free")
+    """Whether the model is uploaded to the Hugging Face hub at the end of the run."""
+
+    hub_model_id: str | None = flag(everyday=False, needs="push_to_hub", resume="free")
+    """Repository of the uploaded model, as owner/name."""
+
+    hub_token: str | None = flag(
+        secret=True, everyday=False, needs="push_to_hub", unset="HF_TOKEN or the login", resume="free"
+    )
+    """Token of the hub."""
+
+    hub_private_repo: bool | None = flag(
+        everyday=False, needs="push_to_hub", unset="the owner's default", resume="free"
+    )
+    """Whether the repository is private if it is made."""
 
     save_strategy: Literal["no", "steps", "epoch"] = flag(
         "steps", everyday=False, values={"false": "no"}, resume="free"
@@ -376,6 +374,8 @@ class RunArguments:
     def problems(self) -> Iterator[str]:
         if len(self.report_to) > 1 and "none" in self.report_to:
             yield f"--report_to: {' '.join(self.report_to)}: none excludes the others; drop none"
+        if self.push_to_hub and not self.hub_model_id:
+            yield "--push_to_hub: true: --hub_model_id is missing; give --hub_model_id owner/name"
         for steps, name in {self.eval_steps: "eval_steps", self.save_steps: "save_steps"}.items():
             if steps and steps > 1 and steps % 1:
                 yield f"--{name}: {steps:g}: not a whole number; give one such as 500, or a share of all steps below 1"

@@ -68,7 +68,7 @@ class Start:
         return (step_of(self.checkpoint) or 0) if self.checkpoint else 0
 
 
-TRACKERS = ("tensorboard", "wandb", "swanlab")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "trackio", "mlflow")
 """Of `--report_to`; each needs the package of its name."""
 
 SHARED_LIMIT_S = 90

@@ -314,7 +314,7 @@ def wrong_import(rng: random.Random, cli: Cli) -> Attempt:
 
 
 def wrong_log(rng: random.Random, cli: Cli) -> Attempt:
-    """`swift doctor` on a folder whose files are anything."""
+    """`swift doctor` or `swift show` on a folder whose files are anything."""
     folder = cli.folder / "out"
     folder.mkdir()
     for name in ("logging.jsonl", "attempts.jsonl", "args.json", "completions.jsonl"):
@@ -323,7 +323,7 @@ def wrong_log(rng: random.Random, cli: Cli) -> Attempt:
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         if rng.random() < 0.3:
             spoil(rng, path)
-    return Attempt(["doctor", "--run", str(folder)])
+    return Attempt([rng.choice(["doctor", "show"]), "--run", str(folder)])
 
 
 KINDS: dict[Callable[[random.Random, Cli], Attempt], int] = {

@@ -55,7 +55,7 @@ PUBLISHED = {
     "trl: grpo": (
         published.TRL["open-r1/recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml"],
         "rlhf",
-        {"hub_model_id"},
+        {"hub_strategy"},
     ),
     "trl: dpo": (
         published.TRL["alignment-handbook/recipes/zephyr-7b-beta/dpo/config_full.yaml"],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import sys
+from types import SimpleNamespace
 
 import pytest
 from processes import wait_for
@@ -56,6 +58,30 @@ def test_one_completion_of_each_prompt_is_shown_where_that_is_asked_for(tmp_path
     monkeypatch.setattr(trackers, "_to_tensorboard", lambda step, table: shown.append(table))
     trackers.show(3, [{**ROWS[0], "prompt": prompt, "reward": n} for n, prompt in enumerate("aaabbca")])
     assert [(row["prompt"], row["reward"]) for row in shown[0]] == [("a", 0), ("b", 3), ("c", 5)]
+
+
+def test_mlflow_gets_a_file_per_step_and_trackio_a_markdown_text_in_their_runs_only(tmp_path, monkeypatch):
+    sent, running = [], [None]
+    mlflow = SimpleNamespace(
+        active_run=lambda: running[0],
+        flush_async_logging=lambda: sent.append("flushed"),
+        log_text=lambda text, file: sent.append((file, text)),
+    )
+    trackio = SimpleNamespace(
+        context_vars=SimpleNamespace(current_run=SimpleNamespace(get=lambda: running[0])),
+        Markdown=lambda text: ("markdown", text),
+        log=sent.append,
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    trackers = CompletionTrackers(["mlflow", "trackio"], tmp_path)
+    trackers.show(3, ROWS[:1])
+    assert sent == []
+    running[0] = "run"
+    trackers.show(3, ROWS[:1])
+    table = sent[1][1]
+    assert table.endswith("| 3 | p0 | a\\|b<br>c | 1 | None | 0.5 | None |")
+    assert sent == ["flushed", ("completions/step-3.md", table), {"completions": ("markdown", table)}]
 
 
 def test_without_trackers_nothing_is_written(tmp_path):

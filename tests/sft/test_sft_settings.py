@@ -7,13 +7,14 @@ import huggingface_hub
 import pytest
 import torch
 from test_sft_run import sft
-from trl_runs import assert_resumes_exactly, in_two, rows, weights
+from trl_runs import argv_of, assert_resumes_exactly, in_two, rows, weights
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.models.tiny import build_tiny
+from swift.trainers.grpo.run import run as run_grpo
 from swift.trainers.trl.run import run
 
 
@@ -71,12 +72,32 @@ def test_several_evaluation_sets_need_no_metric_where_nothing_is_chosen_by_it(sf
     assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [1, 1, 1]
 
 
-def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, monkeypatch):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """Requests to a hub that accepts all: (name, arguments)."""
+    requests = []
     for request in ("create_repo", "upload_folder"):
         monkeypatch.setattr(
-            huggingface_hub.HfApi, request, lambda self, _name=request, **given: asked.append((_name, given))
+            huggingface_hub.HfApi, request, lambda self, _name=request, **given: requests.append((_name, given))
         )
+    return requests
+
+
+def test_the_model_of_a_grpo_run_is_uploaded(nano_folders, sums, tmp_path, asked, capsys):
+    own = {
+        "--rlhf_type": "grpo", "--model": nano_folders["qwen2"], "--dataset": sums, "--reward_funcs": "format",
+        "--tuner_type": "full", "--num_generations": 2, "--per_device_train_batch_size": 2, "--max_steps": 1,
+        "--max_completion_length": 4, "--report_to": "none", "--output_dir": tmp_path / "out",
+    }  # fmt: skip
+    argv = argv_of(own, "--push_to_hub true --hub_model_id me/sums --hub_private_repo true --add_version false")
+    assert run_grpo(parse("rlhf", argv, {})) == 0
+    (made, repository), (uploaded, what) = asked
+    assert (made, repository) == ("create_repo", {"repo_id": "me/sums", "private": True, "exist_ok": True})
+    assert (uploaded, what["folder_path"]) == ("upload_folder", tmp_path / "out" / "checkpoint-1")
+    assert "checkpoint-1 is uploaded as me/sums" in capsys.readouterr().out
+
+
+def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, asked):
     run_dir = sft(sft_argv("--push_to_hub true --hub_model_id me/sums --max_steps 1"))
     (made, repository), (uploaded, what) = asked
     assert (made, uploaded) == ("create_repo", "upload_folder")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.devices import own_device
 from swift.startup import collector_resting
+from swift.trainers.hub import check_hub, push
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
@@ -42,6 +43,9 @@ def run(resolved: Resolved) -> int:
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args)
             start = find_start(args, resolved.to_json(), collectives.world_size)
+            with collectives.together():
+                if collectives.is_main:
+                    check_hub(args)
             lines = sharing_lines(args, collectives.world_size)
             parts = prepare(args, collectives, start, placement)  # template, data, rewards, batch sizes
             parts.lines += lines
@@ -90,7 +94,10 @@ def run(resolved: Resolved) -> int:
             attempt = Attempt(resolved, parts, opened, model, beside, setup, trap)  # the trainer and its pipeline
         opened.steps = lambda: attempt.trainer.state.global_step
         attempt.run()  # parity check, training, summary
-    leave_processes(collectives)
+    leave_processes(collectives)  # other ranks do not wait for an upload
+    if collectives.is_main:
+        for line in push(args, opened.folder, attempt.trainer):
+            print(line, flush=True)
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, counted
 from swift.startup import collector_resting
+from swift.trainers.hub import check_hub, push
 from swift.trainers.parallel.sequence import data_ranks, require_shareable
 from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.session import (
@@ -25,7 +26,6 @@ from swift.trainers.session import (
     open_run,
     require_packages,
 )
-from swift.trainers.trl.hub import check_hub, push
 from swift.trainers.trl.method import Method, found, method_of, rows_of
 
 if TYPE_CHECKING:

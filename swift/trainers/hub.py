@@ -24,7 +24,7 @@ def check_hub(args: Any) -> None:
     Raises:
         ResourceError: the hub does not answer, or refuses.
     """
-    if getattr(args, "push_to_hub", False):
+    if args.push_to_hub:
         _request(args, "create_repo", private=args.hub_private_repo, exist_ok=True)
 
 
@@ -36,7 +36,7 @@ def push(args: Any, folder: Path, trainer: Any) -> list[str]:
     """
     from swift.trainers.checkpoint import last_checkpoint
 
-    if not getattr(args, "push_to_hub", False):
+    if not args.push_to_hub:
         return []
     best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
     checkpoint = best or last_checkpoint(folder)
