@@ -90,6 +90,8 @@ _MODES = {
     "rloo": "swift rlhf --rlhf_type rloo",
     "ppo": "swift rlhf --rlhf_type grpo",
     "deploy": "swift rollout, which serves a model",
+    "serve": "swift rollout, which serves a model",
+    "chat": "swift infer, which answers at the terminal",
     "eval": "swift infer, which answers a dataset, and swift reward-test, which scores the answers",
     "sample": "swift infer, which answers a dataset",
     "app": "swift infer, which answers at the terminal",

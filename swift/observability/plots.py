@@ -130,9 +130,10 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
             filled.append((_text(title), curves))
     if not filled:
         return
+    steps = sorted({step for _, curves in filled for _, curve_steps, _, _ in curves for step in curve_steps})
     panels = _panels(len(filled), _PANEL_HEIGHT_IN)
     for axes, (title, curves) in zip(panels, filled, strict=True):
-        for number, (label, steps, values, is_evaluation) in enumerate(curves):
+        for number, (label, curve_steps, values, is_evaluation) in enumerate(curves):
             width = max(1.6, 1.0 + 0.8 * (min(len(curves), 4) - number))
             style: dict[str, Any] = {
                 "color": f"C{number}",
@@ -140,11 +141,11 @@ def _draw_panels(path: Path, parts: Sequence[Panel], train: Rows, evaluation: Ro
                 "linewidth": width,
             }
             if is_evaluation or len(values) < 10:  # dots: a single point would be invisible
-                axes.plot(steps, values, label=label, marker="o", markersize=2.5 * width, **style)
+                axes.plot(curve_steps, values, label=label, marker="o", markersize=2.5 * width, **style)
             else:
-                axes.plot(steps, values, color=f"C{number}", alpha=0.3, linewidth=0.9)
-                axes.plot(steps, smooth(values), label=label, **style)
-        _finish(axes, title, [step for _, steps, _, _ in curves for step in steps])
+                axes.plot(curve_steps, values, color=f"C{number}", alpha=0.3, linewidth=0.9)
+                axes.plot(curve_steps, smooth(values), label=label, **style)
+        _finish(axes, title, steps)
         if title in (_CUT_OFF, _CLIPPED):
             most = max(value for _, _, values, _ in curves for value in values) if title == _CLIPPED else 1.0
             axes.set_ylim(-0.04 * (most or 1.0), 1.04 * (most or 1.0))
@@ -193,7 +194,10 @@ def _draw_time(path: Path, rows: Rows, marks: Marks) -> None:
 
 
 def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
-    """Title, frame and ticks; these are round numbers of steps, or the logged steps nearest to them."""
+    """Title, frame and ticks; these are round numbers of steps, or the logged steps nearest to them.
+
+    steps: of all panels, which share an axis.
+    """
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize="medium")

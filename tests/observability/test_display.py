@@ -192,6 +192,14 @@ def test_ticks_are_logged_steps(drawn):
     assert {*ticks} <= {*range(3, 901, 3)}
 
 
+def test_ticks_are_those_of_all_panels_where_one_has_few_values(drawn):
+    rows = train_rows([1, 2, 3, 4])
+    for row in rows[1:]:
+        del row["entropy"]
+    panels = drawn(rows)
+    assert list(panels["entropy"].get_xticks()) == list(panels["KL to the reference"].get_xticks()) == [1, 2, 3, 4]
+
+
 def test_one_function_gives_its_panel_the_name_and_several_a_legend(drawn):
     assert "accuracy" in drawn(train_rows([1, 2]))
     rows = [row | {"rewards/format/mean": row["rewards/accuracy/mean"]} for row in train_rows([1, 2])]
