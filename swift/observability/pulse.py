@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 from swift.errors import format_seconds
-from swift.observability.progress import Progress
 
 LOOK_S = 1.0
 """Seconds between two looks."""
@@ -18,6 +18,18 @@ LINE_S = 30.0
 """Silence after which a line shows it where there is no bar; the next one comes after twice as long a silence."""
 
 
+class Shows(Protocol):
+    """What shows the progress of a run: optimizer steps done, lines shown so far, whether there is a bar."""
+
+    step: int
+    num_lines: int
+
+    @property
+    def has_bar(self) -> bool: ...  # noqa: D102
+
+    def pulse(self, text: str) -> None: ...  # noqa: D102
+
+
 class Pulse:
     """A context manager whose thread shows `doing`, the state of the run in a few words, "" for none.
 
@@ -25,7 +37,7 @@ class Pulse:
     """
 
     def __init__(
-        self, progress: Progress, doing: Callable[[], str], *, clock: Callable[[], float] = time.monotonic
+        self, progress: Shows, doing: Callable[[], str], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._progress, self._doing, self._clock = progress, doing, clock
         self._seen = (progress.step, progress.num_lines)

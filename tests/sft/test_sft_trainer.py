@@ -48,7 +48,7 @@ def test_the_run_stops_after_the_step_of_the_signal_but_is_not_interrupted_at_it
 def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):
     now, said = [0.0], []
     log = LogLines(tmp_path / "logging.jsonl", attempt=2, say=said.append, clock=lambda: now[0])
-    log.on_train_begin(None, state(0), None)
+    log.on_train_begin(SimpleNamespace(gradient_accumulation_steps=1), state(0), None)
     now[0] = 8.0
     log.on_log(None, state(4), None, {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 1.0, "epoch": 0.4})
     log.on_log(None, state(4), None, {"eval_loss": 0.5, "eval_runtime": 1.0, "epoch": 0.4})
@@ -63,6 +63,22 @@ def test_a_log_line_has_the_time_per_step_and_the_time_left(tmp_path):
         "step 4/10 | loss 1.5000 | lr 1.00e-03 | 2.00 s/step | 12s left",
         "step 4/10 | evaluation | loss 0.5000",
     ]
+
+
+def test_what_a_step_does_is_known_between_its_lines(tmp_path):
+    log = LogLines(tmp_path / "logging.jsonl", attempt=1, say=lambda _: None)
+    assert log.doing() == "preparation"
+    log.on_train_begin(SimpleNamespace(gradient_accumulation_steps=3), state(4), None)
+    seen = [log.doing()]
+    log.on_substep_end(None, state(4), None)
+    seen.append(log.doing())
+    after = SimpleNamespace(should_evaluate=True, should_save=True)
+    for event in (log.on_step_end, log.on_evaluate, log.on_save):
+        event(None, state(5), after)
+        seen.append(log.doing())
+    assert seen == ["micro-batch 1/3", "micro-batch 2/3", "evaluation", "checkpoint", "micro-batch 1/3"]
+    log.on_train_end(None, state(5), None)
+    assert (log.step, log.doing()) == (5, "")
 
 
 def test_a_loss_that_stays_non_finite_ends_the_run(tmp_path):

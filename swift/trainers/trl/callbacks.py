@@ -65,8 +65,10 @@ class LogLines(TrainerCallback):
     """Writes logging.jsonl (`path`), where `attempt` is the number of this start, and prints one line per log step.
 
     curves: drawn again at saves. logged: further metrics of training lines. shown: metrics that the console has beside
-    the loss, with their names there.
+    the loss, with their names there. Step and number of lines are those for `swift.observability.pulse`.
     """
+
+    has_bar = False
 
     def __init__(
         self,
@@ -86,10 +88,37 @@ class LogLines(TrainerCallback):
         self.last_eval_losses: dict[str, float] = {}
         self._started = self._logged = (0.0, 0)  # time and step of the start and of the last log line
         self._non_finite = 0
+        self.step = self.num_lines = 0
+        self._passes, self._all_passes = 0, 1
+        self._beside: str | None = "preparation"  # what is done beside training
+
+    def doing(self) -> str:
+        """What the run does between two lines, in words; any thread may call it."""
+        if self._beside is not None:
+            return self._beside
+        return f"micro-batch {self._passes + 1}/{self._all_passes}"
+
+    def pulse(self, text: str) -> None:
+        """Show what a step does that takes long."""
+        print(text, flush=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts the clocks."""
         self._started = self._logged = (self.clock(), state.global_step)
+        self.step, self._all_passes, self._beside = state.global_step, args.gradient_accumulation_steps, None
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after every micro-batch but the last of a step."""
+        self._passes += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after every optimizer step, before evaluation and saving."""
+        self.step, self._passes = state.global_step, 0
+        self._beside = "evaluation" if control.should_evaluate else "checkpoint" if control.should_save else None
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called after the evaluation of each dataset."""
+        self._beside = "checkpoint" if control.should_save else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Called on every rank; rank 0 writes. Trainer's closing summary is not a log line.
@@ -112,15 +141,18 @@ class LogLines(TrainerCallback):
             self.last_loss = float(logs["loss"])
             self.first_loss = self.last_loss if self.first_loss is None else self.first_loss
         self.writer.write(row)
+        self.num_lines += 1
         self.say(self._line(row, evaluation=bool(evaluation)))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draws the curves after a checkpoint."""
+        self._beside = None
         if self.curves is not None:
             self.curves.draw()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Closes the file."""
+        self._beside = ""
         self.writer.close()
 
     def _check(self, loss: float, step: int) -> None:

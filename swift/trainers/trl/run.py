@@ -65,6 +65,7 @@ def run(resolved: Resolved) -> int:
             from swift.models.towers import rate_lines
             from swift.models.tuners import expert_lines
             from swift.observability.curves import Curves
+            from swift.observability.pulse import Pulse
             from swift.trainers.trl.callbacks import LogLines, StopOnSignal
             from swift.trainers.trl.frame import build_trainer
 
@@ -82,6 +83,8 @@ def run(resolved: Resolved) -> int:
             log = LogLines(
                 folder / "logging.jsonl", opened.attempt, opened.say, curves, logged=method.logged, shown=method.shown
             )
+            if collectives.is_main:
+                stack.enter_context(Pulse(log, log.doing))
             started = time.monotonic()
             with quiet_loading(), Heartbeat(collectives):
                 collectives.watched = False  # no watchdog detects a hang of rank 0 here: collectives keep their timeout
