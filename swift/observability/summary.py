@@ -12,7 +12,7 @@ from swift.observability.jsonl import series
 PHASES = ("generate", "reward", "train", "sync", "memory")
 _FILES = (
     ("logging.jsonl", "all numbers"),
-    ("completions.jsonl", "all completions"),
+    ("completions.jsonl", "all completions; `swift show` prints the best and worst"),
     ("images", "curves"),
     ("runs", "TensorBoard"),
     ("logs", "log files"),

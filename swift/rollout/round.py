@@ -227,13 +227,16 @@ class Round:
     def tally(self) -> str:
         """The completions that are sampled and scored, of those so far, for people; any thread may call it.
 
-        Of other ranks' completions it has those that have arrived.
+        Of other ranks' completions it has those that have arrived, in a fixed round none before the end.
         """
         sampled, due = sum(map(len, list(self.parts.values()))), sum(list(self._outstanding.values()))
         launched = len(self.log.launches) * self.num_generations
+        if len(self.groups) == len(self.log.launches):
+            sampled, due = launched, 0
+        here = "" if sampled + due == launched else " on this rank"
         done = {index for index, future in list(self.futures.items()) if future.done()}
         done |= {index for index, group in list(self.groups.items()) if group.scores is not None}
-        return f"sampling {sampled}/{sampled + due}, rewards {len(done) * self.num_generations}/{launched}"
+        return f"sampling {sampled}/{sampled + due}{here}, rewards {len(done) * self.num_generations}/{launched}"
 
     # --- during and after sampling ------------------------------------------------------------------------------
 

@@ -52,6 +52,19 @@ def test_the_tally_of_a_round_counts_completions_and_scores():
     assert current.tally() == "sampling 6/6, rewards 6/6"
 
 
+def test_the_tally_of_a_rank_says_whose_completions_it_counts():
+    def work(ranks):
+        made = collector(ranks, ScriptedEngine(), scorer=SlowScorer())
+        progress = TrainerProgress(0, 9, 0.0)
+        current = made.prepare(LaunchLog(launches=launches(4)), num_generations=2, progress=progress)
+        before = current.tally()
+        RoundRunner(made).sample(current)
+        made.finish(current, timer=lambda phase: contextlib.nullcontext())
+        return before, current.tally().partition(",")[0]
+
+    assert on_ranks(2, work) == [("sampling 0/4 on this rank, rewards 0/8", "sampling 8/8")] * 2
+
+
 def asked(engine):
     return [event[1] for event in engine.events if event[0] == "submit"]
 
