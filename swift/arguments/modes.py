@@ -241,6 +241,14 @@ class ShowArguments(CommonArguments):
 
 
 @dataclass(kw_only=True)
+class AgentDocsArguments(CommonArguments):
+    """`swift agent-docs`: the pages of the documentation as plain text."""
+
+    topic: str | None = flag(unset="the list of pages")
+    """Page to print."""
+
+
+@dataclass(kw_only=True)
 class PlanArguments(CommonArguments):
     """`swift plan`: memory and time of a run before it starts; the other flags are those of the run."""
 
@@ -312,6 +320,7 @@ MODES: dict[str, type] = {
     "doctor": DoctorArguments,
     "replay": ReplayArguments,
     "show": ShowArguments,
+    "agent-docs": AgentDocsArguments,
     "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,

@@ -70,6 +70,7 @@ MODES = {
         first="run",
     ),
     "show": Mode("best and worst completions of a run, as text", "swift.observability.show:run", first="run"),
+    "agent-docs": Mode("the documentation as plain text", "swift.cli.agent_docs:run", first="topic"),
     "config-schema": Mode("print the JSON schema of a mode's flags", "swift.cli.mode:print_schema", first="mode"),
     "import-config": Mode(
         "a configuration of Axolotl, TRL or ms-swift as one of swift",
