@@ -1,4 +1,4 @@
-"""docs/arguments.md and not_supported.md, tables of algorithms.md and migration.md: `python -m swift.arguments.docs --write`."""
+"""Generated pages and tables of docs/: `python -m swift.arguments.docs --write`."""
 
 from __future__ import annotations
 
