@@ -32,7 +32,6 @@ from swift.errors import (
     smaller,
 )
 from swift.observability.secrets import MASK, mask_argv, mask_text
-from swift.plugin import load_external_plugins
 from swift.signals import answered, kept_from_children
 
 if TYPE_CHECKING:
@@ -85,12 +84,11 @@ SAME_IN_TRANSFORMERS = (
 
 
 def require_packages(args: Any) -> None:
-    """Checks, before a model is loaded, that plugins and the optional packages behind settings can be used."""
+    """Checks, before a model is loaded, that the optional packages behind settings can be used."""
     from swift.trainers.arguments import OPTIMIZER_PACKAGES
     from swift.trainers.optimizers.choice import check_optimizer
     from swift.trainers.parallel.sharding import require_sharding
 
-    load_external_plugins(getattr(args, "external_plugins", ()))
     if args.deepspeed or args.fsdp:
         require_sharding(args)
     needs = [(f"--report_to: {name}", name, "leave the name out") for name in args.report_to if name in TRACKERS]

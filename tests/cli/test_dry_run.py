@@ -231,9 +231,6 @@ def test_it_refuses_what_the_run_refuses(name, tiny_model, folder, capsys):
 
 
 METHODS = {
-    "rows of one stream in a model without rotary positions": (
-        "sft --dataset chats.jsonl --model gpt2 --tuner_type full --packing true", "--packing: true: rows of one stream"
-    ),
     "blocks in a model without rotary positions": (
         "rlhf --rlhf_type ebft --ebft_mode strided --dataset texts.jsonl --model gpt2 --tuner_type full",
         "blocks of strided EBFT need packed attention",

@@ -27,13 +27,13 @@ def with_answers(**columns):
 TABLE = {
     "flag of another method": (
         method("dpo", "--simpo_gamma 0.5"),
-        "--simpo_gamma: 0.5: not a flag of swift rlhf --rlhf_type dpo; a flag of: rlhf --rlhf_type simpo",
+        "--simpo_gamma: 0.5: not a flag of swift rlhf --rlhf_type dpo; a flag of: rlhf --rlhf_type cpo",
     ),
     "flag of grpo": (
         method("dpo", "--num_generations 4"),
         "--num_generations: 4: not a flag of swift rlhf --rlhf_type",
     ),
-    "reference without one": (method("simpo", "--ref_model x"), "--ref_model: x: not a flag of | rlhf --rlhf_type dpo"),
+    "reference without one": (method("simpo", "--ref_model x"), "--ref_model: x: not a flag of | a flag of: rlhf,"),
     "unknown flag": (method("dpo", "--bata 0.1"), "--bata: 0.1: unknown flag; nearest: beta"),
     "beta of zero": (method("ipo", "--beta 0"), "--beta: 0: | above 0"),
     "unknown loss": (method("dpo", "--loss_type sigmod"), "--loss_type: sigmod: | sigmoid"),

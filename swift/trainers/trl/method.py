@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from swift.errors import ConfigError, join_problems
+from swift.plugin import load_external_plugins
 from swift.plugin.registry import methods
 
 if TYPE_CHECKING:
@@ -127,11 +128,12 @@ METHODS = {
 
 
 def rows_of(args: Any, method: Method, template: Template) -> Encoded:
-    """`Method.encode`, and a check of the metric that selects the best checkpoint.
+    """The rows of a method, after plugins are loaded, and a check of the metric that selects the best checkpoint.
 
     Raises:
         ConfigError: wrong data, a setting that does not go with images, or a metric that no evaluation has.
     """
+    load_external_plugins(args.external_plugins)
     if template.vision is not None:
         from swift.trainers.images import vision_problems
 
