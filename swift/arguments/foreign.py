@@ -14,7 +14,7 @@ from swift.arguments.modes import METHODS
 from swift.arguments.values import Raw, show
 from swift.errors import ConfigError
 
-TRAINING = ("rlhf", "sft", "pt", *METHODS)
+TRAINING = ("rlhf", "sft", "seq_cls", "pt", *METHODS)
 """Modes whose settings other projects name."""
 
 

@@ -429,6 +429,12 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             {"dataset": ["a", "b"], "val_dataset": ["c"]},
             "--cached_dataset: ms-swift's name of --dataset a b",
         ),
+        (
+            "sft",
+            "--task_type seq_cls --num_labels 2 --cached_dataset a",
+            {"dataset": ["a"]},
+            "--cached_dataset: ms-swift's name of --dataset a",
+        ),
     ],
 )
 def test_names_of_other_projects_are_ours_where_they_mean_the_same(mode, words, settings, note):
