@@ -367,11 +367,18 @@ class RunArguments:
     dry_run: bool = flag(False, resume="free")
     """Whether to check everything, print the plan and end, without loading weights."""
 
+    profile_steps: str | None = flag(everyday=False, unset="nothing is profiled", resume="free")
+    """Optimizer steps for torch's profiler, as FIRST:LAST: a trace and a table of operations per process, in
+    `profile/`."""
+
     def notes(self) -> Iterator[str]:
         if self.async_save and (stage := getattr(self, "deepspeed", None)):
             yield f"--async_save: true: --deepspeed {stage} writes its state before training goes on"
 
     def problems(self) -> Iterator[str]:
+        first, colon, last = (self.profile_steps or "1:1").partition(":")
+        if not (colon and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+            yield f"--profile_steps: {self.profile_steps}: not FIRST:LAST; give two steps, such as 3:5"
         if len(self.report_to) > 1 and "none" in self.report_to:
             yield f"--report_to: {' '.join(self.report_to)}: none excludes the others; drop none"
         if self.push_to_hub and not self.hub_model_id:

@@ -445,6 +445,15 @@ def equip(trainer: Trainer, args: Any, folder: Path) -> None:
     if is_registered(args.optim):
         set_own_optimizer(trainer, args)
     trainer.remove_callback(PrinterCallback)
+    if args.profile_steps:
+        from swift.trainers.profile import StepProfiler
+
+        own: Any = trainer
+
+        def say(line: str) -> None:
+            (own.say if hasattr(own, "say") else own._print_line)(line)
+
+        trainer.add_callback(StepProfiler(args.profile_steps, folder, own.collectives.rank, own.metrics, say))
     if "tensorboard" in args.report_to:
         board = TensorBoardCallback()
         board.logging_dir = str(folder / "runs")

@@ -361,6 +361,7 @@ FLAGS = [
         "--vllm_importance_sampling_correction false --vllm_importance_sampling_mode token_mask",
         ["--vllm_importance_sampling_correction: false: contradicts --rollout_importance_sampling_mode token_mask"],
     ),
+    *((f"--profile_steps {steps}", [f"--profile_steps: {steps}: not FIRST:LAST"]) for steps in ("3", "5:3", "0:2")),
     ("--device_groups a", ["--device_groups: a: known in ms-swift, not supported here"]),
     ("--predict_with_generate true", ["--predict_with_generate: true: known in", "swift infer answers --val_dataset"]),
     (
