@@ -255,7 +255,7 @@ def test_texts_become_tokens(http):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("frequency_penalty", 3), ("logit_bias", {"1": 5}), ("prompt_logprobs", 1), ("best_of", 4), ("echo", True),
+    [("frequency_penalty", 3), ("logit_bias", {"1": 5}), ("best_of", 4), ("echo", True),
      ("logprobs", 21), ("guided_regex", "a"), ("chat_template", "{{ 1 }}"), ("min_tokens", -1)],
 )  # fmt: skip
 def test_what_the_server_does_not_have_is_refused_by_name(http, field, value):
@@ -345,7 +345,9 @@ def test_counting_penalties_and_least_lengths_are_taken(http):
 def test_a_trainer_samples_with_them_over_http(engine, server):
     tokenizer = read_tokenizer(server.model)
     assert engine.capabilities.guided
-    fields = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "structured_outputs")
+    fields = (
+        "frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "prompt_logprobs", "structured_outputs",
+    )  # fmt: skip
     assert engine.capabilities.sampling_fields == fields
     for one in run(engine, [ask(n, seed=n, regex="(a|b){4}") for n in range(3)]):
         assert re.fullmatch("(a|b){4}", tokenizer.decode(one.token_ids[:-1]))
