@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from swift.arguments.preferences import PREFERENCES
+from swift.arguments.plugins import settings_class
 from swift.arguments.rlhf import RLHFArguments
 from swift.errors import ConfigError, ResourceError
 from swift.flags import flags_of
@@ -321,7 +321,7 @@ def test_a_batch_of_another_size_is_refused_with_equal_processes_too():
 def test_micro_batches_have_other_rows_if_the_loss_does_not_depend_on_them(divides, problems):
     saved = {"world_size": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
     now = {**saved, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    change = compared_settings(saved, now, PREFERENCES["dpo"], divides=divides)
+    change = compared_settings(saved, now, settings_class("dpo"), divides=divides)
     assert len(change.problems) == problems and change.notes == []
 
 
