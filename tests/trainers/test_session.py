@@ -114,7 +114,7 @@ def test_each_run_of_a_process_has_its_own_tensorboard_folder(tmp_path):
     boards = []
     trainer = SimpleNamespace(remove_callback=lambda _: None, add_callback=boards.append)
     for name, tracker in (("a", "tensorboard"), ("b", "tensorboard"), ("c", "none")):
-        equip(trainer, SimpleNamespace(optim="adamw_torch", report_to=[tracker]), tmp_path / name)
+        equip(trainer, SimpleNamespace(optim="adamw_torch", report_to=[tracker], profile_steps=None), tmp_path / name)
     assert [board.logging_dir for board in boards] == [str(tmp_path / name / "runs") for name in "ab"]
 
 
