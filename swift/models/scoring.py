@@ -116,8 +116,6 @@ def at_head(model: nn.Module, tokens: TokenBatch, work: HeadWork) -> Any:
     """
     if (group := tokens.group) is not None:
         result = at_head(model, tokens.dealt(), work)
-        if isinstance(result, Head):
-            return result  # of the same share of the tokens
         return tuple(group.collected(values_N, tokens.target_ids.numel()) for values_N in result)
     if not scores_itself(model):
         with autocasting(model):

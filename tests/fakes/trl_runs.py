@@ -137,7 +137,11 @@ def assert_goes_on_exactly(run_dir, make, at=2, run=trained):
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
     first, second = ([row for row in untimed(run_dir) if row["attempt"] == attempt] for attempt in (1, 2))
-    assert second == [row | {"attempt": 2} for row in first if row["step"] > at] != []
+    expected = [row | {"attempt": 2} for row in first if row["step"] > at]
+    pairs = zip(second, expected, strict=True)
+    differ = [{name: (one.get(name), other.get(name)) for name in one | other} for one, other in pairs]
+    differ = [{name: both for name, both in row.items() if both[0] != both[1]} for row in differ]
+    assert expected and not any(differ), differ
 
 
 def untimed(run_dir) -> list[dict]:

@@ -40,6 +40,15 @@ METRICS = (
 )  # fmt: skip
 
 
+WITHOUT_FLAGS = ("ebft", "sft")
+"""Folders whose scripts take no further flags."""
+SHORTER = """case $1 in
+  {command}) exec {python} -m swift "$@" {words};;
+  infer) exit 0;;
+esac
+"""
+
+
 def name_of(script: Path) -> str:
     """Its path below examples/train."""
     return str(script.relative_to(TRAIN))
@@ -50,12 +59,16 @@ def measured(script: Path, folder: Path, seed: int) -> dict[str, float]:
     shutil.copytree(ROOT / "examples", folder / "examples")
     programs = folder / "bin"
     programs.mkdir()
-    for program, module in (("swift", "-m swift"), ("python", "")):
-        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
-        (programs / program).chmod(0o755)
-    words = ["--max_steps", STEPS, "--logging_steps", 1, "--eval_strategy", "no", "--seed", seed]
+    words = f"--max_steps {STEPS} --logging_steps 1 --seed {seed}"
+    flags = [] if script.parent.name in WITHOUT_FLAGS else words.split()
+    trains = "rlhf" if "swift rlhf" in script.read_text() else "sft|pt"
+    shorter = "" if flags else SHORTER.format(command=trains, python=sys.executable, words=words)
+    (programs / "swift").write_text(f'#!/bin/sh\n{shorter}exec {sys.executable} -m swift "$@"\n')
+    (programs / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", str(folder / "examples" / "train" / name_of(script)), *map(str, words)]
+    command = ["bash", str(folder / "examples" / "train" / name_of(script)), *flags]
     run = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     log = max((folder / "output").rglob("logging.jsonl"), key=lambda path: path.stat().st_mtime)

@@ -78,9 +78,16 @@ class DistillationLoss:
 
     def _local(self, batch: MicroBatch) -> Head:
         """Hidden states and output layer of a teacher in this process."""
+        kept: list[Head] = []
         with self.logprobs.models[TEACHER].active() as module, torch.no_grad():
-            work = functools.partial(_head_of, gathered=is_sharded(module))
-            head: Head = self.logprobs.at_head(module, seen_by_teacher(batch), work)
+            gathered = is_sharded(module)
+
+            def keep(head: Head, ids_N: Tensor) -> tuple[Tensor, ...]:
+                kept.append(head.detached(copy=gathered))
+                return (torch.zeros_like(ids_N),)  # wrappers of models pass tensors on, and nothing else
+
+            self.logprobs.at_head(module, seen_by_teacher(batch), keep)
+        (head,) = kept
         return head
 
     def _given(self, batch: MicroBatch) -> Tensor:
@@ -98,7 +105,3 @@ class DistillationLoss:
             worst = torch.where(batch.mask_N, compared.bound_N, 0).amax()
             report.add("distillation/error_bound_max", worst, kind="max")
         observe_mismatch(report, batch, compared.sampling_logprobs_N, self.logprobs.settings)
-
-
-def _head_of(head: Head, ids_N: Tensor, *, gathered: bool) -> Head:
-    return head.detached(copy=gathered)
