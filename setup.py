@@ -35,7 +35,7 @@ if version is None:
 setup(
     version=version.group(1),
     packages=find_packages(include=["swift", "swift.*"]),
-    package_data={"swift": ["py.typed", "data/shipped/**/*"]},
+    package_data={"swift": ["py.typed", "data/shipped/**/*", "viewing/page.html"]},
     install_requires=requirements("base"),
     extras_require={extra: requirements(*files) for extra, files in EXTRAS.items()},
 )

@@ -7,6 +7,7 @@ does it say which node has not come.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from swift.errors import EngineError, ResourceError, first_line
+from swift.errors import ConfigError, EngineError, ResourceError, first_line
 
 LOOPBACK = ("127.0.0.1", "localhost")
 ANYWHERE = "192.0.2.1"
@@ -170,3 +171,35 @@ def _listener(port: int, *, everywhere: bool) -> socket.socket:
         return socket.create_server(place, family=family, dualstack_ipv6=both, backlog=1024)
     except OSError as error:
         raise ResourceError(f"MASTER_PORT: {port}: cannot be used ({error.strerror}); choose another port") from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket of a server, bound and not listening yet; port 0 takes a free one.
+
+    Raises ResourceError: another process has the port. Raises ConfigError: this host does not have the address.
+    """
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+        raise _no_address(host, error) from error
+    listener = socket.socket(family, kind, number)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        exists = error.errno != errno.EADDRNOTAVAIL
+        raise (port_taken(host, port, error) if exists else _no_address(host, error)) from error
+    return listener
+
+
+def _no_address(host: str, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    return ConfigError(f"--host: {host}: no such address here ({reason}); use 127.0.0.1 or 0.0.0.0")
+
+
+def port_taken(host: str, port: int, error: OSError) -> ResourceError:
+    """The error about a port that another process has."""
+    return ResourceError(
+        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another port, or 0 for a free one"
+    )

@@ -55,6 +55,7 @@ MAY_IMPORT = {
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "replay": {"errors", "observability", "rl", "rollout", "trainers", "arguments"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
+    "viewing": {"errors", "observability", "rendezvous", "signals"},
     "cli": {"devices", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},

@@ -43,7 +43,7 @@ class CommonArguments:
     def problems(self) -> Iterator[str]:
         cls: Any = type(self)
         for setting in flags_of(cls).values():
-            if setting.details.unset == REQUIRED and getattr(self, setting.name) is None:
+            if setting.details.unset == REQUIRED and getattr(self, setting.name) in (None, []):
                 fix = f"valid: {setting.valid}" if setting.valid else f"give: {setting.summary}"
                 yield f"--{setting.name}: missing: required; {fix}"
 

@@ -178,14 +178,14 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from backend_problems(self)
-        if not self._is_local() and not self.api_key and not self.allow_unauthenticated:
+        if not is_local(self.host) and not self.api_key and not self.allow_unauthenticated:
             yield (
                 f"--host: {self.host}: reachable by others without a key; set SWIFT_API_KEY, or give --api_key, "
                 "or --allow_unauthenticated true"
             )
 
     def notes(self) -> Iterator[str]:
-        if not self._is_local() and not self.api_key and self.allow_unauthenticated:
+        if not is_local(self.host) and not self.api_key and self.allow_unauthenticated:
             yield (
                 f"warning: --allow_unauthenticated: true: everybody who reaches {self.host} can use this server and "
                 "replace its weights"
@@ -194,8 +194,10 @@ class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArgumen
             if getattr(self, name):
                 yield f"--{name}: given: not used by swift rollout"
 
-    def _is_local(self) -> bool:
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @dataclass(kw_only=True)
@@ -246,6 +248,24 @@ class AgentDocsArguments(CommonArguments):
 
     topic: str | None = flag(unset="the list of pages")
     """Page to print."""
+
+
+@dataclass(kw_only=True)
+class ViewArguments(CommonArguments):
+    """`swift view`: a local page over the files of runs."""
+
+    run: list[str] = flag([], unset=REQUIRED)
+    """Folders of runs, finished or live, or of several runs, of which the newest is meant."""
+
+    host: str = flag("127.0.0.1")
+    """Address to listen on. Whoever reaches another than loopback and has the URL reads the runs."""
+
+    port: int = flag(0, at_least=0, at_most=65535)
+    """Port to listen on; 0 takes a free one, which the ready line names."""
+
+    def notes(self) -> Iterator[str]:
+        if not is_local(self.host):
+            yield f"warning: --host: {self.host}: not encrypted; whoever reads the URL on its way reads the runs, too"
 
 
 @dataclass(kw_only=True)
@@ -321,6 +341,7 @@ MODES: dict[str, type] = {
     "replay": ReplayArguments,
     "show": ShowArguments,
     "agent-docs": AgentDocsArguments,
+    "view": ViewArguments,
     "plan": PlanArguments,
     "config-schema": ConfigSchemaArguments,
     "import-config": ImportConfigArguments,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -23,7 +22,8 @@ from typing import Any, NoReturn
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from swift.errors import ConfigError, EngineDead, ResourceError, first_line
+from swift import rendezvous
+from swift.errors import EngineDead
 from swift.rollout.server import access
 from swift.rollout.server.app import make_app
 from swift.rollout.server.service import Service
@@ -52,37 +52,11 @@ class Stopped(BaseException):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the socket of the server; a restarted process inherits it.
-
-    Raises ResourceError: another process has the port. Raises ConfigError: this host does not have the address.
-    """
+    """The socket of the server, see `rendezvous.bind`; a restarted process inherits it."""
     inherited = os.environ.pop(LISTENER_VARIABLE, None)
     if inherited is not None:
         return socket.socket(fileno=int(inherited))
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
-        raise _no_address(host, error) from error
-    listener = socket.socket(family, kind, number)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        exists = error.errno != errno.EADDRNOTAVAIL
-        raise (_port_taken(host, port, error) if exists else _no_address(host, error)) from error
-    return listener
-
-
-def _no_address(host: str, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or first_line(error)
-    return ConfigError(f"--host: {host}: no such address here ({reason}); use 127.0.0.1 or 0.0.0.0")
-
-
-def _port_taken(host: str, port: int, error: OSError) -> ResourceError:
-    return ResourceError(
-        f"--port: {port}: cannot be used on {host} ({error.strerror}); use another port, or 0 for a free one"
-    )
+    return rendezvous.bind(host, port)
 
 
 def listen(
@@ -105,7 +79,7 @@ def listen(
     try:
         listener.listen(server.config.backlog)
     except OSError as error:  # another process has bound and listens at the port
-        raise _port_taken(host, port, error) from error
+        raise rendezvous.port_taken(host, port, error) from error
     signals.server = server
     server.run([listener])
     return ended[0] if ended else None
