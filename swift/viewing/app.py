@@ -14,6 +14,7 @@ from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from swift.errors import SwiftError
+from swift.observability.jsonl import encode_row
 from swift.viewing.difference import differences
 from swift.viewing.filters import Filter, Order, groups
 from swift.viewing.index import Table
@@ -86,7 +87,11 @@ def security_headers(page: str) -> dict[str, str]:
 
 def reply(value: Any, status: int = 200) -> Response:
     """A value as JSON; NaN and infinities become null."""
-    return Response(msgspec.json.encode(value, enc_hook=lambda one: one.item()), status, media_type="application/json")
+    try:
+        body = msgspec.json.encode(value, enc_hook=lambda one: one.item())
+    except UnicodeEncodeError:  # a lone surrogate
+        body = encode_row(value)
+    return Response(body, status, media_type="application/json")
 
 
 Chosen = Callable[..., Run]

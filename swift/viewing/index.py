@@ -18,11 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from swift.errors import parse_json
 from swift.viewing.tail import BLOCK_BYTES, Tail
 
 COMPLETIONS = "completions.jsonl"
 _TEXT, _AFTER = b'"prompt": "', b', "prompt_tokens": '
 """Where the texts of a row begin and end. Neither occurs in a text, in which quotes are escaped."""
+_PLAIN = b'"turns": null'
+"""What ends the texts of a row without turns, whose keys are no texts."""
 _BETWEEN = b'"prompt": "", "completion": "", "turns": null, "prompt_tokens": '
 """What is no text in between."""
 
@@ -60,6 +63,16 @@ class Texts(msgspec.Struct):
 
 
 _line, _texts = msgspec.json.Decoder(Line), msgspec.json.Decoder(Texts)
+
+
+def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
+    """A line by a decoder; the json module reads lone surrogates, which msgspec refuses."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError:
+        return msgspec.convert(parse_json(raw.decode()), decoder.type)
+
+
 _NUMBERS: dict[str, type] = {
     "attempt": np.int32, "step": np.int64, "index": np.int32, "completion_tokens": np.int32, "reward": np.float64,
     "advantage": np.float64, "used": np.bool_,
@@ -137,7 +150,7 @@ class Table:
 
     def read(self, row: int) -> dict[str, Any]:
         """A row as it was logged."""
-        found: dict[str, Any] = json.loads(self.line(row))
+        found: dict[str, Any] = parse_json(self.line(row).decode())
         return found
 
     def containing(self, text: str, wanted: np.ndarray) -> np.ndarray:
@@ -172,8 +185,9 @@ class Table:
                 place = data.find(form, start + texts[row])
                 continue
             inside = place < start + afters[row]
-            if inside and (doubtful or b"\\" in data[max(0, place - 6) : place] or afters[row] == ends[row]):
-                inside = _texts.decode(data[start : start + ends[row]]).have(text)
+            plain = data[start + afters[row] - len(_PLAIN) : start + afters[row]] == _PLAIN
+            if inside and (doubtful or not plain or b"\\" in data[max(0, place - 6) : place]):
+                inside = decoded(_texts, data[start : start + ends[row]]).have(text)
             found[first + row] |= inside
             place = data.find(form, start + ends[row])
 
@@ -210,8 +224,8 @@ class Index:
             end = data.index(b"\n", position)
             raw = data[position:end]
             try:
-                lines.append(_line.decode(raw))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                lines.append(decoded(_line, raw))
+            except ValueError:  # no JSON, no UTF-8, or another object
                 self._unreadable += bool(raw.strip())
             else:
                 text, after = raw.find(_TEXT), raw.find(_AFTER)

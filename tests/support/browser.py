@@ -10,12 +10,18 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 LIMIT_S = 20.0
+CONNECT = (
+    "import os, sys; read, write, *command = sys.argv[1:]; "
+    "os.dup2(int(read), 3); os.dup2(int(write), 4); os.execv(command[0], command)"
+)
+"""The browser reads commands at file descriptor 3 and answers at 4."""
 KEYS = {"Tab": 9, "Enter": 13, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
@@ -34,14 +40,23 @@ class Browser:
         (read, to_browser), (from_browser, write) = os.pipe(), os.pipe()
         read, write = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (read, write))  # away from 3 and 4
 
-        def connect() -> None:
-            os.dup2(read, 3)
-            os.dup2(write, 4)
-
         flags = f"--headless --no-sandbox --disable-gpu --no-first-run --hide-scrollbars --window-size={width},{height}"
-        command = [program, *flags.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"]
+        pipes = f"--remote-debugging-pipe --user-data-dir={profile}"
         self._process = subprocess.Popen(
-            command, preexec_fn=connect, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [
+                sys.executable,
+                "-c",
+                CONNECT,
+                str(read),
+                str(write),
+                program,
+                *flags.split(),
+                *pipes.split(),
+                "about:blank",
+            ],
+            pass_fds=(read, write),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(read)
         os.close(write)
@@ -116,17 +131,16 @@ class Browser:
             self.mouse(kind, x, y)
 
     def middle(self, selector: str) -> tuple[float, float]:
+        """Where to click an element, which is scrolled to: the middle of its first line."""
         box = self.run(
-            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const b = e.getBoundingClientRect();"
+            f"(e => {{ e.scrollIntoView({{block: 'center'}}); const b = e.getClientRects()[0];"
             f" return [b.x, b.y, b.width, b.height]; }})(document.querySelector({selector!r}))"
         )
         return box[0] + box[2] / 2, box[1] + box[3] / 2
 
     def mouse(self, kind: str, x: float, y: float) -> None:
         buttons = {"mouseReleased": 0}.get(kind, 1)
-        self.call(
-            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1
-        )
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=buttons, clickCount=1)
 
     def press(self, key: str) -> None:
         """A key, by its name or as a character."""
