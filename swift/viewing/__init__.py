@@ -4,6 +4,7 @@
     app         routes below a random token, all of them GET
     run         one run: what was read of it, renewed by one thread
     tail        new lines of a file that grows
+    columns     values that are appended, and which of them count
     index       completions.jsonl: byte offsets, and the columns that filters need
     filters     which completions are meant, and their groups
     curves      logging.jsonl by metric, and what is marked beside it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from swift.observability.curves import ALERTS, LOGGING
 from swift.observability.jsonl import read_jsonl, read_log
 from swift.observability.run_dir import ATTEMPTS
+from swift.viewing.columns import Column, current
 from swift.viewing.tail import Tail
 
 POINTS = 1500
@@ -33,38 +34,43 @@ class Log:
         self._empty()
 
     def _empty(self) -> None:
-        self._steps: list[int] = []
-        self._attempts: list[int] = []
-        self._values: dict[str, tuple[list[int], list[float]]] = {}
-        self.newest: dict[int, int] = {}
-        self.unreadable = 0
+        self._steps, self._attempts = Column(np.int64), Column(np.int64)
+        self._values: dict[str, Column] = {}
+        self._count = self.unreadable = 0
 
     def refresh(self) -> Iterator[None]:
         """Read what is new, a block of lines a step."""
         if self.tail.replaced():
             self._empty()
         for _, data in self.tail.blocks():
+            rows = [row for line in data.split(b"\n") if line.strip() and (row := self._read(line)) is not None]
             with self._lock:
-                for line in data.splitlines():
-                    self._add(line)
+                self._append(rows)
             yield
 
-    def _add(self, line: bytes) -> None:
+    def _read(self, line: bytes) -> dict[str, Any] | None:
         try:
             row = msgspec.json.decode(line)
-            step, attempt = int(row["step"]), int(row["attempt"])
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
-            self.unreadable += bool(line.strip())
-            return
-        number = len(self._steps)
-        for key, value in row.items():
-            if isinstance(value, int | float) and key not in ("step", "attempt", "max_steps"):
-                rows, values = self._values.setdefault(key, ([], []))
-                values.append(float(value))
-                rows.append(number)
-        self.newest[step] = max(attempt, self.newest.get(step, 0))
-        self._attempts.append(attempt)
-        self._steps.append(step)
+            if min(row["step"], row["attempt"]) >= 0:
+                return dict(row)
+        except (ValueError, KeyError, TypeError):  # no JSON, or not of swift
+            pass
+        self.unreadable += 1
+        return None
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        self._steps.put(self._count, [row["step"] for row in rows])
+        self._attempts.put(self._count, [row["attempt"] for row in rows])
+        values: dict[str, tuple[list[int], list[float]]] = {}
+        for number, row in enumerate(rows, start=self._count):
+            for key, value in row.items():
+                if isinstance(value, int | float) and key not in ("step", "attempt", "max_steps"):
+                    places, numbers = values.setdefault(key, ([], []))
+                    places.append(number)
+                    numbers.append(value)
+        self._count += len(rows)
+        for key, (places, numbers) in values.items():
+            self._values.setdefault(key, Column(np.float64, np.nan)).view(self._count)[places] = numbers
 
     @property
     def keys(self) -> list[str]:
@@ -74,21 +80,18 @@ class Log:
     @property
     def last_step(self) -> int | None:
         """The greatest step."""
-        return max(self.newest, default=None)
+        return int(self._steps.view(self._count).max()) if self._count else None
 
     def series(self, key: str, first: float = -np.inf, last: float = np.inf) -> tuple[list[int], list[float]]:
         """Steps and values of a metric from the step `first` to `last`, ascending; [] where there are none."""
+        if key not in self._values:
+            return [], []
         with self._lock:
-            rows, values = self._values.get(key, ([], []))
-            steps = [self._steps[row] for row in rows]
-            counts = [self._attempts[row] == self.newest[step] for row, step in zip(rows, steps, strict=True)]
-            points = [
-                (step, value)
-                for step, value, current in zip(steps, values, counts, strict=True)
-                if current and first <= step <= last
-            ]
-        points.sort(key=lambda point: point[0])
-        return _thinned([step for step, _ in points], [value for _, value in points])
+            steps, values = self._steps.view(self._count), self._values[key].view(self._count)
+            attempts = self._attempts.view(self._count)
+        wanted = ~np.isnan(values) & (steps >= first) & (steps <= last) & current(steps, attempts)
+        rows = np.flatnonzero(wanted)
+        return _thinned(*(column[rows[np.argsort(steps[rows], kind="stable")]] for column in (steps, values)))
 
     def marks(self) -> list[dict[str, Any]]:
         """Starts after the first, checkpoints and alerts, each with its `kind`, `step` and `text`, by step."""
@@ -111,14 +114,11 @@ def _started(row: dict[str, Any]) -> str:
     return f"attempt {row['attempt']}{': ' if changed else ''}{changed}"
 
 
-def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """At most about `POINTS` points: of each interval those with the least and the greatest value."""
-    if len(steps) <= POINTS:
-        return steps, values
-    array = np.array(values)
-    bounds = np.linspace(0, len(steps), POINTS // 2 + 1).astype(int)
-    kept: Sequence[int] = sorted(
-        {int(a + find(array[a:b])) for a, b in itertools.pairwise(bounds) for find in (np.argmin, np.argmax)}
-        | {0, len(steps) - 1}
-    )
-    return [steps[number] for number in kept], [values[number] for number in kept]
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[list[int], list[float]]:
+    """At most about `POINTS` points: the ends, and of each interval those with the least and the greatest value."""
+    if len(steps) > POINTS:
+        bounds = np.linspace(0, len(steps), POINTS // 2 + 1).astype(int)
+        extremes = {a + find(values[a:b]) for a, b in itertools.pairwise(bounds) for find in (np.argmin, np.argmax)}
+        kept = sorted(extremes | {0, len(steps) - 1})
+        steps, values = steps[kept], values[kept]
+    return steps.tolist(), values.tolist()

@@ -33,7 +33,14 @@ class Filter:
     text: str = ""
 
     def rows(self, table: Table) -> np.ndarray:
-        """[R] Which rows are meant."""
+        """[R] Which rows are meant. The last answer is kept: pages and orders of one filter follow each other."""
+        asked, wanted = table.cache.get("rows", (None, None))
+        if asked != self:
+            wanted = self._rows(table)
+            table.cache["rows"] = self, wanted
+        return np.asarray(wanted)
+
+    def _rows(self, table: Table) -> np.ndarray:
         columns, wanted = table.columns, table.current.copy()
         for name, word in (("split", self.split), ("prompt_id", self.prompt_id), ("finish_reason", self.finish_reason)):
             if word:
@@ -79,9 +86,11 @@ def groups(table: Table, wanted: np.ndarray, function: str, order: Order, descen
 
 def statistics(table: Table, function: str) -> dict[str, np.ndarray]:
     """Of each group of the table, in the order of their numbers, what `groups` tells; computed once per function."""
-    if function not in table.cache:
-        table.cache[function] = _statistics(table, function)
-    return table.cache[function]
+    key = "statistics", function
+    if key not in table.cache:
+        table.cache[key] = _statistics(table, function)
+    found: dict[str, np.ndarray] = table.cache[key]
+    return found
 
 
 def _statistics(table: Table, function: str) -> dict[str, np.ndarray]:

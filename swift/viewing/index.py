@@ -8,38 +8,40 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from swift.errors import parse_json
-from swift.viewing.tail import BLOCK_BYTES, Tail
+from swift.viewing.columns import Column, current
+from swift.viewing.tail import Tail
 
 COMPLETIONS = "completions.jsonl"
-_TEXT, _AFTER = b'"prompt": "', b', "prompt_tokens": '
-"""Where the texts of a row begin and end. Neither occurs in a text, in which quotes are escaped."""
-_PLAIN = b'"turns": null'
-"""What ends the texts of a row without turns, whose keys are no texts."""
-_BETWEEN = b'"prompt": "", "completion": "", "turns": null, "prompt_tokens": '
-"""What is no text in between."""
+_PROMPT, _COMPLETION, _TURNS, _AFTER = b'"prompt": "', b'", "completion": "', b'", "turns": ', b', "prompt_tokens": '
+"""What is around the texts of a line. None of it occurs in a text, in which quotes are escaped."""
+BACKSLASH = ord("\\")
+SEARCH_BYTES = 1 << 20
+"""Bytes that are searched at a time."""
+
+
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Line(msgspec.Struct):
     """What is indexed of a row."""
 
-    attempt: int
-    step: int
+    attempt: Natural
+    step: Natural
     split: str
     prompt_id: str
     group_id: str
-    index: int
-    completion_tokens: int
+    index: Natural
+    completion_tokens: Natural
     finish_reason: str | None
     rewards: dict[str, float | None]
     reward: float | None
@@ -74,9 +76,10 @@ def decoded(decoder: msgspec.json.Decoder[Any], raw: bytes) -> Any:
 
 
 _NUMBERS: dict[str, type] = {
-    "attempt": np.int32, "step": np.int64, "index": np.int32, "completion_tokens": np.int32, "reward": np.float64,
+    "attempt": np.int32, "step": np.int32, "index": np.int32, "completion_tokens": np.int32, "reward": np.float64,
     "advantage": np.float64, "used": np.bool_,
 }  # fmt: skip
+_PLACES = ("offset", "size", "prompt", "completion", "turns", "end")
 _CODED = ("split", "prompt_id", "finish_reason", "excluded")
 GroupKey = tuple[int, int, str, str]
 """Attempt, step, split and group_id."""
@@ -86,9 +89,9 @@ GroupKey = tuple[int, int, str, str]
 class Table:
     """The rows that were indexed so far, R of them.
 
-    columns: name -> [R]; `offset`, `size`, and the place of the texts in a line, `text` and `after`, in bytes; `group`
-    numbers `groups`; the columns of `codes` hold numbers of words. rewards: function -> [R], NaN where null.
-    unreadable: lines that are no rows of swift. cache: of `filters.statistics`.
+    columns: name -> [R]; `offset` and `size` of a line in bytes, and what `texts_at` tells; `group` numbers `groups`;
+    the columns of `codes` hold numbers of words. rewards: function -> [R], NaN where null. unreadable: lines that are
+    no rows of swift. cache: of `filters`. `codes` and `groups` may have further entries, of rows that came later.
     """
 
     path: Path
@@ -97,49 +100,28 @@ class Table:
     codes: Mapping[str, Mapping[str | None, int]]
     groups: Mapping[GroupKey, int]
     unreadable: int = 0
-    cache: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.columns["step"])
 
     @cached_property
-    def attempts(self) -> dict[int, int]:
-        """Step -> the attempt that counts."""
-        steps, attempts = self.columns["step"], self.columns["attempt"]
-        different, number = np.unique(steps, return_inverse=True)
-        newest = np.zeros(len(different), attempts.dtype)
-        np.maximum.at(newest, number, attempts)
-        return dict(zip(different.tolist(), newest.tolist(), strict=True))
-
-    @cached_property
     def current(self) -> np.ndarray:
         """[R] Whether a row counts."""
-        attempts = self.columns["attempt"]
-        if not len(attempts) or attempts[0] == attempts.max() == attempts.min():
-            return np.ones(len(attempts), bool)
-        steps = self.columns["step"]
-        known = np.fromiter(self.attempts, np.int64, len(self.attempts))
-        newest = np.fromiter(self.attempts.values(), np.int64, len(self.attempts))
-        return np.asarray(attempts == newest[np.searchsorted(known, steps)])
+        return current(self.columns["step"], self.columns["attempt"])
 
     def code(self, column: str, word: str | None) -> int:
         """The number of a word in a column; -1 if no row has it."""
         return self.codes[column].get(word, -1)
 
-    def word(self, column: str, row: int) -> str | None:
-        """The word of a row in a column."""
-        return self.words[column][int(self.columns[column][row])]
-
-    @cached_property
-    def words(self) -> dict[str, list[str | None]]:
-        """Column -> its words, by their numbers."""
-        return {column: list(codes) for column, codes in self.codes.items()}
+    def words(self, column: str) -> list[str]:
+        """The words that a column has, without null."""
+        return [word for word in list(self.codes[column]) if word is not None]
 
     def rows_of(self, step: int, split: str, group_id: str) -> list[int]:
         """The rows of a group, in the order of their indexes; [] if there is no such group."""
-        group = self.groups.get((self.attempts.get(step, 0), step, split, group_id))
-        if group is None:
-            return []
+        attempt = self.columns["attempt"][self.columns["step"] == step].max(initial=0)
+        group = self.groups.get((int(attempt), step, split, group_id), -1)
         rows = np.flatnonzero(self.columns["group"] == group)
         return [int(row) for row in rows[np.argsort(self.columns["index"][rows], kind="stable")]]
 
@@ -157,39 +139,67 @@ class Table:
         """[R] Which of the `wanted` rows have the text in their prompt, completion or turns; case matters."""
         found = np.zeros(len(self), bool)
         forms = {json.dumps(text, ensure_ascii=ascii)[1:-1].encode("utf-8", "replace") for ascii in (False, True)}
-        offsets, sizes = self.columns["offset"], self.columns["size"]
+        offsets, ends = self.columns["offset"], self.columns["offset"] + self.columns["size"]
         with self.path.open("rb") as file:
             first = 0
             while first < len(self):
-                last = int(np.searchsorted(offsets, offsets[first] + BLOCK_BYTES))
+                last = int(np.searchsorted(offsets, offsets[first] + SEARCH_BYTES))
                 if wanted[first:last].any():
-                    begin = int(offsets[first])
-                    data = os.pread(file.fileno(), int(offsets[last - 1] + sizes[last - 1]) - begin, begin)
+                    data = os.pread(file.fileno(), int(ends[last - 1] - offsets[first]), int(offsets[first]))
                     for form in forms:
-                        self._mark(found, first, last, data, form, text)
+                        if form in data:
+                            found[first:last] |= self._found(first, last, data, form, text)
                 first = last
         return np.asarray(found & wanted)
 
-    def _mark(self, found: np.ndarray, first: int, last: int, data: bytes, form: bytes, text: str) -> None:
-        """Mark those of the rows [first, last), whose lines are `data`, that contain `form`, the text in JSON."""
-        begin = int(self.columns["offset"][first])
-        starts = (self.columns["offset"][first:last] - begin).tolist()
-        ends = (self.columns["size"][first:last]).tolist()
-        texts, afters = self.columns["text"][first:last].tolist(), self.columns["after"][first:last].tolist()
-        doubtful = form in _BETWEEN
-        place = data.find(form)
-        while place >= 0:
-            row = bisect_right(starts, place) - 1
-            start = starts[row]
-            if place < start + texts[row]:
-                place = data.find(form, start + texts[row])
+    def _found(self, first: int, last: int, data: bytes, form: bytes, text: str) -> list[bool]:
+        """Which of the rows [first, last), whose lines are `data`, contain `form`, the text in JSON."""
+        starts = self.columns["offset"][first:last] - self.columns["offset"][first]
+        names = ("prompt", "completion", "turns", "end", "size")
+        places = [(starts + self.columns[name][first:last]).tolist() for name in names]
+        find, gap = data.find, len(_COMPLETION)
+        hits = [
+            place if (place := find(form, prompt, completion)) >= 0 else find(form, completion + gap, end)
+            for prompt, completion, _, end, _ in zip(*places, strict=True)
+        ]
+        for number, hit in enumerate(hits):
+            if hit < 0 or (hit < places[2][number] and b"\\" not in data[hit - 5 : hit]):
                 continue
-            inside = place < start + afters[row]
-            plain = data[start + afters[row] - len(_PLAIN) : start + afters[row]] == _PLAIN
-            if inside and (doubtful or not plain or b"\\" in data[max(0, place - 6) : place]):
-                inside = decoded(_texts, data[start : start + ends[row]]).have(text)
-            found[first + row] |= inside
-            place = data.find(form, start + ends[row])
+            prompt, completion, turns, end, size = (place[number] for place in places)
+            found = unescaped(data, form, prompt, completion) or unescaped(data, form, completion + gap, turns)
+            if not found and turns < end:
+                found = decoded(_texts, data[starts[number] : size]).have(text)
+            hits[number] = 0 if found else -1
+        return [hit >= 0 for hit in hits]
+
+
+def texts_at(line: bytes) -> tuple[int, int, int, int]:
+    """Where the prompt begins, where prompt and completion end, and where the turns end.
+
+    Of a line in another order of keys, all is taken for turns.
+    """
+    prompt = line.find(_PROMPT)
+    completion = line.find(_COMPLETION, prompt)
+    turns = line.find(_TURNS, completion)
+    end = line.find(_AFTER, turns)
+    if not 0 <= prompt < completion < turns < end:
+        return 0, 0, 0, len(line)
+    return prompt + len(_PROMPT), completion, turns, turns if line.startswith(b"null", turns + len(_TURNS)) else end
+
+
+def unescaped(data: bytes, form: bytes, begin: int, end: int) -> bool:
+    """Whether a text in JSON occurs between two places without beginning inside of an escape."""
+    place = data.find(form, begin, end)
+    while place >= 0:
+        code = data.rfind(b"\\u", max(begin, place - 5), place)
+        inside = code + 1 if code >= 0 else place  # \uXXXX, if that backslash begins an escape
+        before = inside
+        while before > begin and data[before - 1] == BACKSLASH:
+            before -= 1
+        if (inside - before) % 2 == 0:
+            return True
+        place = data.find(form, place + 1, end)
+    return False
 
 
 class Index:
@@ -200,10 +210,11 @@ class Index:
         self._empty()
 
     def _empty(self) -> None:
-        self._blocks: list[dict[str, np.ndarray]] = []
+        kinds = {"offset": np.int64, **dict.fromkeys((*_PLACES[1:], *_CODED, "group"), np.int32), **_NUMBERS}
+        self._columns: dict[str, Column] = {name: Column(kind) for name, kind in kinds.items()}
+        self._rewards: dict[str, Column] = {}
         self._codes: dict[str, dict[Any, int]] = {name: {} for name in (*_CODED, "group")}
-        self._reward_names: dict[str, None] = {}
-        self._unreadable = 0
+        self._count = self._unreadable = 0
         self.table = self._table()
 
     def refresh(self) -> Iterator[None]:
@@ -212,13 +223,12 @@ class Index:
             self._empty()
         for start, data in self.tail.blocks():
             self._add(start, data)
-            if self.tail.size() - self.tail.offset < BLOCK_BYTES or len(self._blocks) % 64 == 0:
-                self.table = self._table()  # costs a copy of all columns
+            self.table = self._table()
             yield
 
     def _add(self, start: int, data: bytes) -> None:
         lines: list[Line] = []
-        places: list[tuple[int, int, int, int]] = []
+        places: list[tuple[int, ...]] = []
         position = 0
         while position < len(data):
             end = data.index(b"\n", position)
@@ -228,49 +238,33 @@ class Index:
             except ValueError:  # no JSON, no UTF-8, or another object
                 self._unreadable += bool(raw.strip())
             else:
-                text, after = raw.find(_TEXT), raw.find(_AFTER)
-                known = 0 <= text < after
-                places.append(
-                    (start + position, end - position, text if known else 0, after if known else end - position)
-                )
+                places.append((start + position, end - position, *texts_at(raw)))
             position = end + 1
         if lines:
-            self._blocks.append(self._columns(lines, places))
+            self._append(lines, places)
 
-    def _columns(self, lines: list[Line], places: list[tuple[int, int, int, int]]) -> dict[str, np.ndarray]:
-        columns = dict(zip(("offset", "size", "text", "after"), np.array(places, np.int64).T, strict=True))
-        for name in ("size", "text", "after"):
-            columns[name] = columns[name].astype(np.int32)
-        for name, kind in _NUMBERS.items():
-            values = [getattr(line, name) for line in lines]
-            columns[name] = np.array(values, np.float64 if kind is np.float64 else None).astype(kind)
+    def _append(self, lines: list[Line], places: list[tuple[int, ...]]) -> None:
+        values: dict[str, Any] = dict(zip(_PLACES, np.array(places, np.int64).T, strict=True))
+        values |= {name: np.array([getattr(line, name) for line in lines], kind) for name, kind in _NUMBERS.items()}
         for name in _CODED:
             codes = self._codes[name]
-            columns[name] = np.array([codes.setdefault(getattr(line, name), len(codes)) for line in lines], np.int32)
+            values[name] = [codes.setdefault(getattr(line, name), len(codes)) for line in lines]
         groups = self._codes["group"]
         keys = [(line.attempt, line.step, line.split, line.group_id) for line in lines]
-        columns["group"] = np.array([groups.setdefault(key, len(groups)) for key in keys], np.int32)
+        values["group"] = [groups.setdefault(key, len(groups)) for key in keys]
+        for name, found in values.items():
+            self._columns[name].put(self._count, found)
         for name in {name: None for line in lines for name in line.rewards}:
-            self._reward_names[name] = None
-            columns[f"rewards/{name}"] = np.array([line.rewards.get(name) for line in lines], np.float64)
-        return columns
+            column = self._rewards.setdefault(name, Column(np.float64, np.nan))
+            column.put(self._count, np.array([line.rewards.get(name) for line in lines], np.float64))
+        self._count += len(lines)
 
     def _table(self) -> Table:
-        names = ["offset", "size", "text", "after", *_NUMBERS, *_CODED, "group"]
-        rewards = {name: f"rewards/{name}" for name in self._reward_names}
-        if self._blocks:
-            self._blocks = [{name: self._joined(name) for name in (*names, *rewards.values())}]
-        whole = self._blocks[0] if self._blocks else {}
-        empty = np.zeros(0, np.int64)
         return Table(
             self.tail.path,
-            {name: whole.get(name, empty) for name in names},
-            {name: whole[column] for name, column in rewards.items()},
-            {name: dict(self._codes[name]) for name in _CODED},
-            dict(self._codes["group"]),
+            {name: column.view(self._count) for name, column in self._columns.items()},
+            {name: column.view(self._count) for name, column in self._rewards.items()},
+            self._codes,
+            self._codes["group"],
             self._unreadable,
         )
-
-    def _joined(self, name: str) -> np.ndarray:
-        parts = [block[name] if name in block else np.full(len(block["step"]), np.nan) for block in self._blocks]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -17,8 +17,8 @@ from swift.viewing.index import Texts
 @pytest.fixture(params=[8 << 20, 700])
 def block_bytes(request, monkeypatch):
     """Blocks that hold everything, and such that a line fits barely."""
-    for module in (tail, index):
-        monkeypatch.setattr(module, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(tail, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(index, "SEARCH_BYTES", request.param)
 
 
 def rows_of(table, wanted):
