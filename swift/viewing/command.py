@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -40,7 +41,7 @@ def run(resolved: Resolved) -> int:
     folders = find_runs(args.run)
     runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     with contextlib.closing(bind(args.host, args.port)) as listener, Reader(runs):
-        serve(runs, listener, args.host)
+        serve(runs, listener, args.host, as_json=args.json)
     return 0
 
 
@@ -68,11 +69,12 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(folder.relative_to(shared)) if folder != shared else folder.name for folder in folders]
 
 
-def serve(runs: Sequence[Run], listener: socket.socket, host: str) -> None:
+def serve(runs: Sequence[Run], listener: socket.socket, host: str, *, as_json: bool = False) -> None:
     """Serve until a signal comes; a second one does not wait for requests in flight."""
     token, port = secrets.token_urlsafe(24), listener.getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
-    server = Server(make_app(runs, token), f"ready http://{shown}:{port}/{token}/")
+    url = f"http://{shown}:{port}/{token}/"
+    server = Server(make_app(runs, token), json.dumps({"url": url}) if as_json else f"ready {url}")
     try:
         listener.listen(server.config.backlog)
     except OSError as error:  # another process has bound and listens at the port

@@ -11,18 +11,25 @@ LIMIT_S = 60
 
 
 class ViewProcess:
-    """A context manager that ends it; `url` is that of its ready line."""
+    """A context manager that ends it; `line` is what it prints when it is ready."""
 
     def __init__(self, *words: Any, wait: bool = True) -> None:
         command = [sys.executable, "-m", "swift", "view", *map(str, words)]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.url = self._ready() if wait else ""
+        self.line = self._first_line() if wait else ""
 
-    def _ready(self) -> str:
+    def _first_line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        assert line.startswith("ready "), line + self.wait()[1]
-        return line.split()[1]
+        assert line, self.wait()[1]
+        return line
+
+    @property
+    def url(self) -> str:
+        """Of the ready line."""
+        word, url = self.line.split()
+        assert word == "ready"
+        return url
 
     def __enter__(self) -> ViewProcess:
         return self

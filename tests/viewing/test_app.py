@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from conftest import completion, logged, read, recorded
 from fastapi.testclient import TestClient
+from run_folders import completion, logged, read, recorded
 
 from swift.viewing.app import make_app
 

@@ -1,14 +1,17 @@
 """`swift view`: the ready line, the end, and folders that are none of a run."""
 
+import json
 import signal
+import time
 
 import httpx
 import pytest
-from conftest import completion
+from run_folders import completion, logged
 from view_process import ViewProcess
 
 from swift.arguments import parse
 from swift.errors import ConfigError
+from swift.viewing import run
 from swift.viewing.command import find_runs, names_of
 
 
@@ -27,6 +30,30 @@ def test_it_serves_at_the_ready_line_until_a_signal(runs, signum):
         assert httpx.get(view.url.rsplit("/", 2)[0] + "/").status_code == 404
         code, errors = view.end(signum)
     assert (code, errors) == (0, "")
+
+
+def test_the_ready_line_may_be_json(runs):
+    with ViewProcess(runs.path, "--json", "true") as view:
+        assert httpx.get(json.loads(view.line)["url"] + "runs").status_code == 200
+
+
+def test_what_cannot_be_read_is_told_until_it_can(runs, monkeypatch):
+    monkeypatch.setattr(run, "LOOK_S", 0.01)
+    shown = runs.run()
+    log = runs.path / "logging.jsonl"
+    log.mkdir()
+    with run.Reader([shown]):
+        assert until(lambda: shown.problem.startswith("IsADirectoryError: "))
+        log.rmdir()
+        runs.write("logging.jsonl", logged(1))
+        assert until(lambda: shown.problem == "" and shown.log.last_step == 1)
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_a_taken_port_is_an_error_line(runs):

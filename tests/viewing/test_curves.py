@@ -1,7 +1,7 @@
 """Curves are those of read_log, thinned out without losing an extreme; marks have their steps."""
 
 import pytest
-from conftest import logged, read
+from run_folders import logged, read
 
 from swift.observability.jsonl import read_log, series
 from swift.viewing.curves import POINTS

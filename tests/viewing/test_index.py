@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from conftest import completion, read
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from run_folders import completion, read
 
 from swift.observability.jsonl import read_log
 from swift.viewing import index, tail

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import completion, recorded
+from run_folders import completion, recorded
 from tokenizers import Tokenizer
 
 from swift.viewing.tokens import pieces, tokenizer_file
