@@ -99,15 +99,26 @@ def float16_problems(args: Any) -> Iterator[str]:
 
 
 @dataclass(kw_only=True)
-class TrainerModeArguments(
-    CommonArguments, RunArguments, TrainerArguments, OptimizationArguments, StreamArguments, TunerArguments
-):
-    """Settings of the modes whose trainer is TRL's or transformers'."""
+class PluginArguments:
+    """Plugins of the modes whose trainer is TRL's or transformers'."""
 
     external_plugins: list[str] = flag(
         [], aliases=("custom_register_path",), joins=True, group="Run", everyday=False, resume="free"
     )
     """Python files that register methods of rlhf and optimizers."""
+
+
+@dataclass(kw_only=True)
+class TrainerModeArguments(
+    PluginArguments,
+    CommonArguments,
+    RunArguments,
+    TrainerArguments,
+    OptimizationArguments,
+    StreamArguments,
+    TunerArguments,
+):
+    """Settings of the modes whose trainer is TRL's or transformers'."""
 
     load_from_cache_file: bool = flag(True, group="Data", everyday=False, resume="free")
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""

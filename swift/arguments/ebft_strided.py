@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from swift.arguments.common import CommonArguments, model_missing, training_data_missing
+from swift.arguments.common import CommonArguments, PluginArguments, model_missing, training_data_missing
 from swift.arguments.ebft import FeatureArguments
 from swift.arguments.rlhf import MethodArguments
 from swift.data.arguments import DataArguments
@@ -17,6 +17,7 @@ from swift.trainers.arguments import OptimizationArguments, RunArguments
 
 @dataclass(kw_only=True)
 class StridedArguments(
+    PluginArguments,
     CommonArguments,
     RunArguments,
     OptimizationArguments,
