@@ -202,10 +202,10 @@ def is_local(host: str) -> bool:
 
 @dataclass(kw_only=True)
 class DoctorArguments(CommonArguments):
-    """`swift doctor`: the health alerts of a run."""
+    """`swift doctor`: whether the machine can train, or why a run is sick."""
 
-    run: str | None = flag(unset=REQUIRED)
-    """Folder of the run, or of runs, of which it is the newest."""
+    run: str | None = flag(unset="the machine is examined")
+    """Folder of the run that is diagnosed, or of runs, of which it is the newest."""
 
 
 @dataclass(kw_only=True)

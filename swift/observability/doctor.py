@@ -1,48 +1,113 @@
-"""`swift doctor DIR`: the health alerts of a run."""
+"""`swift doctor`: whether the machine can train; `swift doctor RUN`: why a run is sick, its time, its alerts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, counted, printable, unusable
+from swift.errors import ConfigError, ResourceError, counted, printable, unusable
 from swift.observability.curves import ALERTS, LOGGING
+from swift.observability.diagnosis import diagnose, to_json
+from swift.observability.evidence import Row, ends_of, gather
+from swift.observability.findings import CAUSES, Finding, percent
 from swift.observability.jsonl import read_jsonl
+from swift.observability.leftovers import leftovers
+from swift.observability.machine import Check, accelerators, disks, hubs, memory, ports, python, torch_build
+from swift.observability.packages import packages
 from swift.observability.run_dir import list_versions
+from swift.observability.time_spent import time_of
 
 if TYPE_CHECKING:
     from swift.arguments import Resolved
 
+COMPLETIONS = "completions.jsonl"
 _PLACE: dict[str, type] = {"step": int, "attempt": int}
 _ALERT = {**_PLACE, "rule": str, "sentence": str}
+_COMPLETION = {**_PLACE, "split": str, "prompt": str, "completion": str, "rewards": dict, "columns": dict}
 
 
 def run(resolved: Resolved) -> int:
-    """The mode: prints the alerts that count, oldest first; returns 0."""
+    """The mode; returns 0, or for a machine with an error 3."""
     args: Any = resolved.args
-    folder, attempts = newest_run(args.run, LOGGING), dict[int, int]()
-    for line in checked_rows(folder / LOGGING, _PLACE):
-        attempts[line["step"]] = max(line["attempt"], attempts.get(line["step"], 0))
-    if not attempts:
+    return machine(as_json=args.json) if args.run is None else of_run(args.run, as_json=args.json)
+
+
+def examine() -> list[Check]:
+    """All checks of the machine, in the order of the table; takes seconds, most of them for importing torch."""
+    parts = (python, torch_build, accelerators, packages, memory, disks, ports)
+    with ThreadPoolExecutor(1) as pool:  # hubs may take their whole time limit
+        asked = pool.submit(lambda: list(hubs(clock=time.time)))
+        found = [check for part in parts for check in part()]
+        return [*found, *asked.result(), *leftovers()]
+
+
+def machine(*, as_json: bool) -> int:
+    """Prints the table of checks."""
+    checks = examine()
+    if as_json:
+        print(json.dumps({"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            print(printable(f"{check.status:<7}  {check.name:<{width}}  {check.found}"))
+            if check.fix:
+                print(printable(f"{'':7}  {'':{width}}  fix: {check.fix}"))
+        errors, warnings = (sum(check.status == status for check in checks) for status in ("error", "warning"))
+        print(f"{counted(errors, 'error')}, {counted(warnings, 'warning')}")
+    return ResourceError.exit_code if any(check.status == "error" for check in checks) else 0
+
+
+def of_run(given: str, *, as_json: bool) -> int:
+    """Prints the diagnosis of a run and its alerts that count, oldest first."""
+    folder = newest_run(given, LOGGING)
+    log = newest_attempts(list(checked_rows(folder / LOGGING, _PLACE)))
+    if not log:
         raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
+    attempts = {row["step"]: row["attempt"] for row in log}
     rows = checked_rows(folder / ALERTS, _ALERT)
-    found = [alert for alert in rows if alert["attempt"] >= attempts.get(alert["step"], 0)]
-    newest: dict[int, int] = {}
-    for alert in found:  # the latest attempt of a step counts
-        newest[alert["step"]] = max(alert["attempt"], newest.get(alert["step"], 0))
-    current = [alert for alert in found if alert["attempt"] == newest[alert["step"]]]
-    alerts = sorted(current, key=lambda alert: alert["step"])
-    if args.json:
-        print(json.dumps(alerts, indent=2))
+    alerts = newest_attempts([alert for alert in rows if alert["attempt"] >= attempts.get(alert["step"], 0)])
+    completions = ends_of(folder / COMPLETIONS, lambda path: list(checked_rows(path, _COMPLETION)))
+    with unusable(f"--run: {folder}: args.json, attempts.jsonl or rollouts cannot be read", "; choose another run"):
+        evidence = gather(folder, log, newest_attempts(completions))
+    findings, spent = diagnose(evidence), time_of(evidence)
+    if as_json:
+        print(json.dumps({**to_json(findings, spent), "alerts": alerts}, indent=2))
         return 0
-    if folder != Path(args.run).expanduser():
+    if folder != Path(given).expanduser():
         print(f"run: {folder}")
-    for alert in alerts:
-        print(printable(f"step {alert['step']}: {alert['rule']}: {alert['sentence']}"))
+    for line in (*report(findings, spent), *(f"step {a['step']}: {a['rule']}: {a['sentence']}" for a in alerts)):
+        print(printable(line))
     print(f"{counted(len(alerts), 'alert')} in {counted(len(attempts), 'logged step')}")
     return 0
+
+
+def report(findings: Sequence[Finding], spent: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a diagnosis: the verdict with evidence and fix, the next candidates, the time."""
+    if not findings:
+        yield "healthy"
+    for number, finding in enumerate(findings):
+        if number == 1:
+            yield "less likely:"
+        yield f"{finding.cause} ({percent(finding.confidence)}): {CAUSES[finding.cause]}"
+        yield from (f"  {said}" for said in finding.evidence)
+        yield f"  fix: {finding.fix}"
+    if spent:
+        parts = ", ".join(f"{name} {percent(share)}" for name, share in spent["shares"].items() if share >= 0.01)
+        yield f"time: {spent['step_s']:.2f} s a step; {parts}"
+        yield f"  {spent['setting']}: {spent['why']}"
+
+
+def newest_attempts(rows: Sequence[Row]) -> list[Row]:
+    """The rows that count: of each step those of its latest attempt, by step."""
+    newest: dict[int, int] = {}
+    for row in rows:
+        newest[row["step"]] = max(row["attempt"], newest.get(row["step"], 0))
+    return sorted((row for row in rows if row["attempt"] == newest[row["step"]]), key=lambda row: row["step"])
 
 
 def newest_run(given: str, file: str) -> Path:

@@ -13,7 +13,7 @@ builds the files, which are complete or do not exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,10 +56,11 @@ class RolloutRecord:
     """Writes the files of a run, in the background; a failure is raised by the next call.
 
     setting: `--record_rollouts`. reward_names: of the reward functions, then of the models. logprob_support: of the
-    engines (`swift.rollout.engines.base`).
+    engines (`swift.rollout.engines.base`). as_text: makes text with special tokens of token ids, for one prompt a step.
     """
 
     logprob_support = "full"
+    as_text: Callable[[Sequence[int]], str] | None = None
 
     def __init__(self, run_dir: Path, setting: str, reward_names: Sequence[str]) -> None:
         self.folder, self.setting, self.reward_names = run_dir / FOLDER, setting, list(reward_names)
@@ -90,7 +91,7 @@ class RolloutRecord:
         self.folder.mkdir(exist_ok=True)
         about = {
             "step": step, "reward_names": self.reward_names, "logprob_support": self.logprob_support,
-            "metrics": metrics,
+            "metrics": metrics, "prompt": self.as_text(list(rows[0]["prompt_ids"])) if self.as_text and rows else "",
         }  # fmt: skip
         table = table_of(rows).replace_schema_metadata({"swift": json.dumps(about)})
         path = step_file(self.folder, step)
@@ -133,7 +134,8 @@ def recorded_steps(run: str | Path) -> list[int]:
 
 
 def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]]:
-    """The table of a step, and what is said of it: `step`, `reward_names`, `logprob_support`, `metrics`.
+    """The table of a step, and what is said of it: `step`, `reward_names`, `logprob_support`, `metrics`,
+    `prompt` (the first one as text with special tokens).
 
     Raises:
         ConfigError: there is no such file.

@@ -109,7 +109,6 @@ HEALTH = {
         lambda d: rules(d, "kll: 1\nentropi_low: 2"),
         "kll: no such rule; nearest: kl | nearest: entropy_low",
     ),
-    "doctor without a run": (lambda d: ["doctor"], "--run: missing"),
     "doctor of no run": (lambda d: ["doctor", "--run", d.folder], "--run: | no logging.jsonl in it"),
 }
 

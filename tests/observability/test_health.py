@@ -206,9 +206,10 @@ def test_the_doctor_lists_the_alerts_that_count(tmp_path, capsys):
     steps = [(1, 3), (1, 5), (1, 9), (2, 3), (2, 9)]
     JsonlWriter(tmp_path / "logging.jsonl").write(*[{"attempt": a, "step": s} for a, s in steps])
     assert doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))) == 0
-    assert capsys.readouterr().out.splitlines() == ["step 5: kl: 1", "step 9: kl: 2", "2 alerts in 3 logged steps"]
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["healthy", "step 5: kl: 1", "step 9: kl: 2", "2 alerts in 3 logged steps"]
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=True)))
-    assert json.loads(capsys.readouterr().out) == [rows[0], rows[2]]
+    assert json.loads(capsys.readouterr().out) == {"causes": [], "time": {}, "alerts": [rows[0], rows[2]]}
 
 
 ALERT = {"attempt": 1, "step": 1, "rule": "kl", "value": 3.0, "sentence": "\x1b[2Jhigh"}
@@ -224,6 +225,7 @@ def test_the_doctor_finds_the_newest_run_and_writes_control_characters_out(tmp_p
     assert doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))) == 0
     assert capsys.readouterr().out.splitlines() == [
         f"run: {tmp_path / 'v10-20250101-000000'}",
+        "healthy",
         "step 1: kl: \\x1b[2Jv10-20250101-000000",
         "1 alert in 1 logged step",
     ]

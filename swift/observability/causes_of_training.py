@@ -1,0 +1,381 @@
+"""Causes of a sick run that lie in its updates, its sampler, its template or its machine, as in `causes_of_rewards`."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+
+from swift.errors import counted
+from swift.observability.causes_of_rewards import closed_answers, correlation
+from swift.observability.evidence import Evidence, Series
+from swift.observability.findings import Finding, between, percent, steps_of
+
+MOVED = {"full": 1e-5, "adapter": 1e-4}
+"""The sum of all learning rates below which no weight can have moved much: Adam moves it by at most about that. Weights
+of language models are about 0.02; those of an adapter start at 0 and are multiplied."""
+ENDS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>|<\|endoftext\|>|<end_of_turn>|<\|end\|>|<eos>")
+HEADER = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|(?:^|\n)\[?(?:user|assistant|system)\]?:?\n"
+)
+"""Ends and headers of turns in the usual templates."""
+
+
+def non_finite(e: Evidence) -> Iterator[Finding]:
+    """Skipped updates, losses that are not numbers."""
+    skipped = e.total("health/nan_skips")
+    null = [row["step"] for row in e.log if "loss" in row and row["loss"] is None]
+    ended = [reason for reason in e.reasons if re.search(r"non-finite|not finite|\bnan\b", reason, re.IGNORECASE)]
+    if not (skipped or null or ended):
+        return
+    share = max(skipped, len(null)) / max(1, len(e.log))
+    evidence = [f"health/nan_skips adds up to {skipped:.0f}"] if skipped else []
+    evidence += [f"the loss is not finite at {steps_of(null)}"] if null else []
+    evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
+    fix = "--torch_dtype bfloat16, a lower --learning_rate; a plugin's loss or reward may divide by 0"
+    yield Finding("non_finite", max(between(share, 0.0, 0.2, 0.6, 0.95), 0.9 if ended else 0), evidence, fix)
+
+
+def learning_rate_high(e: Evidence) -> Iterator[Finding]:
+    """Updates that are far too large show in several metrics at once, and the reward falls."""
+    reward, kl, norm, entropy = e.reward, e.series("kl"), e.series("grad_norm"), e.series("entropy")
+    region, rate = e.series("clip_ratio/region_mean"), e.series("learning_rate")
+    signs: list[tuple[float, str]] = []
+    if kl and max(kl.values) > 1 and e.arg("beta", 0) < 0.5 and kl.values[0] < 0.05:
+        signs.append((0.3 if max(kl.values) < 5 else 0.45, f"kl reaches {max(kl.values):.2g}"))
+    if norm and norm.edge < len(norm.values) and max(norm.values) > 10 * max(1e-9, norm.first) and max(norm.values) > 3:
+        signs.append((0.25, f"grad_norm from {norm.first:.2g} up to {max(norm.values):.2g}"))
+    if region and region.mean > 0.3:
+        signs.append((0.3, f"clip_ratio/region_mean is {region.mean:.2f}"))
+    if entropy and len(entropy.values) > 1:
+        step, change = _jump(entropy)
+        if change > 0.5:
+            signs.append((0.25, f"entropy changes by {percent(change)} at step {step}"))
+    broken = _texts_break(e)
+    signs += [(0.3, broken)] if broken else []
+    span = reward.best - min(reward.values) if reward else 0.0
+    fell = reward and span > 0 and reward.best - reward.last > 0.6 * span and reward.trend < 1
+    if fell and reward.best - reward.last > 3 * _noise(reward):
+        signs.append((0.35, f"reward falls from {reward.best:.3f} to {reward.last:.3f}"))
+    total = sum(weight for weight, _ in signs)
+    if not signs or not rate or (not fell and not broken and total < 0.6):
+        return
+    evidence = [said for _, said in signs] + [f"learning_rate is up to {max(rate.values):.1e}"]
+    yield Finding(
+        "learning_rate_high",
+        min(0.95, 0.15 + total),
+        evidence,
+        f"--learning_rate {max(rate.values) / 10:.0e} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
+    )
+
+
+def _jump(series: Series) -> tuple[int, float]:
+    """The largest relative change between neighbours, and its step."""
+    top = max(map(abs, series.values)) or 1.0
+    pairs = zip(series.steps[1:], series.values, series.values[1:], strict=False)
+    return max(((step, abs(b - a) / top) for step, a, b in pairs), key=lambda one: one[1])
+
+
+def _noise(series: Series) -> float:
+    """Standard error of a mean over `edge` values, from the differences of neighbours."""
+    steps = [b - a for a, b in zip(series.values, series.values[1:], strict=False)]
+    return statistics.pstdev(steps) / (2 * series.edge) ** 0.5 if len(steps) > 1 else 0.0
+
+
+def _texts_break(e: Evidence) -> str:
+    """Texts that had a form at the beginning and have none at the end, or end at once, or never."""
+    ends = e.by_step(lambda row: float(row["finish_reason"] == "stop"))
+    if ends and ends.first > 0.6 and ends.last < 0.2:
+        return f"completions that end by themselves fall from {percent(ends.first)} to {percent(ends.last)}"
+    length = e.series("completions/mean_length")
+    if length and length.first > 8 and length.last < 0.15 * length.first and not e.learns:
+        return f"completions/mean_length falls from {length.first:.0f} to {length.last:.1f}"
+    return ""
+
+
+def learning_rate_low(e: Evidence) -> Iterator[Finding]:
+    """Rewards differ and gradients flow, and the policy stays what it was."""
+    rate, kl, norm, entropy = (e.series(key) for key in ("learning_rate", "kl", "grad_norm", "entropy"))
+    flat = e.series("frac_reward_zero_std")
+    if not rate or len(rate.values) < 10 or e.learns or (flat and flat.mean > 0.8) or (norm and max(norm.values) == 0):
+        return
+    per_line = statistics.fmean([b - a for a, b in zip([0, *rate.steps], rate.steps, strict=False)])
+    total, bound = sum(rate.values) * per_line, MOVED["full" if e.arg("tuner_type") == "full" else "adapter"]
+    still = bool(kl) and abs(kl.last) < 1e-5
+    if entropy and len(entropy.values) > 1 and abs(entropy.values[-1] / (entropy.values[0] or 1) - 1) > 0.1:
+        return
+    if total > (100 * bound if still else bound):
+        return
+    evidence = [f"the learning rates of all {rate.steps[-1]} steps add up to {total:.1e}; weights cannot move by more"]
+    evidence += [f"kl is {kl.last:.1e} at the end"] if still else []
+    evidence += [f"reward stays at {e.reward.mean:.3f} although rewards differ inside of groups"] if e.reward else []
+    warm = (
+        rate.values[-1] == max(rate.values) > 3 * rate.values[len(rate.values) // 2] and e.arg("warmup_ratio", 0) > 0.5
+    )
+    wanted = 1e-5 if e.arg("tuner_type") == "full" else 1e-4
+    fix = "--warmup_ratio 0.05" if warm else f"--learning_rate {wanted:.0e}"
+    yield Finding("learning_rate_low", 0.5 + 0.25 * still + between(total / bound, 1, 0.1, 0.1, 0.2), evidence, fix)
+
+
+def dead_adapter(e: Evidence) -> Iterator[Finding]:
+    """B that stays 0, a KL that stays 0, or an engine that samples without the adapter."""
+    if e.arg("tuner_type", "full") == "full":
+        return
+    kl, norm, rate = e.series("kl"), e.series("grad_norm"), e.series("learning_rate")
+    differ = e.series("frac_reward_zero_std")
+    fix = "check --target_modules, --freeze_parameters and plugins; `swift infer --adapters` shows the adapter's effect"
+    moved = bool(norm) and max(norm.values) > 0
+    if e.adapter and max(e.adapter) == 0 and moved:
+        yield Finding("dead_adapter", 0.96, [f"all {len(e.adapter)} B matrices of the newest checkpoint are 0"], fix)
+    elif norm and max(norm.values) == 0 and (not differ or differ.mean < 1):
+        yield Finding("dead_adapter", 0.9, [f"grad_norm is 0 at {steps_of(norm.steps)} although rewards differ"], fix)
+    elif len(kl.values) > 8 and max(map(abs, kl.values)) < 1e-7 and rate and sum(rate.values) > MOVED["adapter"]:
+        yield Finding(
+            "dead_adapter",
+            0.85,
+            [f"kl stays below 1e-7 although the learning rates add up to {sum(rate.values):.1e}"],
+            fix,
+        )
+    gap, age = e.series("mismatch/kl"), e.series("off_policy/max")
+    if gap and gap.trend > 3 and gap.last > 100 * max(abs(gap.values[0]), 1e-8) and not (age and max(age.values)):
+        said = f"mismatch/kl grows from {gap.values[0]:.1e} to {gap.last:.1e} although no token is old"
+        yield Finding(
+            "dead_adapter",
+            0.8,
+            [said, "so the engine does not have what the trainer trains"],
+            "--vllm_enable_lora false",
+        )
+
+
+def entropy_collapse(e: Evidence) -> Iterator[Finding]:
+    """The policy samples the same, without having solved its task."""
+    entropy = e.series("entropy")
+    shares: dict[int, list[float]] = defaultdict(list)
+    for rows in e.groups:
+        shares[rows[0]["step"]].append(len({row["completion"] for row in rows}) / len(rows))
+    distinct = Series(list(shares), [statistics.fmean(values) for values in shares.values()])
+    low = bool(entropy) and entropy.values[-1] < 0.05 and entropy.values[-1] < 0.25 * entropy.values[0]
+    same = bool(distinct) and distinct.last < 0.4
+    if not (low or same):
+        return
+    highest = max((row["reward"] for row in e.completions if isinstance(row.get("reward"), int | float)), default=0.0)
+    solved = bool(e.reward) and e.reward.last >= 0.8 * highest > 0
+    evidence = [f"entropy from {entropy.values[0]:.3f} to {entropy.values[-1]:.4f}"] if low else []
+    if same:
+        evidence.append(f"different texts inside of a group from {percent(distinct.first)} to {percent(distinct.last)}")
+    strength = (0.65 if low and same else 0.5) + between(distinct.last if distinct else 1.0, 0.4, 0.15, 0.05, 0.25)
+    cold = e.arg("temperature", 1.0) < 0.4
+    evidence += [f"--temperature is {e.arg('temperature'):g}"] if cold else []
+    fix = (
+        "--temperature 1.0"
+        if cold
+        else "--temperature 1.0, a lower --learning_rate, --beta 0.04 or --entropy_coef 0.01"
+    )
+    yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix)
+
+
+def endings(e: Evidence) -> Iterator[Finding]:
+    """Completions that are cut: too early, or because nothing ends them."""
+    cut = e.by_step(lambda row: float(row["finish_reason"] == "length"))
+    if not cut or cut.late.mean < 0.5:
+        return
+    rows = [row for row in e.completions if row["finish_reason"] == "length"]
+    stopped = 1 - len(rows) / len(e.completions)
+    past = statistics.fmean(closed_answers(row) for row in rows)
+    inside = statistics.fmean(bool(ENDS.search(row["completion"])) for row in rows)
+    turns = statistics.fmean(bool(HEADER.search(row["completion"])) for row in rows)
+    opened = statistics.fmean(_is_open(row["completion"]) for row in rows)
+    entropy = e.series("entropy")
+    untrained = bool(entropy) and entropy.values[0] > 3
+    limit = e.arg("max_completion_length")
+    fact = f"{percent(cut.late.mean)} of the completions are cut at {limit} tokens ({steps_of(cut.late.steps)})"
+    goes_on = max(past, inside, turns)
+    weaker = (0.5 if e.learns else 1.0) * (0.6 if untrained else 1.0) * min(1.0, len(e.log) / 8)
+    if stopped < 0.1 and goes_on > 0.2:
+        said = {past: "go on after their answer", turns: "write another turn", inside: "have an end token inside"}[
+            goes_on
+        ]
+        yield Finding(
+            "never_stops",
+            between(goes_on, 0.2, 0.6, 0.6, 0.92) * weaker,
+            [fact, f"{percent(goes_on)} of these {said}; {percent(stopped)} of all end by themselves"],
+            "check eos_token_id in generation_config.json and the template's end of turn, or --stop_words '<end>'",
+        )
+    evidence = [fact, f"{percent(opened)} of these end inside of an open tag, box or number"]
+    strength = between(cut.late.mean, 0.5, 0.9, 0.35, 0.55) + between(opened, 0.3, 0.8, 0.1, 0.35)
+    yield Finding(
+        "truncation",
+        strength * weaker * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
+        evidence,
+        f"--max_completion_length {2 * (limit or 512)}; --overlong_filter true or soft_overlong meanwhile",
+    )
+
+
+def _is_open(text: str) -> bool:
+    """Whether a text ends inside of a tag, a box, or before its answer's end."""
+    tags = ("think", "answer")
+    return any(text.count(f"<{tag}>") > text.count(f"</{tag}>") for tag in tags) or text.count("\\boxed{") > text.count(
+        "}"
+    )
+
+
+def template_wrong(e: Evidence) -> Iterator[Finding]:
+    """Prompts on record that begin twice, leave a turn open, or do not begin the answer."""
+    problems: list[tuple[float, str]] = []
+    prompts = [list(row["prompt_ids"]) for row in e.record if len(row["prompt_ids"]) > 3]
+    if prompts and len({tuple(prompt) for prompt in prompts}) > 1 and all(prompt[0] == prompt[1] for prompt in prompts):
+        problems.append((0.9, f"every prompt begins with token {prompts[0][0]} twice (double BOS)"))
+    text = str(e.about.get("prompt", ""))
+    opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
+    last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
+    if opened and last_end > last_start:
+        problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
+    elif opened > closed + 1:
+        problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
+    heads = e.by_step(
+        lambda row: float(bool(re.match(r"\s*(?:<\|im_start\|>|\[?(?:assistant|user|system)\]?\b)", row["completion"])))
+    )
+    if heads and heads.mean > 0.2:
+        problems.append((0.7, f"{percent(heads.mean)} of the completions begin with the header of a turn"))
+    if problems:
+        strength = min(0.97, max(weight for weight, _ in problems) + 0.05 * (len(problems) - 1))
+        yield Finding(
+            "template_wrong",
+            strength,
+            [said for _, said in problems],
+            "--template of the model's family, or mend chat_template in its tokenizer_config.json",
+        )
+
+
+_STARTS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>")
+
+
+def mismatch(e: Evidence) -> Iterator[Finding]:
+    """Log-probs of engine and trainer that differ, by the age of the tokens."""
+    biased, age = e.series("mismatch/biased"), e.series("off_policy/max")
+    gap, ratio = e.series("mismatch/logp_abs_diff_mean"), e.series("mismatch/kl")
+    bound = 0.02 if e.arg("torch_dtype") == "float32" else 0.05
+    old = bool(age) and age.mean >= 1
+    ended = [r for r in e.reasons if re.search(r"engine and trainer disagree|parity", r, re.IGNORECASE)]
+    if ((not gap or gap.mean < bound) and not ended) or (biased and biased.mean):
+        return
+    evidence = [
+        f"mismatch/logp_abs_diff_mean is {gap.mean:.3g}, mismatch/kl {ratio.mean:.2g}"
+        if gap and ratio
+        else ended[0][:160]
+    ]
+    fresh = _fresh_gap(e)
+    grows = gap and gap.values[0] < 0.3 * gap.mean and old
+    if old and (grows or (fresh is not None and fresh < 0.5 * gap.mean)):
+        evidence.append(f"tokens are {age.mean:.1f} steps old in the mean, up to {max(age.values):.0f}")
+        evidence += [f"those of the newest version differ by {fresh:.2g} only"] if fresh is not None else []
+        yield Finding(
+            "stale_weights",
+            between(gap.mean, bound, 5 * bound, 0.6, 0.92),
+            evidence,
+            "--max_staleness 1, --vllm_sync_interval 1, --prefetch_depth 1, or --off_policy_sequence_mask_delta 0.5",
+        )
+        return
+    at_first = f"already at step {gap.steps[0]}: {gap.values[0]:.3g}" if gap else ""
+    strength = between(gap.mean, bound, 5 * bound, 0.6, 0.93) if gap else 0.0
+    yield Finding(
+        "sampler_mismatch",
+        max(strength, 0.9 if ended else 0.0),
+        [*evidence, at_first],
+        "--parity_check start names the layer; same --torch_dtype, template and temperature on both sides",
+    )
+
+
+def _fresh_gap(e: Evidence) -> float | None:
+    """Mean difference of log-probs on record in completions whose tokens were of the newest version of their step."""
+    found: list[float] = []
+    for row in e.record:
+        theirs, ours = row["sampler_logprobs"], row["old_logprobs"]
+        fresh = bool(row["versions"]) and all(version >= row["step"] - 1 for version, _, _ in row["versions"])
+        if fresh and theirs is not None and ours is not None and len(theirs) == len(ours) and len(ours):
+            found.append(float(abs(theirs - ours).mean()))
+    return statistics.fmean(found) if found else None
+
+
+def reference_drift(e: Evidence) -> Iterator[Finding]:
+    """The KL term is larger than what the rewards ask for."""
+    kl, beta = e.series("kl"), float(e.arg("beta", 0.0))
+    if not kl or not beta:
+        return
+    pull, first = beta * kl.late.mean, kl.values[0]
+    evidence = [
+        f"kl is {kl.late.mean:.3g} in the second half: times beta {beta:g} it is {pull:.2g}; advantages are about 1"
+    ]
+    if first > 0.05:
+        evidence.append(
+            f"kl is {first:.2g} at step {kl.steps[0]} already: the reference is not the model that the run began with"
+        )
+        yield Finding(
+            "reference_drift",
+            between(first, 0.05, 0.5, 0.6, 0.92),
+            evidence,
+            "--ref_model with the model of --model, or --beta 0",
+        )
+    elif pull > 0.1 and not e.learns:
+        strength = between(pull, 0.1, 0.5, 0.5, 0.75) + (0.15 if beta >= 0.5 else 0)
+        yield Finding(
+            "reference_drift",
+            min(0.93, strength),
+            evidence,
+            f"--beta {min(beta / 10, 0.04):g}, or --sync_ref_model true",
+        )
+    elif beta >= 0.5 and not e.learns and e.reward and abs(e.reward.trend) < 3:
+        evidence.append(f"reward stays at {e.reward.mean:.3f}")
+        yield Finding("reference_drift", between(beta, 0.5, 5, 0.5, 0.85), evidence, "--beta 0.04")
+
+
+def engine_flapping(e: Evidence) -> Iterator[Finding]:
+    """Restarts of engines."""
+    restarts = e.series("health/engine_restarts")
+    total, at = sum(restarts.values), [s for s, v in zip(restarts.steps, restarts.values, strict=True) if v]
+    ended = [reason for reason in e.reasons if "engine_restarts" in reason]
+    if total or ended:
+        evidence = [f"{total:.0f} restarts, at {steps_of(at)}"] if total else []
+        yield Finding(
+            "engine_flapping",
+            max(between(total, 1, 4, 0.5, 0.95), 0.9 if ended else 0),
+            [*evidence, *ended[:1]],
+            "read logs/attempt-<k>/engine-<n>.log; often out of memory: a lower --vllm_gpu_memory_utilization",
+        )
+
+
+def memory_growth(e: Evidence) -> Iterator[Finding]:
+    """Main memory of rank 0 that grows all the time."""
+    rss = e.series("perf/rss_gib")
+    late = Series(rss.steps[len(rss.steps) // 3 :], rss.values[len(rss.values) // 3 :])
+    if len(late.values) < 6:
+        return
+    grown, rising = (
+        late.values[-1] / late.values[0] - 1,
+        sum(b > a for a, b in zip(late.values, late.values[1:], strict=False)),
+    )
+    steady = rising / (len(late.values) - 1)
+    if grown > 0.05 and steady > 0.7 and correlation(list(late.steps), list(late.values)) > 0.95:
+        said = f"perf/rss_gib from {late.values[0]:.2f} to {late.values[-1]:.2f} ({steps_of(late.steps)})"
+        yield Finding(
+            "memory_growth",
+            between(grown, 0.05, 0.3, 0.6, 0.95),
+            [said, f"it rises in {percent(steady)} of the log lines"],
+            "look for lists that grow in plugins (reward functions, callbacks); --save_steps and resume meanwhile",
+        )
+
+
+RULES = (
+    non_finite,
+    learning_rate_high,
+    learning_rate_low,
+    dead_adapter,
+    entropy_collapse,
+    endings,
+    template_wrong,
+    mismatch,
+    reference_drift,
+    engine_flapping,
+    memory_growth,
+)

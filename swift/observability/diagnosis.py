@@ -1,0 +1,85 @@
+"""Weighs what the rules find in a run against each other, and tells its most likely cause first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from swift.observability import causes_of_rewards, causes_of_training, time_spent
+from swift.observability.evidence import Evidence
+from swift.observability.findings import Finding
+
+SICK = 0.5
+"""Confidence from which a run is sick."""
+CANDIDATE = 0.2
+NEXT = 2
+"""Candidates that are told beside the most likely cause."""
+
+EXPLAINS = {
+    "reward_failing": ("zero_variance_hard", "reward_constant", "slow_reward", "non_finite", "zero_variance_easy"),
+    "reward_unparsed": ("zero_variance_hard", "reward_constant"),
+    "reward_constant": ("zero_variance_hard", "zero_variance_easy"),
+    "rewards_cancel": (
+        "zero_variance_hard",
+        "zero_variance_easy",
+        "reward_hacked",
+        "learning_rate_low",
+        "reward_constant",
+    ),
+    "template_wrong": ("never_stops", "truncation", "zero_variance_hard", "reward_constant"),
+    "never_stops": ("truncation", "zero_variance_hard", "reward_constant"),
+    "truncation": ("zero_variance_hard", "reward_constant"),
+    "length_hacking": ("truncation", "reward_hacked", "never_stops"),
+    "learning_rate_high": (
+        "entropy_collapse",
+        "reference_drift",
+        "non_finite",
+        "never_stops",
+        "truncation",
+        "zero_variance_hard",
+    ),
+    "dead_adapter": ("learning_rate_low", "sampler_mismatch"),
+    "stale_weights": ("sampler_mismatch", "learning_rate_high"),
+    "sampler_mismatch": ("learning_rate_high",),
+    "reward_hacked": ("entropy_collapse", "zero_variance_easy"),
+    "entropy_collapse": ("zero_variance_hard", "zero_variance_easy"),
+    "non_finite": ("learning_rate_low",),
+    "engine_flapping": ("slow_engine",),
+    "data_repeated": (),
+}
+"""Cause -> what follows from it. If both are found, the cause comes first, whatever their confidence."""
+
+RULES = (*causes_of_rewards.RULES, *causes_of_training.RULES, *time_spent.RULES)
+
+
+def diagnose(e: Evidence) -> list[Finding]:
+    """The causes, most likely first; [] for a healthy run."""
+    best: dict[str, Finding] = {}
+    for rule in RULES:
+        for finding in rule(e):
+            if finding.confidence > best.get(finding.cause, Finding("", 0.0, (), "")).confidence:
+                best[finding.cause] = finding
+    ranked = sorted(weighed(best), key=lambda finding: -finding.confidence)
+    if not ranked or ranked[0].confidence < SICK:
+        return []
+    return [finding for finding in ranked[: NEXT + 1] if finding.confidence >= CANDIDATE]
+
+
+def weighed(found: dict[str, Finding]) -> list[Finding]:
+    """The findings, those lowered that another one explains."""
+    confidence = {cause: finding.confidence for cause, finding in found.items()}
+    for cause, effects in EXPLAINS.items():
+        for effect in effects:
+            if found.get(cause, Finding("", 0.0, (), "")).confidence >= SICK and effect in confidence:
+                confidence[effect] = min(confidence[effect], 0.8 * found[cause].confidence)
+    return [replace(finding, confidence=round(confidence[cause], 2)) for cause, finding in found.items()]
+
+
+def to_json(findings: Sequence[Finding], time: dict[str, Any]) -> dict[str, Any]:
+    """What `--json true` prints of a run."""
+    causes = [
+        {"cause": one.cause, "confidence": one.confidence, "evidence": list(one.evidence), "fix": one.fix}
+        for one in findings
+    ]
+    return {"causes": causes, "time": time}

@@ -1,0 +1,163 @@
+"""Where the time of a run goes, the causes among it, and the one setting that would save most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from swift.observability.evidence import Evidence
+from swift.observability.findings import Finding, between, percent
+from swift.observability.summary import PHASES, steps_covered
+
+WAITS = ("wait_rollout", "wait_train")
+
+
+def shares(e: Evidence) -> dict[str, float]:
+    """Share of the step time by phase, waiting included; {} if nothing was timed."""
+    timed = [row for row in e.log if isinstance(row.get("step_time"), int | float)]
+    if not timed:
+        return {}
+    covered = steps_covered(timed)
+    whole = math.fsum(row["step_time"] * steps for row, steps in zip(timed, covered, strict=True))
+    found = {}
+    for phase in (*PHASES, *WAITS):
+        seconds = [
+            row[f"time/{phase}"] * n
+            for row, n in zip(timed, covered, strict=True)
+            if isinstance(row.get(f"time/{phase}"), int | float)
+        ]
+        if seconds and whole:
+            found[phase] = math.fsum(seconds) / whole
+    return found
+
+
+def time_of(e: Evidence) -> dict[str, Any]:
+    """Seconds per step, shares of the phases, and the setting that would save most, with its reason."""
+    parts = shares(e)
+    if not parts:
+        return {}
+    step_s = e.series("step_time").mean
+    setting, why = _advice(e, parts)
+    rounded = {name: round(share, 3) for name, share in sorted(parts.items(), key=lambda item: -item[1])}
+    return {"step_s": round(step_s, 3), "shares": rounded, "setting": setting, "why": why}
+
+
+def _advice(e: Evidence, parts: dict[str, float]) -> tuple[str, str]:
+    flat = e.series("frac_reward_zero_std")
+    largest = max(parts, key=parts.__getitem__)
+    if flat and flat.mean > 0.5 and flat.mean > parts[largest]:
+        return "--dynamic_sample true", f"{percent(flat.mean)} of the groups have equal rewards and teach nothing"
+    if largest == "reward":
+        workers = int(e.arg("reward_workers", 1))
+        return (
+            f"--reward_workers {2 * workers}",
+            f"rewards take {percent(parts[largest])} of a step with {workers} workers",
+        )
+    if largest in ("generate", "wait_rollout"):
+        if not e.arg("use_vllm", False) and not e.arg("use_lmdeploy", False):
+            return (
+                "--use_vllm true",
+                f"generation takes {percent(parts[largest])} of a step with the transformers engine",
+            )
+        saved = min(parts.get("generate", 0.0), parts.get("train", 0.0))
+        return (
+            "--vllm_mode dedicated --async_generate true",
+            f"sampling beside training saves up to {percent(saved)} of a step",
+        )
+    if largest == "train" and e.arg("gradient_checkpointing", False):
+        saved = parts[largest] / 4
+        return (
+            "--gradient_checkpointing false",
+            f"about {percent(saved)} of a step is a second forward pass, if memory allows",
+        )
+    if largest == "sync":
+        return "--vllm_sync_interval 2", f"weight sync takes {percent(parts[largest])} of a step"
+    return (
+        "--max_tokens_per_micro_batch 16384",
+        f"{largest} takes {percent(parts[largest])} of a step; larger micro-batches, if memory allows",
+    )
+
+
+def slow_parts(e: Evidence) -> Iterator[Finding]:
+    """Rewards or an engine that take most of the time."""
+    parts = shares(e)
+    if (reward := parts.get("reward", 0.0)) > 0.4:
+        each = {
+            key.rpartition("/")[2]: e.series(key).mean
+            for row in e.log[:1]
+            for key in row
+            if key.startswith("time/reward/")
+        }
+        slowest = max(each, key=each.__getitem__, default="")
+        evidence = [f"time/reward is {percent(reward)} of step_time, {e.series('time/reward').mean:.2f} s a step"]
+        evidence += [f"{slowest}: {each[slowest]:.2f} s"] if slowest else []
+        workers = int(e.arg("reward_workers", 1))
+        yield Finding(
+            "slow_reward",
+            between(reward, 0.4, 0.7, 0.55, 0.92),
+            evidence,
+            f"--reward_workers {4 * workers}, or an async function that waits for its answers together",
+        )
+    yield from _slow_engine(e, parts)
+
+
+def _slow_engine(e: Evidence, parts: dict[str, float]) -> Iterator[Finding]:
+    """Generation that is slower than decoding can be against training, or becomes slower."""
+    seconds, trained, train = e.series("time/generate"), e.series("tokens/trained"), e.series("time/train")
+    waited = parts.get("wait_rollout", 0.0)
+    share = max(parts.get("generate", 0.0), waited)
+    if not seconds or not trained or share < 0.6:
+        return
+    length = e.series("completions/mean_length")
+    per_token = _per_token(e)
+    slower = (
+        max(per_token[-len(per_token) // 3 :]) / min(per_token[: len(per_token) // 3]) if len(per_token) > 8 else 1.0
+    )
+    middle = sorted(per_token)[len(per_token) // 2] if per_token else 0.0
+    grown = (
+        sorted(per_token[-len(per_token) // 3 :])[len(per_token) // 6] / middle
+        if len(per_token) > 8 and middle
+        else 1.0
+    )
+    evidence = [
+        f"generation takes {percent(share)} of a step, {seconds.mean:.2f} s for completions of {length.mean:.0f} tokens"
+    ]
+    if slower > 4 and grown > 2:
+        yield Finding(
+            "slow_engine",
+            between(grown, 2, 6, 0.6, 0.9),
+            [*evidence, f"a token takes {grown:.1f} times as long at the end"],
+            "read logs/attempt-<k>/engine-<n>.log; --engine_timeout",
+        )
+        return
+    ratio = seconds.mean / max(train.mean, 1e-9) if train else 0.0
+    if ratio > 8:
+        yield Finding(
+            "slow_engine",
+            between(ratio, 8, 30, 0.45, 0.9),
+            [*evidence, f"{ratio:.0f} times as long as training on the same"],
+            "--use_vllm true, larger batches, more engines (--num_infer_workers); --enforce_eager false",
+        )
+
+
+def _per_token(e: Evidence) -> list[float]:
+    """Seconds of generation per token of the longest completion, which decides how many decode steps there are."""
+    found = []
+    for row in e.log:
+        seconds, longest = row.get("time/generate"), row.get("completions/max_length")
+        if isinstance(seconds, int | float) and isinstance(longest, int | float) and longest:
+            found.append(seconds / longest)
+    return found
+
+
+def slow_rank(e: Evidence) -> Iterator[Finding]:
+    """Ranks that wait for each other, if the run says so."""
+    ended = [reason for reason in e.reasons if "made no progress" in reason or "ddp_timeout" in reason]
+    if ended:
+        yield Finding(
+            "slow_rank", 0.9, ended[:1], "read the stacks in logs/attempt-<k>/rank-<r>.log of the rank that is named"
+        )
+
+
+RULES = (slow_parts, slow_rank)
