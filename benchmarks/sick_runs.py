@@ -1,0 +1,245 @@
+"""How often `swift doctor` names the right cause: runs made sick on purpose, and healthy ones.
+
+    python benchmarks/sick_runs.py --out output/sick_runs            # makes what is missing, then prints the score
+    python benchmarks/sick_runs.py --only template_wrong             # runs of one cause, or words of their names
+    python benchmarks/sick_runs.py --keep tests/observability/sick   # and shortens one log per cause for the tests
+
+`sick_cases.py` has the runs. A tiny model is tuned first, once. A run takes some seconds on a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sick_cases import CASES, HEALTHY, Case
+
+from swift.models.tiny import build_tiny
+from swift.observability.diagnosis import diagnose
+from swift.observability.doctor import newest_attempts
+from swift.observability.evidence import Evidence, gather
+from swift.observability.jsonl import read_jsonl
+
+COMMON = {
+    "rlhf_type": "grpo", "reward_funcs": "accuracy", "tuner_type": "full", "num_generations": "8",
+    "per_device_train_batch_size": "32", "max_completion_length": "24", "learning_rate": "3e-4", "beta": "0",
+    "max_steps": "40", "logging_steps": "1", "report_to": "none", "add_version": "false", "save_strategy": "no",
+    "reward_workers": "1", "gradient_checkpointing": "false", "temperature": "1.0", "record_rollouts": "every:8",
+    "lr_scheduler_type": "constant", "log_entropy": "true",
+}  # fmt: skip
+SFT = (
+    "--tuner_type full --gradient_checkpointing false --per_device_train_batch_size 64 --learning_rate 2e-3 "
+    "--warmup_ratio 0.05 --report_to none --save_only_model true --add_version false --num_train_epochs 1"
+)
+SFT_ROWS = 64 * 150
+Problem = tuple[str, int]
+
+
+def problem(rng: random.Random, most: int) -> Problem:
+    """A sum or a difference of numbers below `most`."""
+    a, b = rng.randrange(most), rng.randrange(most)
+    return (f"{a}+{b}=", a + b) if rng.random() < 0.5 else (f"{max(a, b)}-{min(a, b)}=", abs(a - b))
+
+
+def rows(most: int, num: int, solution: Callable[[int, random.Random], str] = lambda value, _: str(value)) -> list[Any]:
+    """Rows of a dataset with different problems, as far as there are so many."""
+    rng = random.Random(most)
+    found = dict(problem(rng, most) for _ in range(20 * num))
+    return [{"query": query, "solution": solution(value, rng)} for query, value in list(found.items())[:num]]
+
+
+DATA: dict[str, Callable[[], list[Any]]] = {
+    "sums": lambda: rows(20, 400),
+    "one solution": lambda: rows(20, 400, lambda value, _: "777"),
+    "units": lambda: rows(20, 400, lambda value, _: f"{value} apples"),
+    "some empty": lambda: rows(20, 400, lambda value, rng: str(value) if rng.random() < 0.7 else "none"),
+    "easy": lambda: rows(4, 16),
+    "mixed": lambda: rows(4, 16) + rows(20, 300),
+    "hard": lambda: [
+        {"query": f"{a}*{a + 7}*{a + 9}=", "solution": str(a * (a + 7) * (a + 9))} for a in range(100, 500)
+    ],
+    "two prompts": lambda: rows(20, 2) * 4,
+    "three rows many times": lambda: rows(20, 3) * 60,
+}
+
+
+def sft_rows() -> list[Any]:
+    """Chats of a teacher who is right about small numbers, and about others in half of the cases."""
+    rng, found = random.Random(0), []
+    for _ in range(SFT_ROWS):
+        query, value = problem(rng, 4 if rng.random() < 0.2 else 20)
+        small = all(int(part) < 4 for part in query.rstrip("=").replace("-", "+").split("+"))
+        said = value if small or rng.random() < 0.5 else value + rng.choice((-2, -1, 1, 2))
+        answer = f"<think>{query[:-1]}</think><answer>{said}</answer>"
+        found.append({"messages": [{"role": "user", "content": query}, {"role": "assistant", "content": answer}]})
+    return found
+
+
+def swift(*words: str, cwd: Path) -> int:
+    """Runs a command; its output goes to out.txt."""
+    with (cwd / "out.txt").open("w") as out:
+        command = [sys.executable, "-m", "swift", *words]
+        return subprocess.run(command, cwd=cwd, stdout=out, stderr=out, check=False, timeout=900).returncode
+
+
+def write_rows(path: Path, found: list[Any]) -> Path:
+    """A jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return path.absolute()
+
+
+def tuned(work: Path) -> Path:
+    """The model that the runs begin with, made once."""
+    model = work / "tuned"
+    if not model.exists():
+        build_tiny(work / "untuned", size="tiny")
+        data = write_rows(work / "sft.jsonl", sft_rows())
+        words = f"--model {work / 'untuned'} --dataset {data} --output_dir {work / 'sft'} {SFT}"
+        assert swift("sft", *words.split(), cwd=work) == 0, (work / "out.txt").read_text()[-2000:]
+        shutil.copytree(max((work / "sft").glob("checkpoint-*")), model)
+    return model
+
+
+def change(model: Path, file: str, edit: Callable[[Any], Any]) -> None:
+    """Edits a JSON file of a model, if it is there."""
+    path = model / file
+    if path.exists():
+        path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+def change_template(model: Path, edit: Callable[[str], str]) -> None:
+    """Edits the chat template, wherever it is."""
+    path = model / "chat_template.jinja"
+    if path.exists():
+        path.write_text(edit(path.read_text()))
+    change(model, "tokenizer_config.json", lambda c: {k: edit(v) if k == "chat_template" else v for k, v in c.items()})
+
+
+def no_end(model: Path) -> None:
+    """Another end token than the template's."""
+    for file in ("config.json", "generation_config.json"):
+        change(model, file, lambda content: {**content, "eos_token_id": content["pad_token_id"]})
+    change(model, "tokenizer_config.json", lambda content: {**content, "eos_token": "<|endoftext|>"})
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "tuned": lambda model: None,
+    "no end": no_end,
+    "no generation prompt": lambda model: change_template(
+        model, lambda text: text.replace("add_generation_prompt", "false")
+    ),
+    "double bos": lambda model: change_template(model, lambda text: "<|endoftext|><|endoftext|>" + text),
+    "open roles": lambda model: change_template(model, lambda text: text.replace("<|im_end|>", "")),
+}
+
+
+def made(case: Case, work: Path) -> Path:
+    """The folder of a case's run, which is made unless it is there."""
+    folder = work / case.name
+    if (folder / "out.txt").exists():
+        return folder
+    folder.mkdir(exist_ok=True)
+    model = work / "untuned" if case.model == "untuned" else work / case.model.replace(" ", "_")
+    if not model.exists():
+        shutil.copytree(tuned(work), model)
+        MODELS[case.model](model)
+    data = write_rows(folder / "data.jsonl", DATA[case.data]())
+    given = case.flags.format(untuned=work / "untuned").split("--")[1:]
+    flags = {**COMMON, **{name: value for name, _, value in (one.strip().partition(" ") for one in given)}}
+    flags |= {"model": str(model), "dataset": str(data), "output_dir": "."}
+    if case.plugin:
+        (folder / "plugin_of_case.py").write_text(case.plugin)
+        flags["external_plugins"] = "plugin_of_case.py"
+    code = swift("rlhf", *(word for name, value in flags.items() for word in (f"--{name}", *value.split())), cwd=folder)
+    print(f"{case.name}: exit code {code}", flush=True)
+    return folder
+
+
+def evidence_of(folder: Path) -> Evidence:
+    """The evidence in a run's folder."""
+    log = newest_attempts(list(read_jsonl(folder / "logging.jsonl")))
+    return gather(folder, log, newest_attempts(list(read_jsonl(folder / "completions.jsonl"))))
+
+
+def score(work: Path, cases: list[Case]) -> None:
+    """Prints what the doctor says of each run, and how often it is right."""
+    right: Counter[str] = Counter()
+    for case in cases:
+        if not (work / case.name / "logging.jsonl").exists():
+            print(f"{case.name:28} {case.how:9} no log")
+            continue
+        findings = diagnose(evidence_of(work / case.name))
+        said = findings[0].cause if findings else HEALTHY
+        kind = "healthy" if case.cause == HEALTHY else "sick"
+        right[kind] += said == case.cause
+        right[f"all {kind}"] += 1
+        listed = ", ".join(f"{one.cause} {one.confidence:.2f}" for one in findings)
+        print(f"{case.name:28} {case.how:9} {'' if said == case.cause else 'WRONG'} {listed or HEALTHY}")
+    print(f"right cause first: {right['sick']} of {right['all sick']} sick runs")
+    print(f"called sick: {right['all healthy'] - right['healthy']} of {right['all healthy']} healthy runs")
+
+
+def shortened(e: Evidence, *, steps: int = 6, texts: int = 4) -> bytes:
+    """A run's evidence in a few KB: numbers with four digits, completions of a few steps, a prompt of the record."""
+    chosen = sorted({row["step"] for row in e.completions})
+    kept = set(chosen[:: max(1, len(chosen) // steps)])
+    groups = [group[:texts] for group in e.groups if group[0]["step"] in kept]
+    prompts = e.record[:: len(e.record) // 4 + 1]
+    content = {
+        "log": e.log, "evals": e.evals, "about": {"prompt": e.about.get("prompt", "")},
+        "completions": [{name: row.get(name) for name in KEPT} for group in groups for row in group],
+        "record": [{"prompt_ids": [int(one) for one in row["prompt_ids"]], "versions": []} for row in prompts],
+        "args": {name: e.args.get(name) for name in ARGS}, "reasons": list(e.reasons), "adapter": list(e.adapter),
+    }  # fmt: skip
+    return gzip.compress(json.dumps(rounded(content), separators=(",", ":")).encode(), mtime=0)
+
+
+KEPT = (
+    "step", "group_id", "prompt_id", "prompt", "completion", "completion_tokens", "finish_reason", "rewards", "reward",
+    "excluded", "columns",
+)  # fmt: skip
+ARGS = ("tuner_type", "beta", "temperature", "max_completion_length", "reward_weights", "torch_dtype", "warmup_ratio")
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with four digits."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    """Make the runs and print the score."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="output/sick_runs")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--keep")
+    parser.add_argument("--score_only", action="store_true")
+    args = parser.parse_args()
+    work = Path(args.out).absolute()
+    work.mkdir(parents=True, exist_ok=True)
+    cases = [case for case in CASES if args.only in case.name]
+    if not args.score_only:
+        tuned(work)
+        for case in cases:
+            made(case, work)
+    score(work, cases)
+    if args.keep:
+        for case in cases:
+            if (work / case.name / "logging.jsonl").exists():
+                (Path(args.keep) / f"{case.name}.json.gz").write_bytes(shortened(evidence_of(work / case.name)))
+
+
+if __name__ == "__main__":
+    main()
