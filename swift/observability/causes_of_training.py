@@ -42,7 +42,7 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     reward, kl, norm, entropy = e.reward, e.series("kl"), e.series("grad_norm"), e.series("entropy")
     region, rate = e.series("clip_ratio/region_mean"), e.series("learning_rate")
     signs: list[tuple[float, str]] = []
-    if kl and max(kl.values) > 1 and e.arg("beta", 0) < 0.5 and kl.values[0] < 0.05:
+    if kl and max(kl.values) > 1 and e.arg("beta", 0.0) < 0.5 and kl.values[0] < 0.05:
         signs.append((0.3 if max(kl.values) < 5 else 0.45, f"kl reaches {max(kl.values):.2g}"))
     if norm and norm.edge < len(norm.values) and max(norm.values) > 10 * max(1e-9, norm.first) and max(norm.values) > 3:
         signs.append((0.25, f"grad_norm from {norm.first:.2g} up to {max(norm.values):.2g}"))
@@ -101,7 +101,7 @@ def learning_rate_low(e: Evidence) -> Iterator[Finding]:
     if not rate or len(rate.values) < 10 or e.learns or (flat and flat.mean > 0.8) or (norm and max(norm.values) == 0):
         return
     per_line = statistics.fmean([b - a for a, b in zip([0, *rate.steps], rate.steps, strict=False)])
-    total, bound = sum(rate.values) * per_line, MOVED["full" if e.arg("tuner_type") == "full" else "adapter"]
+    total, bound = sum(rate.values) * per_line, MOVED["full" if e.arg("tuner_type", "full") == "full" else "adapter"]
     still = bool(kl) and abs(kl.last) < 1e-5
     if entropy and len(entropy.values) > 1 and abs(entropy.values[-1] / (entropy.values[0] or 1) - 1) > 0.1:
         return
@@ -111,9 +111,10 @@ def learning_rate_low(e: Evidence) -> Iterator[Finding]:
     evidence += [f"kl is {kl.last:.1e} at the end"] if still else []
     evidence += [f"reward stays at {e.reward.mean:.3f} although rewards differ inside of groups"] if e.reward else []
     warm = (
-        rate.values[-1] == max(rate.values) > 3 * rate.values[len(rate.values) // 2] and e.arg("warmup_ratio", 0) > 0.5
+        rate.values[-1] == max(rate.values) > 3 * rate.values[len(rate.values) // 2]
+        and e.arg("warmup_ratio", 0.0) > 0.5
     )
-    wanted = 1e-5 if e.arg("tuner_type") == "full" else 1e-4
+    wanted = 1e-5 if e.arg("tuner_type", "full") == "full" else 1e-4
     fix = "--warmup_ratio 0.05" if warm else f"--learning_rate {wanted:.0e}"
     yield Finding("learning_rate_low", 0.5 + 0.25 * still + between(total / bound, 1, 0.1, 0.1, 0.2), evidence, fix)
 
@@ -166,7 +167,7 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
         evidence.append(f"different texts inside of a group from {percent(distinct.first)} to {percent(distinct.last)}")
     strength = (0.65 if low and same else 0.5) + between(distinct.last if distinct else 1.0, 0.4, 0.15, 0.05, 0.25)
     cold = e.arg("temperature", 1.0) < 0.4
-    evidence += [f"--temperature is {e.arg('temperature'):g}"] if cold else []
+    evidence += [f"--temperature is {e.arg('temperature', 1.0):g}"] if cold else []
     fix = (
         "--temperature 1.0"
         if cold
@@ -188,7 +189,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
     opened = statistics.fmean(_is_open(row["completion"]) for row in rows)
     entropy = e.series("entropy")
     untrained = bool(entropy) and entropy.values[0] > 3
-    limit = e.arg("max_completion_length")
+    limit = e.arg("max_completion_length", 0)
     fact = f"{percent(cut.late.mean)} of the completions are cut at {limit} tokens ({steps_of(cut.late.steps)})"
     goes_on = max(past, inside, turns)
     weaker = (0.5 if e.learns else 1.0) * (0.6 if untrained else 1.0) * min(1.0, len(e.log) / 8)
@@ -255,7 +256,7 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
     """Log-probs of engine and trainer that differ, by the age of the tokens."""
     biased, age = e.series("mismatch/biased"), e.series("off_policy/max")
     gap, ratio = e.series("mismatch/logp_abs_diff_mean"), e.series("mismatch/kl")
-    bound = 0.02 if e.arg("torch_dtype") == "float32" else 0.05
+    bound = 0.02 if e.arg("torch_dtype", "") == "float32" else 0.05
     old = bool(age) and age.mean >= 1
     ended = [r for r in e.reasons if re.search(r"engine and trainer disagree|parity", r, re.IGNORECASE)]
     if ((not gap or gap.mean < bound) and not ended) or (biased and biased.mean):

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 COMPLETIONS = "completions.jsonl"
 _PLACE: dict[str, type] = {"step": int, "attempt": int}
 _ALERT = {**_PLACE, "rule": str, "sentence": str}
-_COMPLETION = {**_PLACE, "split": str, "prompt": str, "completion": str, "rewards": dict, "columns": dict}
+_COMPLETION = {
+    **_PLACE,
+    "completion_tokens": int,
+    "finish_reason": str,
+    "split": str,
+    "prompt": str,
+    "completion": str,
+    "rewards": dict,
+    "columns": dict,
+}
 
 
 def run(resolved: Resolved) -> int:

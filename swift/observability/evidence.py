@@ -24,6 +24,7 @@ from swift.types import EXTRACTED
 
 EDGE_BYTES = 1 << 25
 """Bytes that are read of each end of completions.jsonl."""
+LARGEST, LARGEST_STEP = 1e300, 2**53
 RECORDED_STEPS = 8
 """Recorded steps that are read, spread over the record."""
 
@@ -110,10 +111,11 @@ class Evidence:
         """A metric of the training lines, where it is a finite number."""
         return Series(*points(self.log, key))
 
-    def arg(self, name: str, default: Any = None) -> Any:
-        """A setting; `default` if it is not known, or None."""
+    def arg(self, name: str, default: Any) -> Any:
+        """A setting; `default` if it is not known, None, or of another type."""
         value = self.args.get(name)
-        return default if value is None else value
+        kind = int | float if isinstance(default, float) else type(default)
+        return value if isinstance(value, kind) else default
 
     def total(self, key: str) -> float:
         """The sum of a count over the run."""
@@ -127,8 +129,8 @@ class Evidence:
     @cached_property
     def weights(self) -> dict[str, float]:
         """Their weights; only of the functions whose weight is known."""
-        given = self.arg("reward_weights") or [1.0] * len(self.names)
-        return dict(zip(self.names, given, strict=False))
+        given = self.arg("reward_weights", []) or [1.0] * len(self.names)
+        return {name: weight for name, weight in zip(self.names, given, strict=False) if is_number(weight)}
 
     @cached_property
     def groups(self) -> list[list[Row]]:
@@ -198,6 +200,16 @@ class Evidence:
         return reward.last - reward.first > 0.6 * (reward.best - reward.first)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value can be computed with."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
+
+
+def sound(row: Row) -> Row:
+    """A row without numbers that are beyond every metric."""
+    return {key: value for key, value in row.items() if is_number(value) or not isinstance(value, int | float)}
+
+
 def is_short(value: Any) -> bool:
     """Whether a column's value can be a ground truth."""
     return isinstance(value, str | int | float) and 0 < len(str(value)) <= 200
@@ -208,11 +220,16 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
     args_file, attempts = folder / "args.json", folder / "attempts.jsonl"
     args = parse_json(args_file.read_text(encoding="utf-8")) if args_file.is_file() else {}
     record, about = _recorded(folder)
+    log = [sound(row) for row in log if abs(row["step"]) < LARGEST_STEP]
     is_eval = [any(key.startswith("eval_") for key in row) for row in log]
     return Evidence(
         log=[row for row, other in zip(log, is_eval, strict=True) if not other],
         evals=[row for row, other in zip(log, is_eval, strict=True) if other],
-        completions=[row for row in completions if row.get("split") == "train"],
+        completions=[
+            {**row, "reward": sound(row).get("reward"), "rewards": sound(row["rewards"])}
+            for row in completions
+            if row["split"] == "train" and abs(row["step"]) < LARGEST_STEP
+        ],
         record=record,
         about=about,
         args=args if isinstance(args, dict) else {},
