@@ -261,11 +261,9 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
     ended = [r for r in e.reasons if re.search(r"engine and trainer disagree|parity", r, re.IGNORECASE)]
     if ((not gap or gap.mean < bound) and not ended) or (biased and biased.mean):
         return
-    evidence = [
-        f"mismatch/logp_abs_diff_mean is {gap.mean:.3g}, mismatch/kl {ratio.mean:.2g}"
-        if gap and ratio
-        else ended[0][:160]
-    ]
+    evidence = [f"mismatch/logp_abs_diff_mean is {gap.mean:.3g}"] if gap else []
+    evidence += [f"mismatch/kl is {ratio.mean:.2g}"] if ratio else []
+    evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
     fresh = _fresh_gap(e)
     grows = gap and gap.values[0] < 0.3 * gap.mean and old
     if old and (grows or (fresh is not None and fresh < 0.5 * gap.mean)):
@@ -350,7 +348,7 @@ def memory_growth(e: Evidence) -> Iterator[Finding]:
     """Main memory of rank 0 that grows all the time."""
     rss = e.series("perf/rss_gib")
     late = Series(rss.steps[len(rss.steps) // 3 :], rss.values[len(rss.values) // 3 :])
-    if len(late.values) < 6:
+    if len(late.values) < 6 or late.values[0] <= 0:
         return
     grown, rising = (
         late.values[-1] / late.values[0] - 1,

@@ -29,6 +29,8 @@ COMPLETIONS = "completions.jsonl"
 _PLACE: dict[str, type] = {"step": int, "attempt": int}
 _ALERT = {**_PLACE, "rule": str, "sentence": str}
 _COMPLETION = {
+    "group_id": str,
+    "prompt_id": str,
     **_PLACE,
     "completion_tokens": int,
     "finish_reason": str,

@@ -58,8 +58,8 @@ class Series:
 
     @property
     def mean(self) -> float:
-        """Mean of all."""
-        return statistics.fmean(self.values)
+        """Mean of all; 0 if there are none."""
+        return statistics.fmean(self.values) if self.values else 0.0
 
     @property
     def best(self) -> float:
@@ -206,8 +206,8 @@ def is_number(value: Any) -> bool:
 
 
 def sound(row: Row) -> Row:
-    """A row without numbers that are beyond every metric."""
-    return {key: value for key, value in row.items() if is_number(value) or not isinstance(value, int | float)}
+    """The numbers of a row, and what is null in it."""
+    return {key: value for key, value in row.items() if value is None or is_number(value)}
 
 
 def is_short(value: Any) -> bool:
@@ -226,13 +226,15 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
         log=[row for row, other in zip(log, is_eval, strict=True) if not other],
         evals=[row for row, other in zip(log, is_eval, strict=True) if other],
         completions=[
-            {**row, "reward": sound(row).get("reward"), "rewards": sound(row["rewards"])}
+            {**row, "reward": sound({"": row.get("reward")}).get(""), "rewards": sound(row["rewards"])}
             for row in completions
             if row["split"] == "train" and abs(row["step"]) < LARGEST_STEP
         ],
         record=record,
         about=about,
-        args=args if isinstance(args, dict) else {},
+        args={name: value for name, value in args.items() if is_number(value) or not isinstance(value, int | float)}
+        if isinstance(args, dict)
+        else {},
         reasons=[str(row.get("reason") or "") for row in read_jsonl(attempts)] if attempts.is_file() else [],
         adapter=_adapter(folder),
     )
