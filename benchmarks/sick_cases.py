@@ -1,7 +1,7 @@
 """The runs of `sick_runs.py`: what is wrong with each, by settings, by a plugin, or by its data or template.
 
 The task is to add or subtract small numbers; a tiny model answers `<think>...</think><answer>7</answer>`, right in half
-of the cases (always right for numbers below 4, which are the easy prompts).
+of the cases; easy prompts are a number that it repeats.
 """
 
 from __future__ import annotations

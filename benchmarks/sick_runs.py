@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ SFT = (
     "--tuner_type full --gradient_checkpointing false --per_device_train_batch_size 64 --learning_rate 2e-3 "
     "--warmup_ratio 0.05 --report_to none --save_only_model true --add_version false --num_train_epochs 1"
 )
-SFT_ROWS = 64 * 150
+SFT_ROWS = 64 * 160
 Problem = tuple[str, int]
 
 
@@ -48,6 +49,11 @@ def problem(rng: random.Random, most: int) -> Problem:
     """A sum or a difference of numbers below `most`."""
     a, b = rng.randrange(most), rng.randrange(most)
     return (f"{a}+{b}=", a + b) if rng.random() < 0.5 else (f"{max(a, b)}-{min(a, b)}=", abs(a - b))
+
+
+def copied(value: int) -> Problem:
+    """The easiest problem."""
+    return f"{value}=", value
 
 
 def rows(most: int, num: int, solution: Callable[[int, random.Random], str] = lambda value, _: str(value)) -> list[Any]:
@@ -62,8 +68,8 @@ DATA: dict[str, Callable[[], list[Any]]] = {
     "one solution": lambda: rows(20, 400, lambda value, _: "777"),
     "units": lambda: rows(20, 400, lambda value, _: f"{value} apples"),
     "some empty": lambda: rows(20, 400, lambda value, rng: str(value) if rng.random() < 0.7 else "none"),
-    "easy": lambda: rows(4, 16),
-    "mixed": lambda: rows(4, 16) + rows(20, 300),
+    "easy": lambda: [{"query": f"{value}=", "solution": str(value)} for value in range(300)],
+    "mixed": lambda: DATA["easy"]()[:100] + rows(20, 300),
     "hard": lambda: [
         {"query": f"{a}*{a + 7}*{a + 9}=", "solution": str(a * (a + 7) * (a + 9))} for a in range(100, 500)
     ],
@@ -73,12 +79,12 @@ DATA: dict[str, Callable[[], list[Any]]] = {
 
 
 def sft_rows() -> list[Any]:
-    """Chats of a teacher who is right about small numbers, and about others in half of the cases."""
+    """Chats of a teacher who is right about sums in half of the cases, and always says a number that he is told."""
     rng, found = random.Random(0), []
     for _ in range(SFT_ROWS):
-        query, value = problem(rng, 4 if rng.random() < 0.2 else 20)
-        small = all(int(part) < 4 for part in query.rstrip("=").replace("-", "+").split("+"))
-        said = value if small or rng.random() < 0.5 else value + rng.choice((-2, -1, 1, 2))
+        told = rng.random() < 0.35
+        query, value = copied(rng.randrange(400)) if told else problem(rng, 20)
+        said = value if told or rng.random() < 0.5 else value + rng.choice((-2, -1, 1, 2))
         answer = f"<think>{query[:-1]}</think><answer>{said}</answer>"
         found.append({"messages": [{"role": "user", "content": query}, {"role": "assistant", "content": answer}]})
     return found
@@ -142,16 +148,22 @@ MODELS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def model_of(name: str, work: Path) -> Path:
+    """The model of a case, made unless it is there."""
+    source, model = tuned(work), work / name.replace(" ", "_")
+    if not model.exists():
+        shutil.copytree(source, model)
+        MODELS[name](model)
+    return model
+
+
 def made(case: Case, work: Path) -> Path:
     """The folder of a case's run, which is made unless it is there."""
     folder = work / case.name
     if (folder / "out.txt").exists():
         return folder
     folder.mkdir(exist_ok=True)
-    model = work / "untuned" if case.model == "untuned" else work / case.model.replace(" ", "_")
-    if not model.exists():
-        shutil.copytree(tuned(work), model)
-        MODELS[case.model](model)
+    model = model_of(case.model, work)
     data = write_rows(folder / "data.jsonl", DATA[case.data]())
     given = case.flags.format(untuned=work / "untuned").split("--")[1:]
     flags = {**COMMON, **{name: value for name, _, value in (one.strip().partition(" ") for one in given)}}
@@ -225,15 +237,17 @@ def main() -> None:
     parser.add_argument("--out", default="output/sick_runs")
     parser.add_argument("--only", default="")
     parser.add_argument("--keep")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--score_only", action="store_true")
     args = parser.parse_args()
     work = Path(args.out).absolute()
     work.mkdir(parents=True, exist_ok=True)
     cases = [case for case in CASES if args.only in case.name]
     if not args.score_only:
-        tuned(work)
-        for case in cases:
-            made(case, work)
+        for name in {case.model for case in cases}:
+            model_of(name, work)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda case: made(case, work), cases))
     score(work, cases)
     if args.keep:
         for case in cases:

@@ -125,10 +125,11 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     top = high if high > low else (low if low > 0 else low + 1)
     bottom = sum(rows[0]["reward"] < top for rows in flat)
     reward = f"their rewards are from {min(r[0]['reward'] for r in flat):g} to {max(r[0]['reward'] for r in flat):g}"
-    if same_texts:
+    hard = bottom >= 0.5 * len(flat)
+    if same_texts and hard:
         strength *= 0.5
         reward += "; the completions of a group are mostly the same text"
-    if bottom >= 0.5 * len(flat):
+    if hard:
         yield Finding(
             "zero_variance_hard",
             strength,

@@ -157,7 +157,8 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
         shares[rows[0]["step"]].append(len({row["completion"] for row in rows}) / len(rows))
     distinct = Series(list(shares), [statistics.fmean(values) for values in shares.values()])
     low = bool(entropy) and entropy.values[-1] < 0.05 and entropy.values[-1] < 0.25 * entropy.values[0]
-    same = bool(distinct) and distinct.last < 0.4
+    cold = e.arg("temperature", 1.0) < 0.4
+    same = bool(distinct) and distinct.last < 0.4 and (cold or distinct.last < 0.6 * distinct.first)
     if not (low or same):
         return
     highest = max((row["reward"] for row in e.completions if isinstance(row.get("reward"), int | float)), default=0.0)
@@ -166,7 +167,6 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
     if same:
         evidence.append(f"different texts inside of a group from {percent(distinct.first)} to {percent(distinct.last)}")
     strength = (0.65 if low and same else 0.5) + between(distinct.last if distinct else 1.0, 0.4, 0.15, 0.05, 0.25)
-    cold = e.arg("temperature", 1.0) < 0.4
     evidence += [f"--temperature is {e.arg('temperature', 1.0):g}"] if cold else []
     fix = (
         "--temperature 1.0"
