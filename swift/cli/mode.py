@@ -63,7 +63,7 @@ MODES = {
     "export": Mode("merge an adapter into its base model", "swift.models.export:run"),
     "merge-lora": Mode("merge an adapter into its base model (= export --merge_lora true)", "swift.models.export:run"),
     "plan": Mode("memory and time of a run on any GPU, before it starts", "swift.planning.command:run", wraps=True),
-    "doctor": Mode("what ails a run, or the machine", "swift.observability.doctor:run", first="run"),
+    "doctor": Mode("diagnosis of a run, or of the machine", "swift.observability.doctor:run", first="run"),
     "view": Mode("local page over the files of runs", "swift.viewing.command:run", first="run"),
     "replay": Mode(
         "the loss of a recorded step again, under the same or other settings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,52 +104,35 @@ def slow_parts(e: Evidence) -> Iterator[Finding]:
 
 
 def _slow_engine(e: Evidence, parts: dict[str, float]) -> Iterator[Finding]:
-    """Generation that is slower than decoding can be against training, or becomes slower."""
-    seconds, trained, train = e.series("time/generate"), e.series("tokens/trained"), e.series("time/train")
-    waited = parts.get("wait_rollout", 0.0)
-    share = max(parts.get("generate", 0.0), waited)
-    if not seconds or not trained or share < 0.6:
+    """Generation that becomes slower, or is slower than decoding can be against training on the same tokens."""
+    share = max(parts.get("generate", 0.0), parts.get("wait_rollout", 0.0))
+    seconds, length = e.series("time/generate"), e.series("completions/mean_length")
+    if not seconds or share < 0.6:
         return
-    length = e.series("completions/mean_length")
-    per_token = _per_token(e)
-    slower = (
-        max(per_token[-len(per_token) // 3 :]) / min(per_token[: len(per_token) // 3]) if len(per_token) > 8 else 1.0
-    )
-    middle = sorted(per_token)[len(per_token) // 2] if per_token else 0.0
-    grown = (
-        sorted(per_token[-len(per_token) // 3 :])[len(per_token) // 6] / middle
-        if len(per_token) > 8 and middle
-        else 1.0
-    )
-    evidence = [
+    said = (
         f"generation takes {percent(share)} of a step, {seconds.mean:.2f} s for completions of {length.mean:.0f} tokens"
-    ]
-    if slower > 4 and grown > 2:
-        yield Finding(
-            "slow_engine",
-            between(grown, 2, 6, 0.6, 0.9),
-            [*evidence, f"a token takes {grown:.1f} times as long at the end"],
-            "read logs/attempt-<k>/engine-<n>.log; --engine_timeout",
-        )
+    )
+    steps = [a / b for a, b in _pairs(e, "time/generate", "completions/max_length")]
+    third = len(steps) // 3
+    grown = statistics.median(steps[-third:]) / statistics.median(steps[:third]) if third > 2 else 1.0
+    if grown > 2:
+        slower = f"a decode step takes {grown:.1f} times as long at the end as at the beginning"
+        fix = "read logs/attempt-<k>/engine-<n>.log; look for other programs on its device"
+        yield Finding("slow_engine", between(grown, 2, 5, 0.55, 0.9), [said, slower], fix)
         return
-    ratio = seconds.mean / max(train.mean, 1e-9) if train else 0.0
+    ratios = [a / b for a, b in _pairs(e, "time/generate", "time/train")]
+    ratio = statistics.median(ratios) if len(ratios) > 4 else 0.0
     if ratio > 8:
-        yield Finding(
-            "slow_engine",
-            between(ratio, 8, 30, 0.45, 0.9),
-            [*evidence, f"{ratio:.0f} times as long as training on the same"],
-            "--use_vllm true, larger batches, more engines (--num_infer_workers); --enforce_eager false",
-        )
+        longer = f"{ratio:.0f} times as long as training on the same completions"
+        fix = "--use_vllm true, larger batches, more engines (--num_infer_workers); --vllm_enforce_eager false"
+        yield Finding("slow_engine", between(ratio, 8, 30, 0.45, 0.9), [said, longer], fix)
 
 
-def _per_token(e: Evidence) -> list[float]:
-    """Seconds of generation per token of the longest completion, which decides how many decode steps there are."""
-    found = []
-    for row in e.log:
-        seconds, longest = row.get("time/generate"), row.get("completions/max_length")
-        if isinstance(seconds, int | float) and isinstance(longest, int | float) and longest:
-            found.append(seconds / longest)
-    return found
+def _pairs(e: Evidence, first: str, second: str) -> list[tuple[float, float]]:
+    """Two metrics above 0 in the lines in which most groups are trained on: else training has nothing to do."""
+    rows = [row for row in e.log if (row.get("frac_reward_zero_std") or 0.0) < 0.5]
+    pairs = [(row.get(first) or 0.0, row.get(second) or 0.0) for row in rows]
+    return [(a, b) for a, b in pairs if a > 0 and b > 0]
 
 
 def slow_rank(e: Evidence) -> Iterator[Finding]:
