@@ -290,15 +290,7 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
     length = e.series("completions/mean_length")
     if not length or length.trend < 3 or length.last < 1.25 * length.first:
         return
-    inside = [
-        row["completion_tokens"] - statistics.fmean(r["completion_tokens"] for r in rows)
-        for rows in e.groups
-        for row in rows
-    ]
-    paid = {}
-    for name in e.names:
-        values = _inside(e, name)
-        paid[name] = correlation(inside, values) if len(values) == len(inside) else 0.0
+    paid = {name: _paid_by_length(e, name) for name in e.names}
     better = {name for name in e.names if paid[name] < 0.6 and e.series(f"rewards/{name}/mean").trend > 3}
     if better or e.rightness.trend > 3:
         return
@@ -307,7 +299,7 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
     for name, likeness in paid.items():
         if likeness >= 0.6:
             evidence.append(f"{name} pays for length: a correlation of {likeness:.2f} inside of groups")
-            strength = max(strength, 0.9)
+            strength = max(strength, between(likeness, 0.9, 0.99, 0.6, 0.95))
     if not any(likeness >= 0.6 for likeness in paid.values()):
         evidence.append(
             f"reward from {e.reward.first:.3f} to {e.reward.last:.3f}" if e.reward else "no reward rises with it"
@@ -319,6 +311,15 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
         evidence,
         "--reward_funcs ... soft_overlong --soft_cache_length <tokens>, or --loss_type dr_grpo",
     )
+
+
+def _paid_by_length(e: Evidence, name: str) -> float:
+    """The correlation of a function with the length inside of groups, in tokens or characters."""
+    values, found = _inside(e, name), []
+    for size in (lambda row: row["completion_tokens"], lambda row: len(row["completion"])):
+        sizes = [size(row) - statistics.fmean(map(size, rows)) for rows in e.groups for row in rows]
+        found.append(correlation(sizes, values) if len(values) == len(sizes) else 0.0)
+    return max(found)
 
 
 def data_repeated(e: Evidence) -> Iterator[Finding]:

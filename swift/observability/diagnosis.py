@@ -30,7 +30,7 @@ EXPLAINS = {
     "template_wrong": ("never_stops", "truncation", "zero_variance_hard", "reward_constant"),
     "never_stops": ("truncation", "zero_variance_hard", "reward_constant"),
     "truncation": ("zero_variance_hard", "reward_constant"),
-    "length_hacking": ("truncation", "reward_hacked", "never_stops"),
+    "length_hacking": ("truncation", "never_stops"),
     "learning_rate_high": (
         "entropy_collapse",
         "reference_drift",

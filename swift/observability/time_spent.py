@@ -47,7 +47,7 @@ def time_of(e: Evidence) -> dict[str, Any]:
 def _advice(e: Evidence, parts: dict[str, float]) -> tuple[str, str]:
     flat = e.series("frac_reward_zero_std")
     largest = max(parts, key=parts.__getitem__)
-    if flat and flat.mean > 0.5 and flat.mean > parts[largest]:
+    if flat and flat.mean > 0.5 and flat.mean > parts[largest] and not e.series("teacher_kl"):
         return "--dynamic_sample true", f"{percent(flat.mean)} of the groups have equal rewards and teach nothing"
     if largest == "reward":
         workers = int(e.arg("reward_workers", 1))
