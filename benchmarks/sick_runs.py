@@ -32,7 +32,7 @@ from swift.observability.jsonl import read_jsonl
 
 COMMON = {
     "rlhf_type": "grpo", "reward_funcs": "accuracy", "tuner_type": "full", "num_generations": "8",
-    "per_device_train_batch_size": "32", "max_completion_length": "24", "learning_rate": "3e-4", "beta": "0",
+    "per_device_train_batch_size": "32", "max_completion_length": "24", "learning_rate": "1e-4", "beta": "0",
     "max_steps": "40", "logging_steps": "1", "report_to": "none", "add_version": "false", "save_strategy": "no",
     "reward_workers": "1", "gradient_checkpointing": "false", "temperature": "1.0", "record_rollouts": "every:8",
     "lr_scheduler_type": "constant", "log_entropy": "true",

@@ -44,20 +44,18 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     signs: list[tuple[float, str]] = []
     if kl and max(kl.values) > 1 and e.arg("beta", 0.0) < 0.5 and kl.values[0] < 0.05:
         signs.append((0.3 if max(kl.values) < 5 else 0.45, f"kl reaches {max(kl.values):.2g}"))
-    if norm and norm.edge < len(norm.values) and max(norm.values) > 10 * max(1e-9, norm.first) and max(norm.values) > 3:
-        signs.append((0.25, f"grad_norm from {norm.first:.2g} up to {max(norm.values):.2g}"))
+    if norm and norm.late.mean > 2.5 * max(1e-9, norm.first) and norm.late.mean > 1:
+        signs.append((0.25, f"grad_norm from {norm.first:.2g} to {norm.late.mean:.2g}, up to {max(norm.values):.2g}"))
     if region and region.mean > 0.3:
         signs.append((0.3, f"clip_ratio/region_mean is {region.mean:.2f}"))
-    if entropy and len(entropy.values) > 1:
-        step, change = _jump(entropy)
-        if change > 0.5:
-            signs.append((0.25, f"entropy changes by {percent(change)} at step {step}"))
+    if len(entropy.values) > 1 and entropy.late.mean > 1.5 * entropy.values[0]:
+        signs.append((0.25, f"entropy from {entropy.values[0]:.2g} to {entropy.late.mean:.2g}"))
     broken = _texts_break(e)
     signs += [(0.3, broken)] if broken else []
-    span = reward.best - min(reward.values) if reward else 0.0
-    fell = reward and span > 0 and reward.best - reward.last > 0.6 * span and reward.trend < 1
-    if fell and reward.best - reward.last > 3 * _noise(reward):
-        signs.append((0.35, f"reward falls from {reward.best:.3f} to {reward.last:.3f}"))
+    clear, share = reward.fall if len(reward.values) > 12 else (0.0, 0.0)
+    fell = clear > 5 and share > 0.2
+    if fell:
+        signs.append((0.35, f"reward falls by {percent(share)}, to {reward.last:.3f}, and stays there"))
     total = sum(weight for weight, _ in signs)
     if not signs or not rate or (not fell and not broken and total < 0.6):
         return
@@ -68,19 +66,6 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
         evidence,
         f"--learning_rate {max(rate.values) / 10:.0e} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
     )
-
-
-def _jump(series: Series) -> tuple[int, float]:
-    """The largest relative change between neighbours, and its step."""
-    top = max(map(abs, series.values)) or 1.0
-    pairs = zip(series.steps[1:], series.values, series.values[1:], strict=False)
-    return max(((step, abs(b - a) / top) for step, a, b in pairs), key=lambda one: one[1])
-
-
-def _noise(series: Series) -> float:
-    """Standard error of a mean over `edge` values, from the differences of neighbours."""
-    steps = [b - a for a, b in zip(series.values, series.values[1:], strict=False)]
-    return statistics.pstdev(steps) / (2 * series.edge) ** 0.5 if len(steps) > 1 else 0.0
 
 
 def _texts_break(e: Evidence) -> str:

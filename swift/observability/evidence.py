@@ -73,6 +73,18 @@ class Series:
         return Series(self.steps[half:], self.values[half:])
 
     @property
+    def fall(self) -> tuple[float, float]:
+        """The clearest fall to a lower level that stays: Welch's statistic, and the share that is lost."""
+        best = (0.0, 0.0)
+        for at in range(4, len(self.values) - 7):
+            before, after = self.values[:at], self.values[at:]
+            drop = statistics.fmean(before) - statistics.fmean(after)
+            error = math.sqrt(statistics.variance(before) / at + statistics.variance(after) / len(after))
+            if drop > 0 and error > 0:
+                best = max(best, (drop / error, drop / (abs(statistics.fmean(before)) or 1.0)))
+        return best
+
+    @property
     def trend(self) -> float:
         """The slope of a line through the points divided by its standard error; 0 for fewer than 6 points.
 
