@@ -88,7 +88,7 @@ SICK = (
     Case("rewards_cancel", "plugin", "--reward_funcs accuracy own", reward("f'>{truth}<' not in text")),
     Case("rewards_cancel", "plugin", "--reward_funcs own accuracy", reward("-1.5 * (f'>{truth}<' in text)")),
     Case("rewards_cancel", "settings", "--reward_funcs accuracy format --reward_weights -1 0.2"),
-    Case("zero_variance_easy", "data", "--learning_rate 1e-5", data="easy"),
+    Case("zero_variance_easy", "data", "--learning_rate 1e-5 --temperature 0.6", data="easy"),
     Case("zero_variance_easy", "settings", "--reward_funcs format"),
     Case("zero_variance_hard", "data", data="hard"),
     Case("zero_variance_hard", "data", "--reward_funcs accuracy --loss_type dr_grpo --temperature 0.8", data="hard"),

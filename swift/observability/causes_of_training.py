@@ -51,7 +51,7 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     if len(entropy.values) > 1 and entropy.late.mean > 1.5 * entropy.values[0]:
         signs.append((0.25, f"entropy from {entropy.values[0]:.2g} to {entropy.late.mean:.2g}"))
     broken = _texts_break(e)
-    signs += [(0.3, broken)] if broken else []
+    signs += [(0.55, broken)] if broken else []
     clear, share = reward.fall if len(reward.values) > 12 else (0.0, 0.0)
     fell = clear > 5 and share > 0.2
     if fell:
@@ -69,13 +69,15 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
 
 
 def _texts_break(e: Evidence) -> str:
-    """Texts that had a form at the beginning and have none at the end, or end at once, or never."""
-    ends = e.by_step(lambda row: float(row["finish_reason"] == "stop"))
-    if ends and ends.first > 0.6 and ends.last < 0.2:
-        return f"completions that end by themselves fall from {percent(ends.first)} to {percent(ends.last)}"
-    length = e.series("completions/mean_length")
-    if length and length.first > 8 and length.last < 0.15 * length.first and not e.learns:
-        return f"completions/mean_length falls from {length.first:.0f} to {length.last:.1f}"
+    """Completions that had an end at the beginning, and after some step never again, or nothing but an end."""
+    ends, length = e.by_step(lambda row: float(row["finish_reason"] == "stop")), e.series("completions/mean_length")
+    if e.learns or not ends or not length:
+        return ""
+    if ends.values[0] > 0.6 and ends.late.mean < 0.2:
+        at = next(step for step, share in zip(ends.steps, ends.values, strict=True) if share < 0.3)
+        return f"{percent(ends.values[0])} of the completions end by themselves at first, almost none from step {at} on"
+    if length.values[0] > 8 and length.late.mean < 0.15 * length.values[0]:
+        return f"completions/mean_length falls from {length.values[0]:.0f} to {length.late.mean:.1f}"
     return ""
 
 
