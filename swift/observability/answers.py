@@ -19,16 +19,19 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 DRESSING = " \t\n$*`'\"()[]{}.,;:!"
 
 
-def is_right(completion: str, truth: Any) -> bool:
-    """Whether the completion's answer is the ground truth; False if there is none."""
+def is_right(completion: str, truth: Any, *, cut: bool = False) -> bool:
+    """Whether the completion's answer is the ground truth; False if there is none. cut: at the length limit."""
     wanted = [plain(one) for one in answers_in(str(truth))] if truth is not None else []
-    return any(bool(one) and same(plain(found), one) for one in wanted for found in answers_in(completion))
+    return any(bool(one) and same(plain(found), one) for one in wanted for found in answers_in(completion, cut=cut))
 
 
-def answers_in(text: str) -> list[str]:
-    """What may be the answer of a text: the marked ones, else the whole text, its last line and its last number."""
+def answers_in(text: str, *, cut: bool = False) -> list[str]:
+    """What may be the answer of a text: the marked ones, else the whole text, its last line and its last number.
+
+    A text that is cut has marked answers only: the last number of it is somewhere in its midst.
+    """
     marked = [found[-1] for way in MARKED if (found := way.findall(text))]
-    if marked:
+    if marked or cut:
         return marked
     lines, numbers = text.strip().splitlines(), NUMBER.findall(text)
     return [text, *lines[-1:], *numbers[-1:]]

@@ -277,7 +277,7 @@ def _fresh_gap(e: Evidence) -> float | None:
     """Mean difference of log-probs on record in completions whose tokens were of the newest version of their step."""
     found: list[float] = []
     for row in e.record:
-        theirs, ours = row["sampler_logprobs"], row["old_logprobs"]
+        theirs, ours = row.get("sampler_logprobs"), row.get("old_logprobs")
         fresh = bool(row["versions"]) and all(version >= row["step"] - 1 for version, _, _ in row["versions"])
         if fresh and theirs is not None and ours is not None and len(theirs) == len(ours) and len(ours):
             found.append(float(abs(theirs - ours).mean()))

@@ -165,9 +165,9 @@ class Evidence:
         if len({str(row["columns"][column]) for row in rows}) < 2:
             return 0.0, 0
         shift = len(rows) // 2
-        own = [is_right(row["completion"], row["columns"][column]) for row in rows]
+        own = [gives(row, row["columns"][column]) for row in rows]
         others = [
-            is_right(row["completion"], rows[(at + shift) % len(rows)]["columns"][column])
+            gives(row, rows[(at + shift) % len(rows)]["columns"][column])
             for at, row in enumerate(rows)
             if rows[(at + shift) % len(rows)]["columns"][column] != row["columns"][column]
         ]
@@ -181,7 +181,7 @@ class Evidence:
         """Whether each completion gives its ground truth, by its text alone; None without a ground truth."""
         if self.truth is None:
             return None
-        return [is_right(row["completion"], row["columns"].get(self.truth)) for row in self.completions]
+        return [gives(row, row["columns"].get(self.truth)) for row in self.completions]
 
     def by_step(self, value: Callable[[Row], float | None]) -> Series:
         """The mean over the completions of each step of what `value` tells of one."""
@@ -210,6 +210,11 @@ class Evidence:
         if reward.trend <= 3:
             return False
         return reward.last - reward.first > 0.6 * (reward.best - reward.first)
+
+
+def gives(row: Row, truth: Any) -> bool:
+    """Whether a completion's text gives a ground truth."""
+    return is_right(row["completion"], truth, cut=row["finish_reason"] == "length")
 
 
 def is_number(value: Any) -> bool:
