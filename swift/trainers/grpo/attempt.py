@@ -147,7 +147,8 @@ class Attempt:
             trainer.step.record = StepRecord(args.record_rollouts, parts.collectives, file)
             if file is not None:
                 file.logprob_support = support
-                file.as_text = lambda ids: parts.template.decode(ids, skip_special_tokens=False)
+                decode = parts.template.decode  # ids below 0 name images
+                file.as_text = lambda ids: decode([i for i in ids if i >= 0], skip_special_tokens=False)
         if parts.collectives.is_main and trainer.planner.wants_count:
             trainer.planner.traced = TracedActivations(sys.argv[1:])
         if parts.references is not None:
