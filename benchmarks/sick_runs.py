@@ -131,7 +131,8 @@ def change_template(model: Path, edit: Callable[[str], str]) -> None:
 
 
 def no_end(model: Path) -> None:
-    """Another end token than the template's."""
+    """Template and configuration have another end of turn than the model."""
+    change_template(model, lambda text: text.replace("<|im_end|>", "<|endoftext|>"))
     for file in ("config.json", "generation_config.json"):
         change(model, file, lambda content: {**content, "eos_token_id": content["pad_token_id"]})
     change(model, "tokenizer_config.json", lambda content: {**content, "eos_token": "<|endoftext|>"})

@@ -179,7 +179,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
     limit = e.arg("max_completion_length", 0)
     fact = f"{percent(cut.late.mean)} of the completions are cut at {limit} tokens ({steps_of(cut.late.steps)})"
     goes_on = max(past, inside, turns)
-    weaker = (0.5 if e.learns else 1.0) * (0.6 if untrained else 1.0) * min(1.0, len(e.log) / 8)
+    weaker = (0.6 if untrained else 1.0) * min(1.0, len(e.log) / 8)
     if stopped < 0.1 and goes_on > 0.2:
         said = {past: "go on after their answer", turns: "write another turn", inside: "have an end token inside"}[
             goes_on
@@ -194,7 +194,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
     strength = between(cut.late.mean, 0.5, 0.9, 0.35, 0.55) + between(opened, 0.3, 0.8, 0.1, 0.35)
     yield Finding(
         "truncation",
-        strength * weaker * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
+        strength * weaker * (0.5 if e.learns else 1.0) * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
         evidence,
         f"--max_completion_length {2 * (limit or 512)}; --overlong_filter true or soft_overlong meanwhile",
     )

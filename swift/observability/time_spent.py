@@ -122,10 +122,10 @@ def _slow_engine(e: Evidence, parts: dict[str, float]) -> Iterator[Finding]:
         return
     ratios = [a / b for a, b in _pairs(e, "time/generate", "time/train")]
     ratio = statistics.median(ratios) if len(ratios) > 4 else 0.0
-    if ratio > 8:
+    if ratio > 5:
         longer = f"{ratio:.0f} times as long as training on the same completions"
         fix = "--use_vllm true, larger batches, more engines (--num_infer_workers); --vllm_enforce_eager false"
-        yield Finding("slow_engine", between(ratio, 8, 30, 0.45, 0.9), [said, longer], fix)
+        yield Finding("slow_engine", between(ratio, 5, 15, 0.45, 0.9), [said, longer], fix)
 
 
 def _pairs(e: Evidence, first: str, second: str) -> list[tuple[float, float]]:
