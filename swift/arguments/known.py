@@ -48,13 +48,6 @@ _REFUSED = _names(
 _KNOWN = frozenset(absent.flags())
 _FAMILIES = absent.families()
 
-TASKS = {
-    "embedding": "embedding models are",
-    "reranker": "rerankers are",
-    "generative_reranker": "rerankers are",
-}
-"""Values of `--task_type` that nothing here trains -> beginning of the reason."""
-
 _REPLACED = {
     "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE",
     "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from swift.arguments import known
+from swift.arguments import absent, known
 from swift.arguments.derived import Machine, complete, load_plugins
 from swift.arguments.foreign import one_value, translation
 from swift.arguments.layers import VARIABLES, Given, Layer, read_command_line, read_config, read_environment
@@ -151,10 +151,8 @@ def parse(mode: str, argv: Sequence[str], environ: Mapping[str, str], *, machine
 def _refuse_task(given: Iterable[Given]) -> None:
     """Raises ConfigError with one line, for a kind of model of which all other flags would be refused, too."""
     for item in given:
-        if item.spelling == "task_type" and (what := known.TASKS.get(show(item.raw))):
-            raise ConfigError(
-                f"{item.subject}: {show(item.raw)}: {what} not trained here; use sentence-transformers or ms-swift"
-            )
+        if item.spelling == "task_type" and (task := show(item.raw)) in absent.values_of("task_type"):
+            raise ConfigError(f"{item.subject}: {task}: not trained here; use sentence-transformers or ms-swift")
 
 
 @dataclass

@@ -13,6 +13,7 @@ from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, w
 from swift.arguments import parse
 from swift.errors import ConfigError
 from swift.models.vision import placeholder_ids
+from swift.trainers.checkpoint import list_checkpoints
 
 ANSWER = turn("assistant", "a b")
 ROWS = [
@@ -60,22 +61,35 @@ def answered(plain, row):
     return logits[:, [token for token in range(logits.shape[1]) if token not in never]].log_softmax(-1)
 
 
-PLAIN = "--optim sgd --learning_rate 1e-9 --max_steps 1 --dataset_shuffle false --parity_check off"
+PLAIN = (
+    "--optim sgd --learning_rate 1 --lr_scheduler_type constant --warmup_ratio 0 --weight_decay 0 --max_grad_norm 1e9 "
+    "--max_steps 1 --dataset_shuffle false --parity_check off"
+)
+"""One step, which moves each weight by its gradient."""
 
 
 @pytest.mark.parametrize(
     "family", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vlms.FAMILIES]
 )
-def test_the_divergence_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
+def test_the_divergence_and_its_gradient_are_those_of_plain_rows(family, settings, vlm_folders, tmp_path):
     """beta KL(teacher | mixture) + (1 - beta) KL(student | mixture), equation 1 of arXiv:2306.13649."""
-    run_dir = trained(settings(PLAIN, family=family))
+    run_dir = trained(settings(PLAIN, TOWERS, family=family))
     student, teacher = Plain(vlm_folders(family)), Plain(tmp_path / "teacher")
+    ours = torch.cat([answered(student, row) for row in ROWS])
     with torch.no_grad():
-        ours, theirs = (torch.cat([answered(one, row) for row in ROWS]) for one in (student, teacher))
+        theirs = torch.cat([answered(teacher, row) for row in ROWS])
     mixed = (BETA * theirs.exp() + (1 - BETA) * ours.exp()).log()
     parts = [kl_div(mixed, one, log_target=True, reduction="sum") for one in (theirs, ours)]
     expected = (BETA * parts[0] + (1 - BETA) * parts[1]) / len(ours)
-    assert logged(run_dir)[1, 1] == pytest.approx(float(expected), rel=1e-4)
+    assert logged(run_dir)[1, 1] == pytest.approx(float(expected.detach()), rel=1e-4)
+    expected.backward()
+    moved = AutoModelForImageTextToText.from_pretrained(list_checkpoints(run_dir)[-1]).state_dict()
+    gaps, norms = 0.0, 0.0
+    for name, parameter in student.model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gaps += float((parameter.detach() - moved[name] - gradient).square().sum())
+        norms += float(gradient.square().sum())
+    assert gaps < 1e-10 * norms and norms > 0
 
 
 @pytest.mark.slow
