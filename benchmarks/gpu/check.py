@@ -5,6 +5,7 @@ gradients   a step of SGD on recorded completions, by attention and dtype, again
 parity      trainer against transformers engine, float32 and bf16
 packed      training tokens per second, FLOP utilisation and peak of 16k packed tokens, recomputed; beside `swift plan`
 step        whole steps against TRL, where it is installed, and the cosine of both gradients
+ahead       training alone against the trainer of TRL's AsyncGRPO on the same rollouts, and the cosine of both gradients
 lora        LoRA steps in bf16; beside `swift plan`
 memory      sleep levels and offloading change no bit of the weights, and what they free
 profile     the 15 operations that take most of a step
@@ -34,8 +35,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from harness import record  # noqa: E402
-from harness.agreement import agreement, compared, write_recorded  # noqa: E402
-from harness.sides import command, environment, recorded_command  # noqa: E402
+from harness.agreement import NORM_TOLERANCE, agreement, compared, write_recorded  # noqa: E402
+from harness.sides import Command, command, environment, recorded_command, recorded_run_command  # noqa: E402
 from harness.turns import Run, measure  # noqa: E402
 from harness.works import ROWS, Row, Work, prepare  # noqa: E402
 
@@ -44,6 +45,9 @@ LEAST_COSINE = 0.9999
 RATES = {"float32": 1.0, "bfloat16": 2.0**12}
 """Of the step that shows a gradient: saved in bf16, a change of rate 1 would be lost in the rounding of the weights."""
 VLLM = ("--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_enforce_eager", "true")
+PLAIN_STEP = (
+    "--optim sgd --learning_rate 1 --max_grad_norm 1e9 --weight_decay 0 --lr_scheduler_type constant --warmup_ratio 0"
+)
 SHORT: dict[str, Any] = {"completion_tokens": 256, "mean_tokens": 128}
 PROBE = """
 import json, time, torch
@@ -165,6 +169,45 @@ def step(checks: Checks) -> dict[str, Any]:
     return {**found, "ok": found.get("agreement", {"agrees": True})["agrees"]}
 
 
+def ahead(checks: Checks) -> dict[str, Any]:
+    """Both train on what swift sampled. Gradients are of one batch in float32, TRL's loss is a mean over its tokens."""
+    if find_spec("trl") is None:
+        return {"left_out": "trl is not installed"}
+    work = checks.work("gpu", **SHORT)
+    run, output = checks.run(work, "--record_rollouts", "all")
+    theirs, steps = checks.output(), 1 + work.row.warmup + work.row.steps
+    rows = logged(recorded_run_command(work, run_folder(output), theirs, steps), checks.left())
+    spent = [row["perf/fwd_bwd_s"] + row["perf/optimizer_s"] for row in rows if "perf/fwd_bwd_s" in row]
+    trl = {"train_s": median(spent[-work.row.steps :]), "attention": rows[-1]["attention"]}
+    whole = checks.work("gpu", **SHORT, dtype="float32", warmup=0, steps=0, recompute=True)
+    flags = f"{PLAIN_STEP} --loss_type dapo --record_rollouts all --save_strategy steps --save_steps 1".split()
+    _, ours = checks.run(whole, *flags, "--save_only_model", "true")
+    whole, theirs = replace(whole, row=replace(whole.row, per_device=whole.row.num_completions)), checks.output()
+    logged(recorded_run_command(whole, run_folder(ours), theirs, 1, 1.0), checks.left())
+    shown = compared(work.model, next(ours.rglob("checkpoint-1")), theirs)
+    agrees = shown["cosine"] > LEAST_COSINE and abs(shown["norm_ratio"] - 1) < NORM_TOLERANCE
+    return {"swift": {"train_s": run.log["time/train"]}, "trl": trl, "agreement": shown, "ok": agrees}
+
+
+def logged(wanted: Command, limit_s: float) -> list[dict[str, Any]]:
+    """The lines of a command's log.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    words, variables = wanted.words, wanted.environment
+    done = subprocess.run(words, check=False, env=variables, timeout=limit_s, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    lines = (wanted.folder / "logging.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def run_folder(output: Path) -> Path:
+    """The folder of the run that has a record."""
+    return next(output.rglob("rollouts")).parent
+
+
 def lora(checks: Checks) -> dict[str, Any]:
     """Adapters of rank 16 on all linear layers."""
     work, flags = checks.work("gpu", **SHORT), ("--tuner_type", "lora", "--lora_rank", "16")
@@ -245,7 +288,7 @@ def vllm(checks: Checks) -> dict[str, Any]:
 
 CHECKS: dict[str, Callable[[Checks], dict[str, Any]]] = {
     check.__name__: check
-    for check in (kernels, gradients, parity, packed, step, lora, memory, profile, hybrid, vision, vllm)
+    for check in (kernels, gradients, parity, packed, step, ahead, lora, memory, profile, hybrid, vision, vllm)
 }
 
 

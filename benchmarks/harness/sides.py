@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.works import Work
+from harness.works import Row, Work
 
 SIDES = Path(__file__).resolve().parents[1] / "sides"
 CHECK_S = 120.0
@@ -60,6 +60,16 @@ def recorded_command(side: str, work: Work, output: Path, rate: float = 1.0) -> 
     return Command([*SWIFT, "rlhf", *_words(words, list(work.row.flags))], variables, output)
 
 
+def recorded_run_command(work: Work, run: Path, output: Path, steps: int, rate: float | None = None) -> Command:
+    """The trainer of TRL's AsyncGRPO on the rollouts of a run of swift; with a rate, a step of SGD that is saved."""
+    row = work.row
+    sizes = {"per_device_train_batch_size": row.per_device, "gradient_accumulation_steps": work.accumulation}
+    words = {"model": work.model, "run": run, "output_dir": output, **sizes, "num_generations": row.num_generations}
+    words |= {"max_steps": steps, "learning_rate": rate or row.learning_rate, "optim": "sgd" if rate else "adamw_torch"}
+    script = [sys.executable, str(SIDES / "trl_async.py"), *_words(words, []), *_trl_switches(row)]
+    return Command(script, environment(row.device), output)
+
+
 def _shared(work: Work, output: Path, steps: int, seed: int) -> dict[str, Any]:
     row = work.row
     return {
@@ -84,15 +94,17 @@ def _swift(work: Work, shared: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trl(work: Work, shared: dict[str, Any]) -> list[str]:
-    row = work.row
+    reward = ["--reward", "demo"] if work.row.size == "demo" else []
+    return [sys.executable, str(SIDES / "trl_grpo.py"), *_words(shared, []), *reward, *_trl_switches(work.row)]
+
+
+def _trl_switches(row: Row) -> list[str]:
     switches = {
         "bf16": row.dtype == "bfloat16",
         "use_cpu": row.device == "cpu",
         "gradient_checkpointing": row.recompute,
     }
-    reward = ["--reward", "demo"] if row.size == "demo" else []
-    on = [f"--{name}" for name, wanted in switches.items() if wanted]
-    return [sys.executable, str(SIDES / "trl_grpo.py"), *_words(shared, []), *reward, *on]
+    return [f"--{name}" for name, wanted in switches.items() if wanted]
 
 
 def _ms_swift(work: Work, shared: dict[str, Any], python: str) -> list[str]:

@@ -59,13 +59,14 @@ def test_gradients_that_differ_void_the_row(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_check_of_a_gpu_runs_in_small_on_a_cpu(benchmarks, tmp_path):
-    wanted = ["gradients", "packed", "lora", "hybrid", "vision"]
+    wanted = ["gradients", "packed", "lora", "hybrid", "vision", "ahead"]
     words = ["sh", str(benchmarks / "gpu" / "check.sh"), str(tmp_path / "out"), "--small", "--only", *wanted]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in (tmp_path / "out" / "check.jsonl").read_text().splitlines()]
     assert [row["row"] for row in found] == wanted and found[0]["sdpa float32"]["cosine"] > 0.999999
-    assert all(row["planned_mib"] > 0 for row in found[1:-1]) and found[-1]["ok"]
+    assert all(row["planned_mib"] > 0 for row in found[1:-2]) and found[-2]["ok"]
+    assert found[-1]["agreement"]["cosine"] > 0.999999 and found[-1]["trl"]["attention"].startswith("sdpa")
     (report,) = (tmp_path / "out").glob("gpu-cpu-*.json")
     assert json.loads(report.read_text())["rows"] == found
