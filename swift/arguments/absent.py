@@ -72,10 +72,10 @@ FEATURES = (
         values={"tuner_type": "adalora longlora llamapro fourierft reft adapter"},
     ),
     Feature(
-        "GaLore, LISA and LoRA+",
+        "GaLore and LISA",
         "`--optim` has optimizers that take as little memory: adamw_8bit, adafactor, muon and others.",
         "leave it out, or choose an --optim",
-        "use_galore use_q_galore optim_target_modules lorap_lr_ratio",
+        "use_galore use_q_galore optim_target_modules",
         families=("galore_", "lisa_"),
     ),
     Feature(

@@ -29,7 +29,7 @@ CALLED_ROWS = 4
 def dry_run_rlhf(resolved: Resolved) -> int:
     """The dry run of `swift rlhf`; returns 0."""
     from swift.models.policy import check_policy
-    from swift.models.towers import rate_lines
+    from swift.models.rates import Rates
     from swift.models.tuners import expert_lines
     from swift.trainers.distributed import Collectives
     from swift.trainers.grpo.prepare import batch_line, prepare
@@ -50,7 +50,7 @@ def dry_run_rlhf(resolved: Resolved) -> int:
         from swift.trainers.grpo.build import load_beside
         from swift.trainers.grpo.routes import require_experts
 
-        parts.lines += [*expert_lines(policy, args), *rate_lines(policy, args)]
+        parts.lines += [*expert_lines(policy, args), *Rates.of(args).lines(policy, args)]
         require_shareable(policy, args)
         router_coefficient(args.router_aux_loss_coef, policy)
         require_experts(policy, args.moe_router_replay)
@@ -69,7 +69,7 @@ def dry_run_rlhf(resolved: Resolved) -> int:
 def dry_run_trl(resolved: Resolved) -> int:
     """The dry run of a mode with a trainer of TRL or transformers; returns 0."""
     from swift.models.policy import check_policy
-    from swift.models.towers import rate_lines
+    from swift.models.rates import Rates
     from swift.models.tuners import expert_lines
     from swift.trainers.session import find_start, require_packages
     from swift.trainers.trl.method import method_of, rows_of
@@ -87,7 +87,7 @@ def dry_run_trl(resolved: Resolved) -> int:
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model, template.vision)
-        adapter = [*expert_lines(model, args), *rate_lines(model, args)]
+        adapter = [*expert_lines(model, args), *Rates.of(args).lines(model, args)]
     show(resolved, [*where, plan, *lines, *adapter])
     return 0
 

@@ -182,6 +182,11 @@ class TunerArguments(ImageArguments, QuantArguments):
     """Start of the LoRA matrices: true (no change), gaussian, orthogonal, pissa (arXiv:2404.02948), pissa_niter_N (the
     same with a fast SVD), olora (arXiv:2406.01775), or false (random)."""
 
+    loraplus_lr_ratio: float | None = flag(
+        above=0, aliases=("lorap_lr_ratio",), everyday=False, unset="1", needs="tuner_type=lora", resume="fixed"
+    )
+    """How many times `learning_rate` the rate of LoRA's matrices B is, such as 16 (LoRA+, arXiv:2402.12354)."""
+
     rank_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora", resume="fixed")
     """Other ranks by module name or regular expression, such as `{"q_proj": 16}`."""
 

@@ -1,73 +1,16 @@
-"""Learning rates and recomputation of a vision tower and its aligner that differ from the language model's."""
+"""Recomputation of a vision tower that differs from the language model's."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from swift.errors import ConfigError, counted
-from swift.models.attention.interface import transformers_model
-from swift.models.multimodal import Part, loads_whole, no_tower, parts_of, parts_of_parameters
-
-RATES: dict[Part, str] = {"vit": "vit_lr", "aligner": "aligner_lr"}
-"""Parts -> the settings of their learning rates."""
-
-
-def rates_of(args: Any) -> dict[Part, float]:
-    """The learning rates that parts of a model have of their own."""
-    rates = {part: getattr(args, name) for part, name in RATES.items()}
-    return {part: rate for part, rate in rates.items() if rate is not None}
-
-
-def rate_lines(policy: Any, args: Any) -> list[str]:
-    """The groups of parameters with their learning rates, as a line of the plan; none if all have one rate.
-
-    Raises:
-        ConfigError: a language model, or nothing is trained in a part that has a rate of its own.
-    """
-    rates = rates_of(args)
-    if not rates:
-        return []
-    if not loads_whole(policy.config, args):
-        name = RATES[next(iter(rates))]
-        raise no_tower(name, getattr(args, name))
-    model = transformers_model(policy)
-    sizes: dict[Part, int] = {"llm": 0, "head": 0, "vit": 0, "aligner": 0}
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
-    for name, part in parts_of_parameters(model).items():
-        sizes[part] += trained[name].numel() if name in trained else 0
-    for part, rate in rates.items():
-        if not sizes[part]:
-            raise ConfigError(
-                f"--{RATES[part]}: {rate:g}: nothing is trained there; use --freeze_{part} false, or leave it out"
-            )
-    groups = [
-        f"{part} {rates.get(part, args.learning_rate):g} ({counted(size, 'parameter')})"
-        for part, size in sizes.items()
-        if size
-    ]
-    return [f"learning rates: {', '.join(groups)}"]
-
-
-def give_rates(optimizer: Optimizer, policy: nn.Module, rates: Mapping[Part, float]) -> None:
-    """Split the groups of an optimizer that has not stepped yet, so that parts have their rates; others come first."""
-    model = transformers_model(policy)
-    named = dict(model.named_parameters())
-    part_of = {named[name]: part for name, part in parts_of_parameters(model).items()}
-    rates = {"llm": optimizer.defaults["lr"], **rates}
-    whole = list(optimizer.param_groups)
-    optimizer.param_groups.clear()
-    for part, rate in rates.items():
-        for group in whole:
-            of_part = [one for one in group["params"] if (part_of[one] if part_of[one] in rates else "llm") == part]
-            if of_part:
-                optimizer.add_param_group({**group, "params": of_part, "lr": rate})
+from swift.errors import ConfigError
+from swift.models.multimodal import loads_whole, no_tower, parts_of
 
 
 def recompute_tower(model: Any, args: Any) -> None:

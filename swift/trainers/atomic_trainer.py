@@ -10,7 +10,7 @@ Overridden methods:
     _save                  stores gathered weights as if they had never been sharded
     _load_best_model       counts its time as saving
     _issue_warnings_after_load  accepts that tied weights are stored once
-    create_optimizer       gives parts of a model their learning rates; updates 16-bit weights through float32 masters,
+    create_optimizer       gives parameters their learning rates; updates 16-bit weights through float32 masters,
                            or rounds them stochastically
     create_scheduler       accepts a warmup that lasts to the end
     train, get_batch_samples, training_step   save the last step if the next one fails: see `saved_if_it_fails`;
@@ -50,7 +50,7 @@ from swift.models.checkpoint_tensors import (
 )
 from swift.models.quantisation import keep_quant_states
 from swift.models.sharded import is_sharding, shard
-from swift.models.towers import give_rates
+from swift.models.rates import Rates
 from swift.models.tuners import load_relative, make_relative
 from swift.models.vision import copy_files, vision_of
 from swift.observability.files import write_json, writing
@@ -62,7 +62,6 @@ from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
 from swift.trainers.parallel import shards
 
 if TYPE_CHECKING:
-    from swift.models.multimodal import Part
     from swift.observability.metrics import MetricStore
 
 
@@ -75,8 +74,8 @@ class AtomicTrainer(Trainer):
 
     async_save: the state of the optimizer (FSDP: and the float32 weights) is copied to the host, and written, hashed
     and synced to the disk while training goes on. A checkpoint exists once that is done; a failure is raised at the
-    step that follows. stochastic_rounding: bfloat16 weights have no float32 masters. rates: learning rates of parts of
-    a model that sees.
+    step that follows. stochastic_rounding: bfloat16 weights have no float32 masters. rates: learning rates that
+    differ.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class AtomicTrainer(Trainer):
         save_total_limit: int | None = None,
         async_save: bool = False,
         stochastic_rounding: bool = False,
-        rates: Mapping[Part, float] | None = None,
+        rates: Rates | None = None,
         **trainer_arguments: Any,
     ) -> None:
         self.collectives = collectives
@@ -97,7 +96,7 @@ class AtomicTrainer(Trainer):
         self.save_total_limit = save_total_limit
         self.async_save = async_save
         self.stochastic_rounding = stochastic_rounding
-        self.rates = dict(rates or {})
+        self.rates = rates or Rates()
         self._staging: Path | None = None
         self._write_late: Callable[[], list[Path]] = _nothing
         self._background: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "save") if async_save else None
@@ -129,8 +128,8 @@ class AtomicTrainer(Trainer):
         """Trainer's; small updates of 16-bit weights are not rounded away."""
         made = self.optimizer is None
         optimizer: Optimizer = super().create_optimizer(model)
-        if made and self.rates:
-            give_rates(optimizer, self.model, self.rates)
+        if made:
+            self.rates.give(optimizer, self.model)
         # fp16's loss scaling needs gradients at the weights that the optimizer holds; ZeRO and FSDP have own masters
         if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
             rounding = StochasticRounding(self.args.seed) if self.stochastic_rounding else None

@@ -16,7 +16,7 @@ from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.multimodal import parts_of_parameters
 from swift.models.policy import load_policy
-from swift.models.towers import rate_lines
+from swift.models.rates import Rates
 from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.trl.run import run
 
@@ -247,7 +247,7 @@ def test_groups_keep_the_settings_of_the_optimizer(optim, settings, tmp_path):
 def test_an_adapter_has_groups_too(settings):
     args = settings(TOWERS, OWN, "--tuner_type lora").args
     policy = load_policy(args)
-    (line,) = rate_lines(policy, args)
+    (line,) = Rates.of(args).lines(policy, args)
     parts = parts_of_parameters(transformers_model(policy))
     sizes = Counter()
     for name, one in transformers_model(policy).named_parameters():
@@ -262,7 +262,7 @@ def test_the_rate_of_a_part_that_is_frozen_is_refused(settings):
     with pytest.raises(
         ConfigError, match=r"--aligner_lr: 0\.001: nothing is trained there; use --freeze_aligner false"
     ):
-        rate_lines(load_policy(args), args)
+        Rates.of(args).lines(load_policy(args), args)
 
 
 def computed(trainer):

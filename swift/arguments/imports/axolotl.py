@@ -164,6 +164,7 @@ RULES: dict[str, Rule] = {
     "peft_use_dora": Renamed("use_dora"),
     "peft_use_rslora": Renamed("use_rslora"),
     "peft_init_lora_weights": Renamed("init_weights"),
+    "loraplus_lr_embedding": lost("adapters on embeddings have the learning rate of matrices A"),
     "bnb_config_kwargs": keys.bits,
     "micro_batch_size": Renamed("per_device_train_batch_size"),
     "eval_batch_size": Renamed("per_device_eval_batch_size"),

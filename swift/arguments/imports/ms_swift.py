@@ -52,7 +52,9 @@ def _thinking(draft: Draft, key: str, raw: Any) -> None:
 
 
 def _optimizer(draft: Draft, key: str, raw: Any) -> None:
-    if raw in ("muonclip", "galore", "lorap", "multimodal"):
+    if raw == "lorap":
+        draft.same(key, "lorap_lr_ratio says how")
+    elif raw in ("muonclip", "galore", "multimodal"):
         draft.lose(key, f"{raw}: this optimizer of ms-swift is not here; leave it out, or use --optim")
     else:
         draft.take(key, "optim", raw)

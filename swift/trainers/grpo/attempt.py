@@ -15,7 +15,7 @@ from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.reference import FrozenReference
 from swift.models.router_loss import router_coefficient
 from swift.models.sharded import is_sharding
-from swift.models.towers import rates_of
+from swift.models.rates import Rates
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress
@@ -135,7 +135,7 @@ class Attempt:
             save_total_limit=args.save_total_limit,
             async_save=args.async_save,
             stochastic_rounding=args.master_weights == "bf16_stochastic",
-            rates=rates_of(args),
+            rates=Rates.of(args),
             on_progress=self.watchdog.touch,
             sequence_group=SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout),
             offloads_activations=args.activation_offloading,

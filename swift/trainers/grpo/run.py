@@ -75,12 +75,12 @@ def run(resolved: Resolved) -> int:
             servers = serving(parts.play, args, collectives, policy_servers=placement.servers, interrupted=check)
             cleanup.enter_context(servers)
         with collector_resting():
-            from swift.models.towers import rate_lines
+            from swift.models.rates import Rates
             from swift.models.tuners import expert_lines
             from swift.trainers.grpo.build import load_models
 
             model, beside = load_models(args, parts.template)
-            parts.lines += [*expert_lines(model, args), *rate_lines(model, args)]
+            parts.lines += [*expert_lines(model, args), *Rates.of(args).lines(model, args)]
             setup = cleanup.enter_context(contextlib.closing(build_engines(parts, model)))
         from swift.trainers.grpo.attempt import Attempt
         from swift.trainers.session import open_run

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from swift.models.attention.sequence_parallel import SequenceGroup
 from swift.models.template import Template
-from swift.models.towers import rates_of
+from swift.models.rates import Rates
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
@@ -83,7 +83,7 @@ def build_trainer(
         save_total_limit=args.save_total_limit,
         async_save=args.async_save,
         stochastic_rounding=args.master_weights == "bf16_stochastic",
-        rates=rates_of(args),
+        rates=Rates.of(args),
         **({"sequence_group": group} if group is not None else {}),
         **parts,
     )

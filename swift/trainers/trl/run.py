@@ -62,7 +62,7 @@ def run(resolved: Resolved) -> int:
     lines += [*start.notes, plan_line(args, train, collectives.world_size)]
     with SignalTrap() as trap:
         with collector_resting():
-            from swift.models.towers import rate_lines
+            from swift.models.rates import Rates
             from swift.models.tuners import expert_lines
             from swift.observability.curves import Curves
             from swift.observability.pulse import Pulse
@@ -72,7 +72,7 @@ def run(resolved: Resolved) -> int:
             model, parts = load_model(
                 args, method, template.vision
             )  # before the folder, in which a failure leaves no files
-            lines += [*expert_lines(model, args), *rate_lines(model, args)]
+            lines += [*expert_lines(model, args), *Rates.of(args).lines(model, args)]
         trap.check(resolved.command, collectives, start)
         with open_run(resolved, collectives, start) as opened, contextlib.ExitStack() as stack:
             folder, curves = opened.folder, None
