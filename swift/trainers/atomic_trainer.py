@@ -49,8 +49,8 @@ from swift.models.checkpoint_tensors import (
     load_rearranged,
 )
 from swift.models.quantisation import keep_quant_states
-from swift.models.sharded import is_sharding, shard
 from swift.models.rates import Rates
+from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
 from swift.models.vision import copy_files, vision_of
 from swift.observability.files import write_json, writing

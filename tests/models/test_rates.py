@@ -14,9 +14,7 @@ RATIO = 16.0
 def groups_of(optimizer, policy):
     """Rate -> names of the parameters that have it."""
     names = {parameter: name for name, parameter in policy.named_parameters()}
-    return {
-        group["lr"]: {names[one] for one in group["params"]} for group in optimizer.param_groups if group["params"]
-    }
+    return {group["lr"]: {names[one] for one in group["params"]} for group in optimizer.param_groups if group["params"]}
 
 
 @pytest.fixture

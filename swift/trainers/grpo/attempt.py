@@ -12,10 +12,10 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from swift.errors import NumericError, counted
 from swift.models.attention.sequence_parallel import SequenceGroup
+from swift.models.rates import Rates
 from swift.models.reference import FrozenReference
 from swift.models.router_loss import router_coefficient
 from swift.models.sharded import is_sharding
-from swift.models.rates import Rates
 from swift.observability.health import HealthMonitor
 from swift.observability.metrics import MetricStore
 from swift.observability.progress import Progress

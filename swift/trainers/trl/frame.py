@@ -12,8 +12,8 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from swift.models.attention.sequence_parallel import SequenceGroup
-from swift.models.template import Template
 from swift.models.rates import Rates
+from swift.models.template import Template
 from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
