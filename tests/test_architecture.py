@@ -71,7 +71,7 @@ ONLY_HERE = {
         "swift/trainers/trl/",
     ],
     "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/deepspeed.py"],
-    "peft": ["swift/models/", "swift/rewards/models.py"],
+    "peft": ["swift/models/", "swift/rewards/model_files.py"],
     "matplotlib": ["swift/observability/plots.py"],
     "rich": ["swift/observability/progress.py"],
     "reasoning_gym": ["swift/data/procedural.py", "swift/rewards/functions/gym.py"],

@@ -90,7 +90,8 @@ def score(args: Any, source: ModelSource) -> int:
     from swift.data.steps import STEPS
     from swift.devices import own_device
     from swift.models.policy import pick_dtype
-    from swift.rewards.models import ProcessRewardModel, find_reward_model, open_reward_model
+    from swift.rewards.model_files import find_reward_model
+    from swift.rewards.models import ProcessRewardModel, open_reward_model
 
     result_path = infer.new_file(args.result_path, args)
     found = find_reward_model(source)

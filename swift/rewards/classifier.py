@@ -9,7 +9,8 @@ from swift.errors import RefusedChat, counted
 from swift.models.labels import Labels
 from swift.models.source import ModelSource, labels_of, read_json
 from swift.models.trained import RECORD
-from swift.rewards.models import RewardModel, RewardModelSource
+from swift.rewards.model_files import RewardModelSource
+from swift.rewards.models import RewardModel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from swift.arguments import parse
 from swift.data.loading import load_rows
 from swift.models.reward_classes import ensure_reward_class
-from swift.rewards.models import RewardModel, RewardModelSource
+from swift.rewards.model_files import RewardModelSource
+from swift.rewards.models import RewardModel
 from swift.trainers.checkpoint import list_checkpoints
 
 pytestmark = pytest.mark.slow

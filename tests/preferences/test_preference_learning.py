@@ -11,7 +11,8 @@ from swift.arguments.modes import RewardTestArguments
 from swift.models import load_chat
 from swift.models.arguments import CheckpointArguments
 from swift.models.policy import load_for_inference
-from swift.rewards.models import find_reward_models, open_reward_model
+from swift.rewards.model_files import find_reward_models
+from swift.rewards.models import open_reward_model
 
 MAKER = Path(__file__).parents[2] / "examples" / "train" / "preference" / "make_pairs.py"
 

@@ -23,7 +23,8 @@ from trl_runs import (
 from swift.cli.main import main
 from swift.models import load_chat
 from swift.models.step_scores import steps_of
-from swift.rewards.models import ProcessRewardModel, RewardModelSource, open_reward_model
+from swift.rewards.model_files import RewardModelSource
+from swift.rewards.models import ProcessRewardModel, open_reward_model
 from swift.trainers.preferences.steps import encode, step_metrics
 from swift.trainers.rows import IGNORED
 

@@ -12,7 +12,8 @@ from swift.models.template import Template as ChatTemplate
 from swift.models.tiny import build_tiny
 from swift.models.tokenizer import read_tokenizer
 from swift.plugin import rm_plugins
-from swift.rewards.models import find_reward_models, open_reward_models
+from swift.rewards.model_files import find_reward_models
+from swift.rewards.models import open_reward_models
 from swift.rewards.rm_plugin import DefaultRMPlugin, GenRMPlugin
 from swift.template import Template
 

@@ -11,7 +11,8 @@ from refusals import problems_of
 
 from swift.errors import RefusedChat
 from swift.models.tiny import build_tiny
-from swift.rewards.models import RewardModels, batches, find_reward_models, open_reward_models
+from swift.rewards.model_files import find_reward_models
+from swift.rewards.models import RewardModels, batches, open_reward_models
 from swift.types import Episode
 
 
