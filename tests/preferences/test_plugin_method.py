@@ -1,5 +1,7 @@
 """A method of a plugin is one file: its settings are flags, and it is checked, planned, trained and resumed as any."""
 
+from pathlib import Path
+
 import pytest
 from trl_runs import assert_resumes_exactly, logged, trained
 
@@ -11,43 +13,7 @@ from swift.plugin import methods
 
 pytestmark = pytest.mark.slow
 
-PLUGIN = '''
-from dataclasses import dataclass, replace
-
-from swift.flags import flag
-from swift.plugin import methods
-from swift.trainers.preferences.reference import reference_parts
-
-dpo = methods["dpo"]
-
-
-@dataclass(kw_only=True)
-class Parameters(dpo.parameters):
-    """Settings of this method."""
-
-    share: float = flag(0.5, above=0, group="Objective")
-    """Share of the loss of DPO."""
-
-
-class Shared:
-    """Mixin before DPO's trainer."""
-
-    def __init__(self, *, share, **arguments):
-        super().__init__(**arguments)
-        self.share = share
-
-    def compute_loss(self, *arguments, **named):
-        return self.share * super().compute_loss(*arguments, **named)
-
-
-methods["shared_dpo"] = replace(
-    dpo,
-    parameters=Parameters,
-    summary="a share of DPO",
-    overrides=(Shared, *dpo.overrides),
-    parts=lambda args, model: {"share": args.share, **reference_parts(args, model)},
-)
-'''
+PLUGIN = (Path(__file__).parents[2] / "examples" / "train" / "preference" / "method.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
