@@ -111,7 +111,7 @@ def gradient(run_dir, start):
     ],
 )
 def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, method, way, flags, ranks, size):
-    batches = ranks // size
+    batches = ranks if method == "rlhf gkd" else ranks // size  # gkd is GRPO's trainer, whose batch stays
     if flags == EVALUATED:  # whose last batches depend on the number of batches at a time
         alone = in_two(settings(method, flags, f"--output_dir {tmp_path / 'one'}"), count=batches)
     else:
@@ -126,7 +126,7 @@ def test_processes_that_share_rows_take_the_step_of_one(settings, tmp_path, meth
     norm = sum(float(one.norm() ** 2) for one in theirs.values()) ** 0.5
     gap = sum(float((ours[name] - theirs[name]).norm() ** 2) for name in theirs) ** 0.5
     limit = 5e-6 if method == "rlhf rm" else 1e-6  # nearly equal scores are subtracted: more of float32's rounding
-    assert norm > 5 and gap < limit * norm, (gap, norm)
+    assert norm > 2 and gap < limit * norm, (gap, norm)
     for name in ("loss", "grad_norm", "eval_loss"):
         assert logged(together, name) == pytest.approx(logged(alone, name), rel=1e-5)
 
