@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-BASE = ("errors", "types", "flags", "startup", "devices", "signals", "rendezvous")
+BASE = ("errors", "types", "flags", "startup", "devices", "elastic", "signals", "rendezvous")
 """Modules that everybody imports: one box."""
 STYLE = (
     "text{font:13px sans-serif;fill:#1b1f24}.b{font-weight:600}.s{font-size:11px;fill:#57606a}"

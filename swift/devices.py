@@ -44,6 +44,12 @@ def count_accelerators() -> tuple[int, str]:
     return (torch.accelerator.device_count(), "cuda") if kind is not None and kind.type == "cuda" else (0, "cpu")
 
 
+def visible_names(count: int) -> list[str]:
+    """The names of the visible accelerators, of which there are `count`, as CUDA_VISIBLE_DEVICES has them."""
+    given = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return given[:count] or [str(number) for number in range(count)]
+
+
 def own_device() -> torch.device:
     """The device of this process: that of its LOCAL_RANK, or the only one that a scheduler shows it."""
     import torch

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "swift"
 
 MAY_IMPORT = {
+    "elastic": set(),
     "errors": set(),
     "types": set(),
     "flags": set(),
@@ -48,15 +49,15 @@ MAY_IMPORT = {
         "models",
         "rl",
     },
-    "trainers": {"devices", "errors", "flags", "rendezvous", "signals", "startup", "types", "plugin", "observability"}
-    | {"rl", "data", "models", "rewards", "rollout"},
+    "trainers": {"devices", "elastic", "errors", "flags", "rendezvous", "signals", "startup", "types", "plugin"}
+    | {"observability", "rl", "data", "models", "rewards", "rollout"},
     "methods": {"devices", "errors", "flags", "plugin", "models", "trainers"},
-    "arguments": {"devices", "errors", "flags", "observability", "plugin"}
+    "arguments": {"devices", "elastic", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "replay": {"errors", "observability", "rl", "rollout", "trainers", "arguments"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
     "viewing": {"errors", "observability", "rendezvous", "signals"},
-    "cli": {"devices", "errors", "signals", "startup", "types", "observability"}
+    "cli": {"devices", "elastic", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},
 }

@@ -18,6 +18,7 @@ from swift.arguments.plugins import CHOICES, entry_of
 from swift.arguments.values import convert, show
 from swift.data.system import shipped_example
 from swift.devices import allowed_cores, count_accelerators, is_worker, launch_variables
+from swift.elastic import batch_processes
 from swift.flags import registered, typed
 from swift.models.arguments import OTHER_FLASH
 from swift.rollout.arguments import ENVIRONMENT_REWARDS, request_limit_s
@@ -43,7 +44,8 @@ class Machine:
         given = launch_variables(environ)
         counts = [int(given[name]) for name in sizes if given.get(name, "").isdigit()]
         flash = importlib.util.find_spec("flash_attn") is not None
-        return cls(count_accelerators()[0] > 0, len(allowed_cores()), max(1, math.prod(counts)), flash)
+        processes = batch_processes(environ, max(1, math.prod(counts)))
+        return cls(count_accelerators()[0] > 0, len(allowed_cores()), processes, flash)
 
 
 USUAL_BATCH = 16

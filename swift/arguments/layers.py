@@ -34,6 +34,8 @@ VARIABLES = {
 
 _FLAG = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
 _ONE_DASH = re.compile(r"-[A-Za-z][\w-]+")
+BESIDE = ("world_size", "batch_processes")
+"""Keys of the args.json of a checkpoint beside the settings."""
 BLOCKS = ("ebft",)
 """Keys of a config file that hold the settings whose names begin with them, with or without that beginning."""
 MOST_VALUES = 100_000
@@ -133,7 +135,7 @@ def read_config(path: str) -> Layer:
         elif key.value == "_provenance":
             origins = _raw(node)
             file.provenance = origins if isinstance(origins, dict) else {}
-        elif not file.provenance or key.value != "world_size":  # which the args.json of a checkpoint has besides
+        elif not (file.provenance and key.value in BESIDE):
             spelling, subject = key.value.replace("-", "_"), f"{path}:{line}: {key.value}"
             try:
                 file.given.append(Given(spelling, _raw(node), "file", f"{key.value} ({path}:{line})", subject))

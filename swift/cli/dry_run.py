@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from swift.cli import launcher
+from swift.cli.crew import crew_of
 from swift.errors import counted, printable
 from swift.rollout import placement
 
@@ -61,7 +62,7 @@ def dry_run_rlhf(resolved: Resolved) -> int:
     with parts.rewards as rewards:
         rewards.self_check(prompts, max_steps=parts.plan.max_steps)
         lines = [*parts.lines, _lengths(prompts), *_rewards(rewards, prompts)]
-    where = [placement.describe(placed), *placed.notes, *start.notes]
+    where = [placement.describe(placed), *placed.notes, *start.notes, *_elastic(args)]
     show(resolved, [*resolved.preset_lines, *where, batch_line(args, parts.plan), *lines])
     return 0
 
@@ -71,7 +72,7 @@ def dry_run_trl(resolved: Resolved) -> int:
     from swift.models.policy import check_policy
     from swift.models.rates import Rates
     from swift.models.tuners import expert_lines
-    from swift.trainers.session import find_start, require_packages
+    from swift.trainers.session import accumulation_of, find_start, require_packages
     from swift.trainers.trl.method import method_of, rows_of
     from swift.trainers.trl.run import parts_beside, plan_line
 
@@ -80,10 +81,10 @@ def dry_run_trl(resolved: Resolved) -> int:
     placed = _place(resolved)
     method, world_size = method_of(resolved.mode), launcher.world_size(os.environ)
     start = find_start(args, resolved.to_json(), world_size, divides=method.divides(args))
-    where = [placement.describe(placed), *placed.notes, *start.notes]
+    where = [placement.describe(placed), *placed.notes, *start.notes, *_elastic(args)]
     template = method.template(args)
     train, _, lines = rows_of(args, method, template)
-    plan = plan_line(args, train, world_size)
+    plan = plan_line(args, train, world_size, accumulation_of(args, start, world_size))
     adapter = []
     if (model := check_policy(args, method.reward_head)) is not None:
         parts_beside(args, method, model, template.vision)
@@ -100,6 +101,14 @@ def dry_run_rollout(resolved: Resolved) -> int:
     bind(resolved.args.host, resolved.args.port).close()
     show(resolved, plan.lines())
     return 0
+
+
+def _elastic(args: Any) -> list[str]:
+    """With which numbers of processes an elastic run goes on, in a line. Raises ConfigError: see `crew_of`."""
+    crew = crew_of(args, launcher.plan_launch(os.environ))
+    if crew is None:
+        return []
+    return [f"elastic: of {counted(crew.full, 'process')}, {' or '.join(map(str, crew.sizes))} can go on with the run"]
 
 
 def _place(resolved: Resolved) -> placement.Placement:

@@ -7,6 +7,7 @@ program runs under it, under `torchrun` and under a scheduler. It promises:
     when a worker fails, the others get SIGTERM, and SIGKILL after `GRACE_S`
     the code and the error lines are those of the worker that failed first
     a run that ends because memory ran out in passes that cannot be made again starts again, with less in each
+    an elastic run that loses a worker goes on with the others, and later with all (`swift.cli.crew`)
     no worker outlives the launcher, however that ends, and no child of a worker outlives the run
 """
 
@@ -24,13 +25,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
 from swift.cli.boundary import EXIT_DIR
+from swift.cli.crew import Crew
 from swift.devices import allowed_cores, is_worker, launch_variables
-from swift.errors import ConfigError, EngineError, Interrupted, ResourceError, join_problems
+from swift.elastic import PROGRESS_FILE, Progress, read_progress
+from swift.errors import ConfigError, EngineError, Interrupted, ResourceError, counted, join_problems
 from swift.signals import INSISTING, answered
 
 GRACE_S = 30.0
@@ -40,6 +43,7 @@ SAVE_GRACE_S = 600.0
 POLL_S = 0.05
 MULTI_NODE_PORT = 29500
 PR_SET_PDEATHSIG = 1
+_RESUME = "--resume_from_checkpoint"
 KILL_AT_SIGNAL = 3
 """The third SIGTERM or SIGINT kills the workers."""
 
@@ -145,6 +149,7 @@ def launch(
     plan: LaunchPlan,
     *,
     environ: Mapping[str, str],
+    crew: Crew | None = None,
     grace_s: float = GRACE_S,
     save_grace_s: float = SAVE_GRACE_S,
 ) -> int:
@@ -152,35 +157,109 @@ def launch(
 
     Must be called on the main thread: it takes the signals of `swift.signals` for the time of the run. The lines of the
     failed worker are printed on stderr. On one node, a run whose workers say how it may go on (`Ending.again`) is
-    started again; the launchers of several nodes do not know of each other's workers.
+    started again, and so is an elastic one with the workers that `crew` leaves it; the launchers of several nodes do
+    not know of each other's workers.
     """
     again: Sequence[str] = ()
     while True:
-        code, again = _launch_once([*command, *again], plan, environ, grace_s=grace_s, save_grace_s=save_grace_s)
-        if not again:
-            return code
-        anew = "" if "--resume_from_checkpoint" in again else ", from its beginning, as there is no checkpoint yet"
-        sys.stderr.write(f"swift: note: the run starts again{anew}: {shlex.join(again)}\n")
+        own = {} if crew is None else crew.environment()
+        ranks = plan.local_ranks if crew is None else crew.count
+        now = replace(plan, local_ranks=ranks), {**environ, **own}, crew
+        end = _Launch([*command, *again], *now, grace_s, save_grace_s, _Signals()).run()
+        if not end.again:
+            return end.code
+        smaller = _without_checkpoint(again)  # what did not fit into memory would not later either
+        resume = again[len(smaller) :] if end.resume is None else end.resume
+        again = [*(end.smaller or smaller), *resume]
+        anew = "" if resume else ", from its beginning, as there is no checkpoint yet"
+        words = f": {shlex.join(again)}" if again else ""
+        sys.stderr.write(f"swift: note: {end.why}the run starts again{anew}{words}\n")
         sys.stderr.flush()
 
 
-def _launch_once(
-    command: Sequence[str], plan: LaunchPlan, environ: Mapping[str, str], *, grace_s: float, save_grace_s: float
-) -> tuple[int, Sequence[str]]:
-    """One start of all workers: the code, and the flags to start the run again with."""
-    port = _master_port(plan)
-    with tempfile.TemporaryDirectory(prefix="swift-exit-") as records:
-        start = [_worker_environment(plan, rank, port, environ, records) for rank in range(plan.local_ranks)]
-        signals = _Signals()
-        with answered(signals.take):
-            workers = _start(command, start, first_rank=plan.node_rank * plan.local_ranks)
-            try:
-                failed = _supervise(workers, signals, grace_s=grace_s, save_grace_s=save_grace_s)
-            finally:
-                for worker in workers:
-                    worker.kill_group()
-        may_restart = plan.num_nodes == 1 and not signals.received
-        return (0, ()) if failed is None else _report(failed, signals, Path(records), may_restart=may_restart)
+def _without_checkpoint(words: Sequence[str]) -> Sequence[str]:
+    """The words that a start got besides the checkpoint, which are before it."""
+    return words[: words.index(_RESUME)] if _RESUME in words else words
+
+
+@dataclass(slots=True)
+class _End:
+    """The end of all workers of a start.
+
+    again: whether the run starts again. resume: the checkpoint to start from as a flag, [] for none; None: the same as
+    this time. smaller: flags with which it fits into memory. why: the reason, for a line.
+    """
+
+    code: int
+    again: bool = False
+    resume: Sequence[str] | None = None
+    smaller: Sequence[str] = ()
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Launch:
+    """One start of all workers. recalled: whether they were stopped for a trial of all processes."""
+
+    command: Sequence[str]
+    plan: LaunchPlan
+    environ: Mapping[str, str]
+    crew: Crew | None
+    grace_s: float
+    save_grace_s: float
+    signals: _Signals
+    recalled: bool = False
+
+    def run(self) -> _End:
+        """Until all workers have ended."""
+        plan, port = self.plan, _master_port(self.plan)
+        with tempfile.TemporaryDirectory(prefix="swift-exit-") as records:
+            progress = Path(records, "progress")
+            start = [_worker_environment(plan, rank, port, self.environ, records) for rank in range(plan.local_ranks)]
+            if self.crew is not None:
+                for variables in start:
+                    variables[PROGRESS_FILE] = str(progress)
+            with answered(self.signals.take):
+                workers = _start(self.command, start, first_rank=plan.node_rank * plan.local_ranks)
+                try:
+                    failed = self._supervise(workers, progress)
+                finally:
+                    for worker in workers:
+                        worker.kill_group()
+            if failed is None:
+                return _End(0)
+            going_on = self._elastic_end(workers, failed, read_progress(progress))
+            may_restart = plan.num_nodes == 1 and not self.signals.received
+            return going_on or _report(failed, self.signals, Path(records), may_restart=may_restart)
+
+    def _supervise(self, workers: list[_Worker], progress: Path) -> _Worker | None:
+        """Waits for all workers; returns the one that failed first, or None. They are stopped if a trial is due."""
+
+        def recall() -> bool:
+            if self.crew is None or self.recalled or not self.crew.is_due(read_progress(progress)):
+                return False
+            self.recalled = True
+            return True
+
+        return _supervise(workers, self.signals, recall, grace_s=self.grace_s, save_grace_s=self.save_grace_s)
+
+    def _elastic_end(self, workers: Sequence[_Worker], failed: _Worker, progress: Progress) -> _End | None:
+        """How an elastic run goes on after this start; None if it does not."""
+        crew = self.crew
+        if crew is None or self.signals.received:
+            return None
+        lost = [worker for worker in workers if worker.lost]
+        code, why = failed.process.returncode, ""
+        if not lost and self.recalled and code in (Interrupted.exit_code, -signal.SIGTERM):
+            crew.take_back()
+        elif crew.survives([worker.rank for worker in lost], progress):
+            names = ", ".join(f"rank {worker.rank} ({worker.death})" for worker in lost)
+            why = f"lost {names}; " if lost else f"{counted(len(workers), 'process')} ended before a checkpoint; "
+        else:
+            return None
+        known = [_RESUME, progress.checkpoint] if progress.checkpoint else []
+        resume = None if progress.checkpoint is None else known
+        return _End(code, again=True, resume=resume, why=f"{why}with {counted(crew.count, 'process')} ")
 
 
 def _master_port(plan: LaunchPlan) -> int:
@@ -221,10 +300,19 @@ class _Worker:
 
     rank: int
     process: subprocess.Popen[bytes]
+    lost: bool = False
+    """Whether it died of a signal that the launcher did not send, or does not answer any more."""
+    sent: list[int] = field(default_factory=list)
+
+    @property
+    def death(self) -> str:
+        """The signal that it died of."""
+        return signal.Signals(-self.process.returncode).name
 
     def send(self, signum: int) -> None:
         """To the worker alone: it ends its own children."""
         if self.process.poll() is None:
+            self.sent.append(signum)
             self.process.send_signal(signum)
 
     def is_stopped(self) -> bool:
@@ -237,6 +325,8 @@ class _Worker:
 
     def kill_group(self) -> None:
         """To the worker and every child that stayed in its group."""
+        if self.process.poll() is None:
+            self.sent.append(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -297,16 +387,32 @@ class _Signals:
                 worker.send(signal.SIGKILL if num_insisting >= KILL_AT_SIGNAL else signum)
 
 
-def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, save_grace_s: float) -> _Worker | None:
-    """Waits for all workers; returns the one that failed first, or None."""
+def _supervise(
+    workers: list[_Worker],
+    signals: _Signals,
+    recall: Callable[[], bool],
+    *,
+    grace_s: float,
+    save_grace_s: float,
+) -> _Worker | None:
+    """Waits for all workers; returns the one that failed first, or None.
+
+    Whenever `recall` says so, they get SIGTERM.
+    """
     running = list(workers)
     failed: _Worker | None = None
     deadline = float("inf")
     while running:
         signals.forward(running)
+        if recall():
+            for worker in running:
+                worker.send(signal.SIGTERM)
         ended = [worker for worker in running if worker.process.poll() is not None]
         running = [worker for worker in running if worker not in ended]
         losers = [worker for worker in ended if worker.process.returncode != 0]
+        for worker in losers:
+            code = worker.process.returncode
+            worker.lost = -code not in worker.sent and (code == -signal.SIGKILL or (code < 0 and failed is None))
         if losers and failed is None:
             failed = min(losers, key=_exit_rank)
             saving = bool(signals.received) or failed.process.returncode == Interrupted.exit_code
@@ -315,6 +421,7 @@ def _supervise(workers: list[_Worker], signals: _Signals, *, grace_s: float, sav
                 worker.send(signal.SIGTERM)
                 if worker.is_stopped():  # a stopped process gets SIGTERM only when it continues
                     worker.kill_group()
+                    worker.lost = True
         if time.monotonic() > deadline:
             for worker in running:
                 worker.kill_group()
@@ -329,8 +436,8 @@ def _exit_rank(worker: _Worker) -> int:
     return 0 if code > 1 else 1 if code == 1 else 2
 
 
-def _report(failed: _Worker, signals: _Signals, records: Path, *, may_restart: bool) -> tuple[int, Sequence[str]]:
-    """Prints the lines of the failed worker; returns the code of the run, and the flags to start it again with."""
+def _report(failed: _Worker, signals: _Signals, records: Path, *, may_restart: bool) -> _End:
+    """Prints the lines of the failed worker; returns the end of the run, perhaps with less in memory."""
     code = failed.process.returncode
     written = sorted(records.glob("rank-*.json"), key=lambda path: path.stat().st_mtime_ns)
     endings = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in written}
@@ -340,14 +447,15 @@ def _report(failed: _Worker, signals: _Signals, records: Path, *, may_restart: b
     if ending is not None:
         again = ending.get("again", ()) if may_restart else ()
         sys.stderr.write(ending["text"] + ("" if again else ending.get("advice", "")))
-        return ending["exit_code"], again
+        smaller = _without_checkpoint(again)
+        return _End(ending["exit_code"], bool(again), again[len(smaller) :], smaller)
     if code >= 0:
-        return code, ()
+        return _End(code)
     if -code in signals.received:
         sys.stderr.write("swift: interrupted before there was anything to save\n")
-        return 128 - code, ()
+        return _End(128 - code)
     name = signal.Signals(-code).name
     cause = "; the kernel does this when memory runs out" if -code == signal.SIGKILL else ""
     sys.stderr.write(f"swift: error: worker: rank {failed.rank}: killed by {name}{cause}\n")
     sys.stderr.write(next((other["advice"] for other in endings.values() if other.get("advice")), ""))
-    return EngineError.exit_code, ()
+    return _End(EngineError.exit_code)

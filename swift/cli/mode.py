@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from swift.cli import launcher
 from swift.cli.boundary import show_warnings
 from swift.cli.console import survive_console
+from swift.cli.crew import crew_of
 from swift.errors import counted, printable
 from swift.startup import collector_resting
 
@@ -107,10 +108,13 @@ def start(name: str, words: Sequence[str]) -> int | None:
     if plan is not None and not mode.workers:
         resolved.notes.append(f"NPROC_PER_NODE, NNODES: {counted(plan.world_size, 'process')}: {name} runs in one")
     elif plan is not None and not dry:
-        from swift.devices import count_accelerators
+        from swift.devices import count_accelerators, visible_names
 
-        launcher.check_accelerators(plan.local_ranks, count_accelerators()[0])
-        return launcher.launch([sys.executable, "-m", "swift", name, *words], plan, environ=os.environ)
+        devices = count_accelerators()[0]
+        launcher.check_accelerators(plan.local_ranks, devices)
+        crew = crew_of(resolved.args, plan, visible_names(devices)) if hasattr(resolved.args, "elastic") else None
+        command = [sys.executable, "-m", "swift", name, *words]
+        return launcher.launch(command, plan, environ=os.environ, crew=crew)
     if os.environ.get("RANK", "0") == "0":
         for note in resolved.notes:
             print(printable(f"swift: {note}"), file=sys.stderr)

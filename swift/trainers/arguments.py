@@ -145,6 +145,10 @@ class OptimizationArguments:
     too long for one device. A batch has the rows of one process for each such group; in grpo it keeps its completions,
     which the groups share."""
 
+    elastic: bool = flag(False, everyday=False, resume="free")
+    """Whether the launcher continues a run with the remaining processes when one dies, from its newest checkpoint, and
+    with all of them later. The batches of a step stay the same; so does a resume with another number of processes."""
+
     ddp_timeout: int = flag(1800, at_least=1, everyday=False, resume="free")
     """Timeout of distributed collectives, in seconds."""
 
@@ -194,9 +198,27 @@ class OptimizationArguments:
             )
         if self.optim == "muon" and (way := "deepspeed" if self.deepspeed else "fsdp" if self.fsdp else ""):
             yield f"--optim: muon: needs whole matrices, which --{way} cuts; leave it out, or use --optim adamw"
+        for obstacle in (text for text, holds in self._inelastic().items() if self.elastic and holds):
+            yield f"--elastic: true: {obstacle}, or --elastic false"
         if self.master_weights == "bf16_stochastic":
             for obstacle in (text for text, holds in self._unrounded().items() if holds):
                 yield f"--master_weights: bf16_stochastic: {obstacle}, or --master_weights fp32"
+
+    def _inelastic(self) -> dict[str, bool]:
+        """Why processes cannot leave a run, and what to use: for each whether it holds."""
+        dealt = not hasattr(self, "num_generations")  # rows by a data loader, in micro-batches
+        kl = getattr(self, "rlhf_type", "") == "kto" and getattr(self, "loss_type", None) in (None, "kto")
+        return {
+            f"--deepspeed {self.deepspeed} cuts its state for a number of processes; use --fsdp": bool(self.deepspeed),
+            "--save_only_model true leaves nothing to continue from; leave it out": getattr(
+                self, "save_only_model", False
+            ),
+            "--group_by_length true orders rows by the number of processes; leave it out": dealt
+            and getattr(self, "group_by_length", False),
+            "--dataloader_drop_last true leaves out rows by the number of processes; leave it out": dealt
+            and bool(self.dataloader_drop_last),
+            "the KL of kto is a mean over the rows of all processes; use --loss_type apo_zero_unpaired": kl,
+        }
 
     def _unrounded(self) -> dict[str, bool]:
         """Why weights cannot be rounded stochastically, and what to use: for each whether it holds."""

@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from transformers import Trainer
 
+from swift.elastic import note_checkpoint
 from swift.errors import ConfigError, NumericError, first_line
 from swift.models.checkpoint_tensors import (
     as_saved_unsharded,
@@ -359,7 +360,8 @@ class AtomicTrainer(Trainer):
         finally:
             self._staging = None
         write, self._write_late = self._write_late, _nothing
-        seal = partial(self._seal, step, staging / final.name, final, write, self.state.best_model_checkpoint)
+        best_checkpoint, ends = self.state.best_model_checkpoint, bool(self.control.should_training_stop)
+        seal = partial(self._seal, step, staging / final.name, final, write, best_checkpoint, ends=ends)
         if self._background is not None:
             self._pending = self._background.submit(seal)
         else:
@@ -376,7 +378,9 @@ class AtomicTrainer(Trainer):
                 "--weight_decay"
             )
 
-    def _seal(self, step: int, folder: Path, final: Path, write: Callable[[], list[Path]], best: str | None) -> None:
+    def _seal(
+        self, step: int, folder: Path, final: Path, write: Callable[[], list[Path]], best: str | None, *, ends: bool
+    ) -> None:
         """Write what is left, each rank its own, and let the checkpoint exist; perhaps while training goes on."""
         ranks = self._savers
         try:
@@ -385,7 +389,8 @@ class AtomicTrainer(Trainer):
             parts = ranks.gather(own)
             with ranks.together(), writing(final.parent):
                 if parts is not None:
-                    commit_checkpoint(folder, final, step=step, known=ChainMap(*parts))
+                    note = partial(note_checkpoint, ends=ends)
+                    commit_checkpoint(folder, final, step=step, known=ChainMap(*parts), announce=note)
                     if self.save_total_limit:
                         rotate(final.parent, self.save_total_limit, keep=best)
         finally:

@@ -76,7 +76,14 @@ def entries(folder: Path, paths: Sequence[Path]) -> dict[str, FileEntry]:
     return dict(zip(names, _map_files(_entry, paths), strict=True))
 
 
-def commit_checkpoint(folder: Path, final: Path, *, step: int, known: Mapping[str, FileEntry] | None = None) -> None:
+def commit_checkpoint(
+    folder: Path,
+    final: Path,
+    *,
+    step: int,
+    known: Mapping[str, FileEntry] | None = None,
+    announce: Callable[[Path], object] = lambda final: None,
+) -> None:
     """Seal a written folder and give it its name; afterwards the checkpoint is on the disk.
 
     A checkpoint that already has this name, left by an attempt that went further before this one was resumed, is
@@ -87,6 +94,7 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int, known: Mapping[st
         final: `<run_dir>/checkpoint-<step>`.
         step: optimizer steps done.
         known: entries of files that other processes have written, and hashed.
+        announce: called just before the checkpoint exists, when nothing has its name.
 
     Raises:
         ResourceError: when the disk is full, or lacks a known file; `final` is then as it was.
@@ -111,6 +119,7 @@ def commit_checkpoint(folder: Path, final: Path, *, step: int, known: Mapping[st
         if final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
+        announce(final)
         folder.rename(final)
         fsync_file(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)

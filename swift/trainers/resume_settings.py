@@ -6,7 +6,8 @@ Each setting says it of itself (`resume` of `swift.flags.Details`). *Fixed* ones
 are synced after every update. All others may change, with a note: from there it is no longer the run that was started.
 
 The number of processes may change, and how they share batches with it, as long as the batches stay what they are; only
-ZeRO's state is cut for a number of processes. FSDP's may be cut in another way.
+ZeRO's state is cut for a number of processes. FSDP's may be cut in another way. Batch sizes count the processes of the
+run; those of an elastic run count `batch_processes`, which stay the same whatever processes there are.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from swift.observability.secrets import MASK
 SHARING = frozenset(
     {
         "world_size",
+        "batch_processes",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "steps_per_generation",
@@ -91,6 +93,8 @@ def compare_settings(
         elif name == "world_size":
             line = f"NPROC_PER_NODE: {counted(now, 'training process')}: the checkpoint was made by {then}"
             change.problems.append(f"{line}{reason} start {counted(then, 'process')}, or start a new run")
+        elif name == "batch_processes":  # the other settings, or the processes, say what is wrong
+            pass
         elif kind == "fixed" and not (name == "fsdp" and then and now):
             change.problems.append(
                 f"--{name}: {typed(now)}: the checkpoint was made with {typed(then)} and this setting may not "
@@ -124,6 +128,10 @@ def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, An
     (total, generation), now = _batches(saved), _batches(current)
     if now == (total, generation):
         return None
+    if current.get("elastic"):
+        names = (rows, "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
+        kept = " ".join(f"--{name} {saved[name]}" for name in names if saved.get(name))
+        return f", with {counted(total, 'row')} a step; use {kept},"
     updates, rest = divmod(total, (current.get("world_size") or 1) * (current.get("per_device_train_batch_size") or 1))
     if not updates or rest:
         return f", with {counted(total, 'row')} a step;"
@@ -131,9 +139,19 @@ def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, An
     return f", with {counted(total, 'row')} a step; use --gradient_accumulation_steps {updates}{steps},"
 
 
+def processes_of_batch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> int:
+    """The processes that batch sizes count when an elastic run continues: so many that the batch stays what it is.
+
+    Example: a checkpoint of 4 processes with 2 rows each, resumed by 3 with 2 rows each: 4.
+    """
+    (total, _), (rows, _) = _batches(saved), _batches({**current, "batch_processes": 1})
+    return max(1, total // rows)
+
+
 def _batches(settings: Mapping[str, Any]) -> tuple[int, int]:
     """Rows (completions) of an update, and of a generation batch, over all processes."""
-    rows = (settings.get("world_size") or 1) * (settings.get("per_device_train_batch_size") or 1)
+    processes = settings.get("batch_processes") or settings.get("world_size") or 1
+    rows = processes * (settings.get("per_device_train_batch_size") or 1)
     updates = settings.get("gradient_accumulation_steps") or 1
     steps = settings.get("steps_per_generation") or updates
     return rows * updates, settings.get("generation_batch_size") or rows * steps

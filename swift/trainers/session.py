@@ -21,11 +21,23 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from swift.elastic import (
+    BATCH_PROCESSES,
+    PROGRESS_FILE,
+    RUN_ID,
+    UNNAMED,
+    batch_processes,
+    note_end,
+    note_start,
+    read_progress,
+)
 from swift.errors import (
+    ConfigError,
     Interrupted,
     ResourceError,
     SwiftError,
     Unfinished,
+    counted,
     first_line,
     join_problems,
     note_unfinished,
@@ -58,6 +70,11 @@ class Start:
     checkpoint: Path | None = None
     changed: dict[str, tuple[Any, Any]] | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def batch_processes(self) -> int:
+        """The processes that batch sizes count: those of the run, or of an elastic run all that it began with."""
+        return int(self.settings.get("batch_processes") or self.settings.get("world_size") or 1)
 
     @property
     def step(self) -> int:
@@ -109,29 +126,28 @@ def require_packages(args: Any) -> None:
     check_optimizer(args)
 
 
-def find_start(
-    args: Any, settings: Mapping[str, Any], world_size: int | None = None, *, divides: bool = False
-) -> Start:
+def find_start(args: Any, settings: Mapping[str, Any], world_size: int, *, divides: bool = False) -> Start:
     """The checkpoint that `--resume_from_checkpoint` names, verified, or a fresh start.
 
     Args:
         args: with `resume_from_checkpoint` and `output_dir`.
         settings: of the run, by name.
-        world_size: processes that share the batches; None leaves them out of the comparison.
+        world_size: processes that share the batches.
         divides: whether a micro-batch may have other rows; see `compare_settings`.
 
     Raises:
         ConfigError: no valid checkpoint there, a setting differs that may not change, or an `--output_dir` that is
             read-only or, without `--add_version`, another run's.
     """
-    if world_size is not None:
-        settings = {**settings, "world_size": world_size}
     from swift.models.source import read_json
     from swift.observability.files import check_writable
     from swift.observability.run_dir import refuse_checkpoints
     from swift.trainers.checkpoint import resolve_resume
-    from swift.trainers.resume_settings import compare_settings
+    from swift.trainers.resume_settings import compare_settings, processes_of_batch
 
+    settings = {**settings, "world_size": world_size}
+    if args.elastic:
+        settings["batch_processes"] = batch_processes(os.environ, world_size)
     if not args.resume_from_checkpoint:
         check_writable(Path(args.output_dir))
         if not args.add_version:
@@ -139,10 +155,29 @@ def find_start(
         return Start(settings)
     run_dir, checkpoint = resolve_resume(args.resume_from_checkpoint, args.output_dir)
     check_writable(run_dir)
-    change = compare_settings(read_json(checkpoint / "args.json"), settings, type(args), divides=divides)
+    saved = read_json(checkpoint / "args.json")
+    if args.elastic:
+        settings["batch_processes"] = processes_of_batch(saved, settings)
+    change = compare_settings(saved, settings, type(args), divides=divides)
     join_problems(change.problems)
     notes = (f"resuming {run_dir} from {checkpoint.name}", *change.notes)
     return Start(settings, run_dir, checkpoint, change.changed, notes)
+
+
+def accumulation_of(args: Any, start: Start, world_size: int) -> int:
+    """The micro-batches of a step on each process, where a data loader deals rows in micro-batches of equal size.
+
+    Raises ConfigError: the processes of an elastic run do not share its batch evenly.
+    """
+    updates, rest = divmod(args.gradient_accumulation_steps * start.batch_processes, world_size)
+    if rest or not updates:
+        total = args.gradient_accumulation_steps * start.batch_processes
+        valid = ", ".join(str(number) for number in range(1, total + 1) if total % number == 0)
+        raise ConfigError(
+            f"NPROC_PER_NODE: {counted(world_size, 'training process')}: cannot share the {total} micro-batches of a "
+            f"step of this run evenly; valid: {valid}"
+        )
+    return updates
 
 
 def resume_command(mode: str, checkpoint: Path | None) -> str:
@@ -204,6 +239,30 @@ def join_processes(args: Any) -> Collectives:
             backend = "cpu:gloo,cuda:nccl"  # norms of gradients are added up on the host
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **place)
     return Collectives(timeout_s)
+
+
+def continue_elastic(args: Any, collectives: Collectives) -> None:
+    """Resume an elastic run that torchrun starts again, perhaps with other nodes, from its newest checkpoint.
+
+    Raises ConfigError: the run has no name by which its earlier starts could be found.
+    """
+    if not args.elastic or RUN_ID not in os.environ:
+        return
+    name = os.environ[RUN_ID]
+    if name == UNNAMED:
+        raise ConfigError(
+            "--elastic: true: torchrun starts a run again without a name to find its checkpoint by; give torchrun "
+            "--rdzv_id, another one for each run, or use --elastic false"
+        )
+    file = Path(args.output_dir).expanduser().absolute() / f".elastic-{name}"
+    with collectives.together():
+        file.parent.mkdir(parents=True, exist_ok=True)
+    os.environ[PROGRESS_FILE] = str(file)
+    progress = collectives.broadcast(read_progress(file))
+    if progress.checkpoint is not None:
+        os.environ[BATCH_PROCESSES] = str(progress.processes)
+    if progress.checkpoint:
+        args.resume_from_checkpoint = progress.checkpoint
 
 
 def leave_processes(collectives: Collectives) -> None:
@@ -281,6 +340,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
             start_step=start.step,
         )
         clean_staging(run_dir.path)
+        note_start(start.checkpoint, start.batch_processes)
         opened = str(run_dir.path), run_dir.attempt
     folder, attempt = collectives.broadcast(opened)
     require_shared(args, Path(folder), collectives)
@@ -294,6 +354,8 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
         with short_failures():
             yield run
         note_unfinished(None)
+        if collectives.is_main:
+            note_end()
     except BaseException as error:
         code = error.exit_code if isinstance(error, SwiftError) else 130 if isinstance(error, KeyboardInterrupt) else 1
         reason = mask_text(first_line(error))

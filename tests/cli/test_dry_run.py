@@ -102,6 +102,15 @@ def test_it_counts_the_processes_that_a_launch_would_start(tiny_model, folder, m
     assert "4 prompts x 8 completions; 101 rows, 25 steps per epoch, 75 steps in all" in text
 
 
+def test_it_says_with_how_many_processes_an_elastic_run_goes_on(tiny_model, folder, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC_PER_NODE", "4")
+    monkeypatch.setattr("swift.trainers.engines.count_accelerators", lambda: (0, "cpu"))
+    assert main(rlhf(tiny_model, "--elastic", "true")) == 0
+    assert "elastic: of 4 processes, 1 or 2 or 3 can go on with the run" in capsys.readouterr().out
+    assert main(rlhf(tiny_model, "--elastic", "true", "--sequence_parallel_size", "4")) == 2
+    assert "--elastic: true: fewer than 4 processes cannot share the batches of this run" in capsys.readouterr().err
+
+
 def test_json_is_one_object(tiny_model, folder, capsys):
     assert main(rlhf(tiny_model, "--json", "true", "--beta", "0")) == 0
     plan = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ import pytest
 from processes import alive, wait_for
 
 from swift.arguments.derived import Machine
+from swift.cli.crew import Crew
 from swift.cli.launcher import LaunchPlan, launch, plan_launch, world_size
 from swift.errors import ConfigError, ResourceError
 
@@ -178,6 +179,54 @@ def test_a_run_without_a_checkpoint_begins_anew_and_one_with_weights_alone_ends(
 def test_on_several_nodes_it_ends(tmp_path, capsys):
     assert launch(worker(tmp_path, SHORT_OF_MEMORY), LaunchPlan(2, 2, 0, "127.0.0.1"), environ=os.environ) == 3
     assert capsys.readouterr().err.endswith("swift: run x\n")
+
+
+ELASTIC = """
+    from swift.elastic import note_checkpoint, note_start
+    world = int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        with (folder / "starts").open("a") as file:
+            file.write(" ".join([str(world), os.environ["SWIFT_BATCH_PROCESSES"], *sys.argv[1:]]) + "\\n")
+    if "--resume_from_checkpoint" in sys.argv:
+        sys.exit(int(os.environ["LAST"]) if world == 4 else 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75 if world == 2 else 1))
+    if rank == 0:
+        note_start(None, 4)
+    if (world, rank) in ((4, 1), (3, 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / f"ready-{world}-{rank}").touch()
+    if world == 2 and rank == 0:
+        while not (folder / "ready-2-1").exists():
+            time.sleep(0.01)
+        (folder / "checkpoint-2").mkdir()
+        note_checkpoint(folder / "checkpoint-2")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("last", [0, 3])
+def test_an_elastic_run_loses_workers_and_takes_them_back(tmp_path, capsys, last):
+    crew, environ = Crew(4, lambda number: True), {**os.environ, "LAST": str(last)}
+    assert launch(worker(tmp_path, ELASTIC), LaunchPlan(4), environ=environ, crew=crew) == 0
+    resume = f"--resume_from_checkpoint {tmp_path / 'checkpoint-2'}"
+    starts = ["4 4", "3 4", "2 4", f"4 4 {resume}"]
+    anew = "the run starts again, from its beginning, as there is no checkpoint yet"
+    again = f"the run starts again: {resume}"
+    lines = [
+        f"swift: note: lost rank 1 (SIGKILL); with 3 processes {anew}",
+        f"swift: note: lost rank 0 (SIGKILL); with 2 processes {anew}",
+        f"swift: note: with 4 processes {again}",
+    ]
+    if last:  # the trial fails by itself
+        starts.append(f"2 4 {resume}")
+        lines.append(f"swift: note: 4 processes ended before a checkpoint; with 2 processes {again}")
+    assert (tmp_path / "starts").read_text().splitlines() == starts
+    assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_an_error_of_its_own_ends_an_elastic_run(tmp_path):
+    crew = Crew(2, lambda number: True)
+    assert launch(worker(tmp_path, "sys.exit(5)"), LaunchPlan(2), environ=os.environ, crew=crew) == 5
 
 
 def test_a_killed_worker_is_named(tmp_path, capsys):

@@ -28,7 +28,7 @@ from swift.trainers.checkpoint import (
     staging_folder,
     verify,
 )
-from swift.trainers.resume_settings import OUT_OF_TURN
+from swift.trainers.resume_settings import OUT_OF_TURN, processes_of_batch
 from swift.trainers.resume_settings import compare_settings as compared_settings
 
 compare_settings = partial(compared_settings, arguments=RLHFArguments)
@@ -315,6 +315,31 @@ def test_processes_may_share_equal_batches_in_another_way(more, now, fix):
 def test_a_batch_of_another_size_is_refused_with_equal_processes_too():
     (problem,) = compare_settings(FOUR, {**FOUR, "gradient_accumulation_steps": 2}).problems
     assert problem.startswith("--gradient_accumulation_steps: 2: the checkpoint was made with 1")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "processes", "problem"),
+    [
+        ({}, {"world_size": 3}, 4, None),
+        ({}, {"world_size": 5}, 4, None),
+        ({"world_size": 3, "batch_processes": 4}, {"world_size": 2}, 4, None),
+        ({"world_size": 3, "batch_processes": 4}, {"world_size": 4}, 4, None),
+        ({}, {"world_size": 3, "gradient_accumulation_steps": 2}, 2, None),
+        ({}, {"world_size": 3, "per_device_train_batch_size": 3}, 2,
+            "with 8 rows a step; use --per_device_train_batch_size 2 --gradient_accumulation_steps 1"),
+        ({}, {"world_size": 3, "deepspeed": "zero2"}, 4, "ZeRO's state is cut"),
+    ],
+)  # fmt: skip
+def test_an_elastic_run_keeps_its_batch_on_any_number_of_processes(then, now, processes, problem):
+    saved = {**FOUR, **then}
+    current = {**FOUR, "elastic": True, **now}
+    current["batch_processes"] = processes_of_batch(saved, current)
+    assert current["batch_processes"] == processes
+    problems = compare_settings(saved, current).problems
+    if problem is None:
+        assert problems == []
+    else:
+        assert problem in problems[0]
 
 
 @pytest.mark.parametrize(("divides", "problems"), [(True, 0), (False, 2)])

@@ -11,14 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 
+from swift import elastic
 from swift.arguments import parse
-from swift.errors import Interrupted, ResourceError
+from swift.errors import ConfigError, Interrupted, ResourceError
 from swift.observability.files import writing
 from swift.signals import STOP, kept_from_children
 from swift.startup import collector_resting
 from swift.trainers import session
 from swift.trainers.distributed import Collectives
-from swift.trainers.session import SignalTrap, Start, equip, require_shared, resume_command
+from swift.trainers.session import (
+    SignalTrap,
+    Start,
+    accumulation_of,
+    continue_elastic,
+    equip,
+    require_shared,
+    resume_command,
+)
 
 
 @pytest.mark.parametrize(
@@ -194,3 +203,57 @@ def test_shards_need_a_folder_that_every_process_sees(flags, tmp_path, monkeypat
     args.save_only_model = True
     require_shared(args, tmp_path / "elsewhere", Collectives())
     require_shared(SimpleNamespace(fsdp=None, deepspeed=None), tmp_path / "elsewhere", Collectives())
+
+
+@pytest.mark.parametrize(("accumulation", "of_batch", "processes", "each"), [(1, 4, 2, 2), (3, 4, 3, 4), (2, 3, 6, 1)])
+def test_micro_batches_are_dealt_to_other_processes(accumulation, of_batch, processes, each):
+    args, start = SimpleNamespace(gradient_accumulation_steps=accumulation), Start({"batch_processes": of_batch})
+    assert accumulation_of(args, start, processes) == each
+
+
+@pytest.mark.parametrize("processes", [3, 8])
+def test_processes_that_cannot_have_equal_shares_are_refused(processes):
+    args, start = SimpleNamespace(gradient_accumulation_steps=1), Start({"batch_processes": 4})
+    with pytest.raises(ConfigError, match=f"{processes} training processes: cannot share the 4 .*; valid: 1, 2, 4"):
+        accumulation_of(args, start, processes)
+
+
+def test_the_launcher_reads_how_far_a_start_has_come(tmp_path, monkeypatch):
+    file = tmp_path / "progress"
+    monkeypatch.setenv(elastic.PROGRESS_FILE, str(file))
+    assert elastic.read_progress(file).checkpoint is None
+    elastic.note_start(None, 4)
+    assert elastic.read_progress(file) == ("", 0, False, 4)
+    first, last = tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"
+    elastic.note_checkpoint(first)
+    assert elastic.read_progress(file) == ("", 0, False, 4), "it does not exist yet"
+    first.mkdir()
+    elastic.note_checkpoint(last, ends=True)
+    assert elastic.read_progress(file) == (str(first), 1, True, 4)
+    last.mkdir()
+    first.rmdir()  # as the oldest one
+    with file.open("a") as progress:
+        progress.write("/run/check")
+    assert elastic.read_progress(file) == (str(last), 2, True, 4)
+    elastic.note_end()
+    assert file.exists(), "swift's launcher removes it"
+
+
+def test_torchrun_starts_a_run_again_where_it_was(tmp_path, monkeypatch):
+    args = SimpleNamespace(elastic=True, output_dir=str(tmp_path / "out"), resume_from_checkpoint=None)
+    for name in (elastic.PROGRESS_FILE, elastic.BATCH_PROCESSES):
+        monkeypatch.setenv(name, "")  # taken back at the end
+    monkeypatch.setenv(elastic.RUN_ID, "none")
+    with pytest.raises(ConfigError, match="give torchrun --rdzv_id"):
+        continue_elastic(args, Collectives())
+    monkeypatch.setenv(elastic.RUN_ID, "run-7")
+    continue_elastic(args, Collectives())
+    assert args.resume_from_checkpoint is None and elastic.batch_processes(os.environ, 6) == 6
+    elastic.note_start(None, 6)
+    elastic.note_checkpoint(tmp_path)
+    continue_elastic(args, Collectives())
+    assert args.resume_from_checkpoint == str(tmp_path) and elastic.batch_processes(os.environ, 4) == 6
+    elastic.note_end()
+    args.resume_from_checkpoint = None
+    continue_elastic(args, Collectives())
+    assert args.resume_from_checkpoint is None

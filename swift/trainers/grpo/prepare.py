@@ -136,10 +136,12 @@ def prepare(
         _check_teacher_prompts(template, first)
     lines = [*source.report.lines(), *(eval_prompts.report.lines() if eval_prompts is not None else [])]
     lines = list(dict.fromkeys(lines))  # one mapping line if both data sets have the same columns
+    processes = world_size or collectives.world_size
+    lines += _sharing_lines(processes, start.batch_processes)
     names = inspect.signature(plan_batches).parameters.keys() - {"world_size", "num_rows"}
     plan = plan_batches(
         **{name: getattr(args, name) for name in names},
-        world_size=world_size or collectives.world_size,
+        world_size=start.batch_processes,
         num_rows=source.size,
     )
     if args.dynamic_sample or args.streaming_partial_batch:
@@ -168,8 +170,13 @@ def prepare(
         heartbeat=Heartbeat(collectives),
         references=references,
         answers=answers,
-        teacher=_teacher_of(args, placement, plan.world_size),
+        teacher=_teacher_of(args, placement, processes),
     )  # fmt: skip
+
+
+def _sharing_lines(processes: int, of_batch: int) -> list[str]:
+    """A line where an elastic run has other processes than its batch sizes count."""
+    return [f"elastic: {counted(processes, 'process')} share the batches of {of_batch}"] * (processes != of_batch)
 
 
 def _check_teacher_prompts(template: Template, prompts: list[Prompt]) -> None:

@@ -30,7 +30,14 @@ def run(resolved: Resolved) -> int:
         NumericError: rollout engine and trainer disagree, or gradients stay non-finite.
         Interrupted: a signal came; the checkpoint is saved.
     """
-    from swift.trainers.session import SignalTrap, find_start, join_processes, leave_processes, require_packages
+    from swift.trainers.session import (
+        SignalTrap,
+        continue_elastic,
+        find_start,
+        join_processes,
+        leave_processes,
+        require_packages,
+    )
 
     args: Any = resolved.args
     require_packages(args)
@@ -42,6 +49,7 @@ def run(resolved: Resolved) -> int:
 
             placement = find_placement(args, prefetch_given="prefetch_depth" in resolved.given)
             collectives = join_processes(args)
+            continue_elastic(args, collectives)
             start = find_start(args, resolved.to_json(), collectives.world_size)
             with collectives.together():
                 if collectives.is_main:

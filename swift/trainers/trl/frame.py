@@ -53,11 +53,16 @@ def build_trainer(
     *,
     collectives: Collectives,
     settings: Mapping[str, Any],
+    accumulation: int | None = None,
     parts: Mapping[str, Any] | None = None,
 ) -> AtomicTrainer:
-    """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method."""
+    """The trainer, ready to run; checkpoints go to `folder`, `parts` are those of the method.
+
+    accumulation: micro-batches of a step on each process, by default `--gradient_accumulation_steps`.
+    """
     vision, parts = template.vision, dict(parts or {})
     options = {**_options(args, folder, evaluates=val is not None, sees=vision is not None), **method.options(args)}
+    options["gradient_accumulation_steps"] = accumulation or args.gradient_accumulation_steps
     if isinstance(val, dict) and not is_of_one(args.metric_for_best_model, val):
         options["metric_for_best_model"] = None  # the metric of no set: there is no best checkpoint
     if getattr(args, "early_stopping_patience", None):
@@ -89,6 +94,7 @@ def build_trainer(
     )
     trainer.parting = method.parting(args) if vision is None else ""  # pixels are not in rows
     trainer.divides = method.divides(args)
+    trainer.given_accumulation = args.gradient_accumulation_steps
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:
             parameter.data = data
@@ -107,7 +113,6 @@ def _options(args: Any, folder: Path, *, evaluates: bool, sees: bool) -> dict[st
     return {
         **training_options(args, folder, evaluates=evaluates, sees=sees),
         "max_steps": args.max_steps,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "dataloader_drop_last": args.dataloader_drop_last,
         # Rows are tokenised already: padding them here is faster than sending them from one worker, the default.
         "dataloader_num_workers": args.dataloader_num_workers if args.dataloader_num_workers > 1 else 0,

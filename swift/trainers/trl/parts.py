@@ -31,11 +31,13 @@ class InParts:
     """Mixin between `AtomicTrainer` and a trainer of TRL.
 
     parting: how batches are parted. divides: whether the loss is the same with fewer rows in a micro-batch and more of
-    these. most_tokens: of a pass, padding included; None is no limit. say: prints a line.
+    these. given_accumulation: `--gradient_accumulation_steps`. most_tokens: of a pass, padding included; None is no
+    limit. say: prints a line.
     """
 
     parting: Parting = ""
     divides = False
+    given_accumulation = 1
     current_gradient_accumulation_steps: float
     most_tokens: int | None = None
     say: Callable[[str], object] = print
@@ -99,7 +101,7 @@ class InParts:
         rows = args.per_device_train_batch_size
         fewer = next((size for size in range(rows // 2, 0, -1) if rows % size == 0), None)
         if self.divides and fewer:
-            updates = args.gradient_accumulation_steps * rows // fewer
+            updates = self.given_accumulation * rows // fewer
             note_smaller("--per_device_train_batch_size", str(fewer), "--gradient_accumulation_steps", str(updates))
 
     def _metrics_now(self) -> dict[str, Any]:

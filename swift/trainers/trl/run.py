@@ -20,6 +20,8 @@ from swift.trainers.parallel.sequence import data_ranks, require_shareable
 from swift.trainers.parallel.sharding import loading_device
 from swift.trainers.session import (
     SignalTrap,
+    accumulation_of,
+    continue_elastic,
     find_start,
     join_processes,
     leave_processes,
@@ -53,13 +55,15 @@ def run(resolved: Resolved) -> int:
     with collector_resting():
         method = method_of(resolved.mode)
         collectives = join_processes(args)
+        continue_elastic(args, collectives)
         start = find_start(args, resolved.to_json(), collectives.world_size, divides=method.divides(args))
+        accumulation = accumulation_of(args, start, collectives.world_size)
         template = method.template(args)
     with collectives.together():
         if collectives.is_main:
             check_hub(args)
     train, val, lines = rows_of(args, method, template)
-    lines += [*start.notes, plan_line(args, train, collectives.world_size)]
+    lines += [*start.notes, plan_line(args, train, collectives.world_size, accumulation)]
     with SignalTrap() as trap:
         with collector_resting():
             from swift.models.rates import Rates
@@ -100,6 +104,7 @@ def run(resolved: Resolved) -> int:
                     [stop, log],
                     collectives=collectives,
                     settings=start.settings,
+                    accumulation=accumulation,
                     parts=parts,
                 )
                 opened.steps, trainer.say = (lambda: trainer.state.global_step), opened.say
@@ -114,24 +119,27 @@ def run(resolved: Resolved) -> int:
     return 0
 
 
-def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int) -> str:
+def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int, accumulation: int | None = None) -> str:
     """The batch arithmetic in one line: rows per step, steps per epoch and in all.
+
+    accumulation: micro-batches of a step on each process, by default `--gradient_accumulation_steps`.
 
     Raises:
         ConfigError: processes that share rows do not make whole groups.
     """
+    accumulation = accumulation or args.gradient_accumulation_steps
     ranks, size = data_ranks(args, world_size), args.sequence_parallel_size
-    batch = args.per_device_train_batch_size * ranks * args.gradient_accumulation_steps
+    batch = args.per_device_train_batch_size * ranks * accumulation
     devices = counted(ranks, "process") if size == 1 else f"{counted(ranks, 'group')} of {size} processes"
     step = (
         f"{args.per_device_train_batch_size} per device x {devices} x "
-        f"{counted(args.gradient_accumulation_steps, 'accumulation step')} = {counted(batch, 'row')} per step"
+        f"{counted(accumulation, 'accumulation step')} = {counted(batch, 'row')} per step"
     )
     if not isinstance(train, Sized):
         return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}"
     per_round = ranks * args.per_device_train_batch_size
     per_rank = len(train) // per_round if args.dataloader_drop_last else -(-len(train) // per_round)
-    per_epoch = -(-per_rank // args.gradient_accumulation_steps)
+    per_epoch = -(-per_rank // accumulation)
     steps = args.max_steps if args.max_steps > 0 else int(-(-per_epoch * args.num_train_epochs // 1))
     return (
         f"plan: {counted(len(train), 'row')}; {step}; {counted(per_epoch, 'step')} per epoch, {counted(steps, 'step')}"
