@@ -71,7 +71,7 @@ def kill_at_random(run, kills, chance):
 @pytest.mark.timeout(300 + 100 * KILLS)
 def test_processes_killed_at_random_change_nothing(cli):
     """Up to the rounding of sums, which other numbers of processes add up in another order."""
-    steps = 11 * max(1, KILLS // 2)
+    steps = 11 * max(2, KILLS)  # trials come at ever greater distances
     flags = {**FLAGS, "max_steps": steps}
     straight = cli.finish("straight", variables=FOUR, **flags)
     run = cli.start("elastic", variables=FOUR, **flags)
