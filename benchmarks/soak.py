@@ -26,17 +26,18 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-from soak_books import Plan, audit, slope_per_hour
+from soak_books import Books, Plan, audit, slope_per_hour
 from soak_faults import NETWORK, Fault, Injector, draw, join_network, processes, there
 
 from swift.models.tiny import build_tiny
-from swift.observability.jsonl import JsonlWriter
+from swift.observability.jsonl import JsonlWriter, read_log
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "support"))
@@ -52,7 +53,7 @@ FLAGS = {
     "max_length": 40, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_ratio": 0, "beta": 0,
     "logging_steps": 1, "save_steps": 5, "save_total_limit": 2, "report_to": "none", "add_version": "false",
     "gradient_checkpointing": "false", "async_generate": "true", "record_rollouts": "all", "reward_timeout": 5,
-    "stall_timeout": 20, "vllm_server_timeout": 90, "engine_restarts": 1000, "max_excluded_frac": 1,
+    "stall_timeout": 20, "vllm_server_timeout": 300, "engine_restarts": 1000, "max_excluded_frac": 1,
 }  # fmt: skip
 DEDICATED = {"vllm_mode": "dedicated", "infer_backend": "soaked"}
 PHASES: dict[str, dict[str, Any]] = {
@@ -84,8 +85,8 @@ class Soak:
     model: Path
     bound_s: float = 900.0
     best: int = 0
-    server: subprocess.Popen[bytes] | None = None
-    proxy: subprocess.Popen[bytes] | None = None
+    server: Program | None = None
+    proxy: Program | None = None
     problems: list[str] = field(default_factory=list)
     memory: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
     ends: list[str] = field(default_factory=list)
@@ -122,29 +123,26 @@ class Soak:
         }  # fmt: skip
         words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
         self.printed = self.console.stat().st_size if self.console.exists() else 0
-        place = {"SOAK_FAULTS": str(self.faults), "NPROC_PER_NODE": str(ranks)}
-        self.trainer = Program(
-            ["-m", "swift", "rlhf", *words], env={**os.environ, **place}, cwd=self.folder, output=self.console
-        )
+        self.trainer = self.program(["-m", "swift", "rlhf", *words], "console.txt", NPROC_PER_NODE=str(ranks))
         self.started_at, self.best_at_start = time.monotonic(), self.best
+
+    def program(self, words: list[str], output: str, **variables: str) -> Program:
+        """`python <words>`, which appends what it prints to a file of the folder."""
+        variables = {**os.environ, "SOAK_FAULTS": str(self.faults), **variables}
+        return Program(words, env=variables, cwd=self.folder, output=self.folder / output)
 
     def start_server(self) -> None:
         """Start the server in its namespace, and once the proxy before it."""
-
-        def start(output: str, *words: object) -> subprocess.Popen[bytes]:
-            command = ["ip", "netns", "exec", NETWORK, sys.executable, *map(str, words)]
-            with (self.folder / output).open("ab") as file:
-                environment = {**os.environ, "SOAK_FAULTS": str(self.faults)}
-                return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, env=environment)
-
+        inside = [str(HERE / "soak_inside.py"), f"/run/netns/{NETWORK}"]
         if self.proxy is None:
-            self.proxy = start("proxy.txt", HERE / "soak_proxy.py", 8000, 8001, self.faults / "replies")
+            words = [str(HERE / "soak_proxy.py"), "8000", "8001", str(self.faults / "replies")]
+            self.proxy = self.program([*inside, *words], "proxy.txt")
             self.spared.add(self.proxy.pid)
-        self.server = start(
-            "server.txt", "-m", "swift", "rollout", "--model", self.model, "--infer_backend", "soaked", "--port", 8001,
-            "--external_plugins", FLAGS["external_plugins"], "--torch_dtype", "float32", "--stall_timeout", 20,
-            "--engine_restarts", 1000,
-        )  # fmt: skip
+        words = (
+            f"-m swift rollout --model {self.model} --infer_backend soaked --port 8001 --torch_dtype float32".split()
+        )
+        more = f"--external_plugins {FLAGS['external_plugins']} --stall_timeout 20 --engine_restarts 1000".split()
+        self.server = self.program([*inside, *words, *more], "server.txt")
 
     @property
     def tops(self) -> dict[int, str]:
@@ -175,6 +173,8 @@ class Soak:
         self.look_for_processes()
         if code == 0:
             return False
+        if not said and code != -signal.SIGKILL:
+            self.problems.append(f"exit code {code} without a word")
         self.barren = 0 if self.best > self.best_at_start else self.barren + 1
         if self.barren >= STARTS:
             self.problems.append(f"{STARTS} starts without a step; the last: {self.ends[-1]}")
@@ -214,6 +214,7 @@ class Soak:
         at, place, ended = time.monotonic(), self.console.stat().st_size, len(self.ends)
         step, remarks, lasted = self.best, {}, {}
         begun = [fault for fault in drawn if self.injector.begin(fault, self.tops)]
+        print(f"{self.phase}, step {step}: {begun}", flush=True)
         self.open, alive = list(begun), True
         while self.open:
             since_s = time.monotonic() - at
@@ -226,7 +227,7 @@ class Soak:
         recovered = alive and self.reach(self.best + 2, self.bound_s)
         recovery_s = time.monotonic() - over
         for fault in begun:
-            said = remarks[id(fault)] or self.said(place, ended)
+            said = remarks[id(fault)] or self.said(place, ended, step)
             self.report(
                 {
                     "phase": self.phase, "time_s": round(at - self.begun, 1), "step": step, "kind": fault.kind,
@@ -241,12 +242,14 @@ class Soak:
             alive = self.reach(self.best + 1, self.bound_s)
         return len(begun) if alive else 0
 
-    def said(self, place: int, ended: int) -> str:
-        """What the run printed about it first: an end goes before other lines."""
+    def said(self, place: int, ended: int, step: int) -> str:
+        """What the run said about it: its end, or a line on the console, or counts in logging.jsonl."""
         if self.ends[ended:]:
             return self.ends[ended]
-        lines = self.text(place).splitlines()
-        return next((line.strip() for line in lines if SAYS.search(line)), "")[:300]
+        lines = [line.strip() for line in self.text(place).splitlines() if SAYS.search(line)]
+        later = [row for row in read_log(self.run / "logging.jsonl") if row["step"] > step]
+        counts = Counter({name: row[name] or 0 for row in later for name in row if name.startswith("health/")})
+        return (lines[0] if lines else ", ".join(f"{name} {count:g}" for name, count in counts.items() if count))[:300]
 
     def pause(self, seconds: float) -> None:
         """Watch for so long."""
@@ -281,19 +284,17 @@ class Soak:
         self.server = None
         self.look_for_processes()
         self.look_for_leftovers()
-        books = audit(self.run, Plan(**self.plan()))
+        saved = any(self.run.glob("checkpoint-*"))
+        books = audit(self.run, self.plan()) if saved else Books(["the run has no checkpoint"])
         self.problems += [*books.problems, *self.growth()]
         shutil.copytree(self.run, self.folder / "run", ignore=shutil.ignore_patterns("checkpoint-*", "images"))
         subprocess.run(["umount", str(self.disk)], check=True)
         return {"phase": self.phase, "problems": self.problems, **books.totals}
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Plan:
         """What the books are audited with."""
-        dynamic = self.phase == "dynamic"
-        return {
-            "prompts": PROMPTS, "groups": GROUPS, "completions": GENERATIONS, "dynamic": dynamic,
-            "wait_s": self.bound_s,
-        }  # fmt: skip
+        sizes = {"prompts": PROMPTS, "groups": GROUPS, "completions": GENERATIONS}
+        return Plan(**sizes, dynamic=self.phase == "dynamic", wait_s=self.bound_s)
 
     def text(self, since: int) -> str:
         """What the trainers have printed from this place on."""
@@ -392,17 +393,7 @@ def enter_namespaces() -> None:
         for words in ("mount -t tmpfs tmpfs /dev/shm", "mount -t tmpfs tmpfs /run", "ip link set lo up"):
             subprocess.run(words.split(), check=True)
         return
-    words = [
-        "unshare",
-        *(["-r"] if os.getuid() else []),
-        "-m",
-        "-n",
-        "-i",
-        "-p",
-        "--fork",
-        "--mount-proc",
-        "--kill-child",
-    ]
+    words = f"unshare {'-r' if os.getuid() else ''} -m -n -i -p --fork --mount-proc --kill-child".split()
     tried = subprocess.run([*words, "ip", "link", "set", "lo", "up"], capture_output=True, text=True, check=False)
     if tried.returncode:
         sys.exit(f"soak: needs namespaces of its own (root, or user namespaces), and `ip`: {tried.stderr.strip()}")
@@ -413,7 +404,9 @@ def enter_namespaces() -> None:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hours", type=float, default=1.0, help="no fault is injected later")
+    parser.add_argument(
+        "--hours", type=float, default=1.0, help="no fault begins later; then the run is brought to its end"
+    )
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -23,7 +23,7 @@ TICKETS = {
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 REPLIES = ["silence", "garbage", "status", "cut", "bytes"]
 """Damages of `soak_proxy.py`."""
-TICKET_S = 30.0
+TICKET_S = 120.0
 """Time in which a ticket must be taken, else it is withdrawn."""
 LEAVE_S = 10.0
 """Time for a process to follow SIGTERM; other processes than the trainer may ignore it."""
