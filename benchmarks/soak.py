@@ -167,10 +167,10 @@ class Soak:
             self.start_server()
         if (code := self.trainer.poll()) is None:
             return True
+        self.look_for_processes(f"exit code {code}")  # the last of them may say why
         said = [line for line in self.text(self.printed).splitlines() if "error: " in line or "signal: " in line]
         self.ends.append(f"exit code {code}{': ' + said[0] if said else ''}")
         self.look_for_tracebacks()
-        self.look_for_processes()
         if code == 0:
             return False
         if not said and code != -signal.SIGKILL:
@@ -203,44 +203,48 @@ class Soak:
         own = ["launcher", "rank"] if self.phase == "ranks" else ["trainer"]
         return [*own, "engine actor", "engine actor", "raylet", "gcs_server", "guard", *kinds]
 
-    def strike(self, wanted: int) -> int:
-        """Inject one fault, or two at once; returns how many, 0 if the run was given up."""
+    def strike(self, wanted: int) -> bool:
+        """Inject one fault, or two at once if so many are wanted; False if the run was given up."""
         drawn = [draw(self.rng, self.targets(), server=self.phase == "server")]
         if wanted > 1 and self.rng.random() < 0.2:
             drawn.append(draw(self.rng, self.targets(), server=self.phase == "server"))
             if drawn[1].target == drawn[0].target:
                 drawn.pop()
         self.pause(self.rng.uniform(0, 2))
-        at, place, ended = time.monotonic(), self.console.stat().st_size, len(self.ends)
-        step, remarks, lasted = self.best, {}, {}
+        at, before = time.monotonic(), (self.best, self.console.stat().st_size, len(self.ends))
         begun = [fault for fault in drawn if self.injector.begin(fault, self.tops)]
-        print(f"{self.phase}, step {step}: {begun}", flush=True)
+        print(f"{self.phase}, step {self.best}: {begun}", flush=True)
         self.open, alive = list(begun), True
         while self.open:
             since_s = time.monotonic() - at
             for fault in list(self.open):
                 if not (alive and self.injector.lasts(fault, since_s)) or since_s > self.bound_s:
-                    remarks[id(fault)], lasted[id(fault)] = self.injector.end(fault), since_s
+                    self.injector.end(fault)
+                    fault.lasted_s = since_s
                     self.open.remove(fault)
             alive = alive and self.watch()
         over = time.monotonic()
         recovered = alive and self.reach(self.best + 2, self.bound_s)
-        recovery_s = time.monotonic() - over
-        for fault in begun:
-            said = remarks[id(fault)] or self.said(place, ended, step)
-            self.report(
-                {
-                    "phase": self.phase, "time_s": round(at - self.begun, 1), "step": step, "kind": fault.kind,
-                    "target": fault.target, "seconds": fault.seconds, "lasted_s": round(lasted[id(fault)], 2),
-                    "recovery_s": round(recovery_s, 2) if recovered else None, "bound_s": round(self.bound_s),
-                    "together": len(begun) > 1, "said": said, "exits": self.ends[ended:],
-                }
-            )  # fmt: skip
+        self.tell(begun, at, time.monotonic() - over if recovered else None, before)
         if alive and not recovered:
             self.problems.append(f"{begun}: not over within {self.bound_s:.0f} s")
             self.trainer.kill()
             alive = self.reach(self.best + 1, self.bound_s)
-        return len(begun) if alive else 0
+        return alive
+
+    def tell(self, faults: list[Fault], at: float, recovery_s: float | None, before: tuple[int, int, int]) -> None:
+        """Report faults that are over. before: step, size of the console and number of ends when they began."""
+        step, place, ended = before
+        said = self.said(place, ended, step)
+        for fault in faults:
+            self.report(
+                {
+                    "phase": self.phase, "time_s": round(at - self.begun, 1), "step": step, "kind": fault.kind,
+                    "target": fault.target, "seconds": fault.seconds, "lasted_s": round(fault.lasted_s, 2),
+                    "recovery_s": recovery_s and round(recovery_s, 2), "bound_s": round(self.bound_s),
+                    "together": len(faults) > 1, "said": fault.remark or said, "exits": self.ends[ended:],
+                }
+            )  # fmt: skip
 
     def said(self, place: int, ended: int, step: int) -> str:
         """What the run said about it: its end, or a line on the console, or counts in logging.jsonl."""
@@ -282,7 +286,7 @@ class Soak:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
         self.server = None
-        self.look_for_processes()
+        self.look_for_processes("the end")
         self.look_for_leftovers()
         saved = any(self.run.glob("checkpoint-*"))
         books = audit(self.run, self.plan()) if saved else Books(["the run has no checkpoint"])
@@ -300,7 +304,7 @@ class Soak:
         """What the trainers have printed from this place on."""
         return self.console.read_bytes()[since:].decode(errors="replace")
 
-    def look_for_processes(self) -> None:
+    def look_for_processes(self, after: str) -> None:
         """Within a while, no process of the trainer may be there any more."""
         server = {one.pid for found in processes(self.tops).values() for one in found} if self.server else set()
         spared = self.spared | server | {fault.pid for fault in self.open}  # stopped ones end when they go on
@@ -313,7 +317,7 @@ class Soak:
         for pid in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 line = " ".join(psutil.Process(pid).cmdline())[:160]
-                self.problems.append(f"left behind after {self.ends[-1:]}: process {pid}: {line}")
+                self.problems.append(f"left behind after {after}: process {pid}: {line}")
                 os.kill(pid, signal.SIGKILL)
 
     def look_for_leftovers(self) -> None:
@@ -442,7 +446,7 @@ def main() -> int:
         soak.bound_s = 120 + 6 * (time.monotonic() - soak.begun)
         until = min(args.faults, len(rows) + args.per_run)
         while alive and len(rows) < until and time.monotonic() - begun < 3600 * args.hours:
-            alive = bool(soak.strike(until - len(rows)))
+            alive = soak.strike(until - len(rows))
         books.append(soak.finish())
         print(json.dumps(books[-1]), flush=True)
         write_report(out, f"{title}, {len(rows)} faults in {(time.monotonic() - begun) / 3600:.2f} h", rows, books)

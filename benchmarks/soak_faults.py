@@ -34,12 +34,17 @@ NETWORK = "soak-server"
 
 @dataclass
 class Fault:
-    """kind: of the effect; target: kind of process, place, or thing that it meets; seconds: how long it lasts."""
+    """kind: of the effect; target: kind of process, place, or thing that it meets; seconds: how long it shall last.
+
+    lasted_s, remark: how long it did, and what there is to say about it, when it is over.
+    """
 
     kind: str
     target: str
     seconds: float = 0.0
     pid: int | None = None
+    lasted_s: float = 0.0
+    remark: str = ""
 
 
 def draw(rng: random.Random, targets: list[str], *, server: bool) -> Fault:
@@ -138,23 +143,22 @@ class Injector:
             return False
         return fault.kind != "clock" and since_s < fault.seconds
 
-    def end(self, fault: Fault) -> str:
-        """Undo what is left of it; a remark, or ""."""
+    def end(self, fault: Fault) -> None:
+        """Undo what is left of it."""
         if fault.kind == "stop":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(fault.pid or 0, signal.SIGCONT)
         elif fault.kind == "terminate" and there(fault.pid or 0):
-            return "ignored the signal"
+            fault.remark = "ignored the signal"
         elif fault.target in TICKETS and self._ticket(fault).exists():
             self._ticket(fault).unlink(missing_ok=True)
-            return "met nobody"
+            fault.remark = "met nobody"
         elif fault.target == "disk":
             (self.disk / "filler").unlink()
         elif fault.target == "network":
             subprocess.run(["ip", "link", "set", "soak0", "up"], check=True)
         elif fault.target == "replies":
             (self.faults / "replies").unlink()
-        return ""
 
     def _ticket(self, fault: Fault) -> Path:
         return self.faults / f"{fault.target}.{fault.kind}.1"

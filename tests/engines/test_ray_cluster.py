@@ -88,6 +88,21 @@ sys.stdin.readline()
 """
 
 
+DRIVER = """
+import sys, time
+import psutil
+from swift.rollout.engines import cluster
+cluster.use()
+import ray
+below = psutil.Process().children(recursive=True)
+raylet = next(one for one in below if "raylet/raylet" in " ".join(one.cmdline()))
+getattr(raylet, sys.argv[1])()
+while True:
+    kept = ray.put(bytes(2_000_000))
+    time.sleep(0.1)
+"""
+
+
 def without_ray():
     """The environment of a process that is in no cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"PYTHONPATH": PATHS}
@@ -145,6 +160,18 @@ def test_nodes_form_one_cluster_with_an_engine_on_each_and_leave_nothing(two_nod
     node.kill()
     head.kill()
     assert wait_for(lambda: not alive(owners), 10.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["terminate", "kill"])
+def test_a_process_that_ray_ends_with_its_raylet_does_not_end_without_a_word(how):
+    ran = subprocess.run(
+        [sys.executable, "-c", DRIVER, how], env=without_ray(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ran.returncode == 1
+    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("swift: ")]
+    assert line.startswith("swift: error: ray: its raylet has ended (killed, or no memory was left), and Ray ended")
+    assert line.endswith("resume from the last checkpoint (--resume_from_checkpoint last)")
 
 
 def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():

@@ -3,6 +3,8 @@
 When the parent has ended in any way or calls `finish`, the guard kills every process whose environment has `MARKER`,
 unlinks the shared-memory files that only these processes had mapped, and removes `FOLDER`. Python's trackers of
 semaphores and shared memory get `GRACE_S` to clean up first.
+
+Ray ends a driver whose raylet has ended, with exit code 1 and without a word; then the guard prints the error.
 """
 
 import contextlib
@@ -19,6 +21,10 @@ LOOK_S = 1.0
 GRACE_S = 1.0
 LIMIT_S = 8.0
 TRACKER = b"multiprocessing.resource_tracker"
+DRIVER_LOGS = "session_2*/logs/python-core-driver-*.log"
+ENDED_BY_RAY = b"connection to the plasma store is failed. Terminate the process"
+"""In the last lines of a driver's log, if its raylet has ended."""
+LAST_BYTES = 4096
 
 
 def has_marker(pid: int, marker: bytes) -> bool:
@@ -112,6 +118,15 @@ def end(marker: bytes, known: dict[int, str] | None = None) -> None:
                 Path("/dev/shm", name).unlink()
 
 
+def ended_by_ray(folder: str) -> bool:
+    """Whether Ray has ended the driver with files in this folder, since its raylet has ended."""
+    for log in Path(folder).glob(DRIVER_LOGS):
+        with contextlib.suppress(OSError):
+            if ENDED_BY_RAY in log.read_bytes()[-LAST_BYTES:]:
+                return True
+    return False
+
+
 def start(marker: str, folder: str = "") -> subprocess.Popen[bytes]:
     """Start a guard of this process."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), marker, folder]
@@ -141,6 +156,14 @@ def main() -> None:
         if time.monotonic() - looked_at > LOOK_S:
             known, looked_at = descendants(parent, marker, known), time.monotonic()
         time.sleep(POLL_S)
+    if folder and not finishing and ended_by_ray(folder):
+        with contextlib.suppress(OSError):  # the console is gone
+            print(
+                "swift: error: ray: its raylet has ended (killed, or no memory was left), and Ray ended this process "
+                "with it; resume from the last checkpoint (--resume_from_checkpoint last)",
+                file=sys.stderr,
+                flush=True,
+            )
     end(marker, descendants(parent, marker, known))
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
