@@ -95,8 +95,8 @@ from swift.rollout.engines import cluster
 cluster.use()
 import ray
 below = psutil.Process().children(recursive=True)
-raylet = next(one for one in below if "raylet/raylet" in " ".join(one.cmdline()))
-getattr(raylet, sys.argv[1])()
+found = next(one for one in below if sys.argv[1] in " ".join(one.cmdline()))
+getattr(found, sys.argv[2])()
 while True:
     kept = ray.put(bytes(2_000_000))
     time.sleep(0.1)
@@ -163,14 +163,20 @@ def test_nodes_form_one_cluster_with_an_engine_on_each_and_leave_nothing(two_nod
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", ["terminate", "kill"])
-def test_a_process_that_ray_ends_with_its_raylet_does_not_end_without_a_word(how):
-    ran = subprocess.run(
-        [sys.executable, "-c", DRIVER, how], env=without_ray(), capture_output=True, text=True, timeout=300, check=False
-    )
+@pytest.mark.parametrize(
+    ("process", "how", "name"),
+    [
+        ("raylet/raylet", "terminate", "raylet"),
+        ("raylet/raylet", "kill", "raylet"),
+        ("gcs_server", "kill", "GCS server"),
+    ],
+)
+def test_a_process_that_ray_ends_does_not_end_without_a_word(process, how, name):
+    words = [sys.executable, "-c", DRIVER, process, how]
+    ran = subprocess.run(words, env=without_ray(), capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 1
     (line,) = [line for line in ran.stderr.splitlines() if line.startswith("swift: ")]
-    assert line.startswith("swift: error: ray: its raylet has ended (killed, or no memory was left), and Ray ended")
+    assert line.startswith(f"swift: error: ray: its {name} has ended (killed, or no memory was left), and Ray ended")
     assert line.endswith("resume from the last checkpoint (--resume_from_checkpoint last)")
 
 

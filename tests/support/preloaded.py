@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -117,6 +117,9 @@ def _run(words: list[str], env: dict[str, str], cwd: str, output: str, errors: s
         os.dup2(descriptor, number)
         os.close(descriptor)
     multiprocessing.set_start_method("spawn", force=True)
+    tracker = resource_tracker._resource_tracker
+    os.close(tracker._fd)
+    tracker._fd = None  # the program has a tracker of its own, which cleans up when it has ended
     sys.path[:0] = [folder for folder in env.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.exit(_as_main(words))
 

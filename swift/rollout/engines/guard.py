@@ -4,7 +4,8 @@ When the parent has ended in any way or calls `finish`, the guard kills every pr
 unlinks the shared-memory files that only these processes had mapped, and removes `FOLDER`. Python's trackers of
 semaphores and shared memory get `GRACE_S` to clean up first.
 
-Ray ends a driver whose raylet has ended, with exit code 1 and without a word; then the guard prints the error.
+Ray ends a driver whose raylet or GCS server has ended, with exit code 1 and no more than a line of its own; then the
+guard prints the error.
 """
 
 import contextlib
@@ -22,8 +23,11 @@ GRACE_S = 1.0
 LIMIT_S = 8.0
 TRACKER = b"multiprocessing.resource_tracker"
 DRIVER_LOGS = "session_2*/logs/python-core-driver-*.log"
-ENDED_BY_RAY = b"connection to the plasma store is failed. Terminate the process"
-"""In the last lines of a driver's log, if its raylet has ended."""
+ENDED_BY_RAY = {
+    b"connection to the plasma store is failed. Terminate the process": "raylet",
+    b"Failed to connect to GCS within": "GCS server",
+}
+"""In the last lines of a driver's log -> what it was ended with."""
 LAST_BYTES = 4096
 
 
@@ -118,13 +122,13 @@ def end(marker: bytes, known: dict[int, str] | None = None) -> None:
                 Path("/dev/shm", name).unlink()
 
 
-def ended_by_ray(folder: str) -> bool:
-    """Whether Ray has ended the driver with files in this folder, since its raylet has ended."""
+def ended_with(folder: str) -> str:
+    """The process with which Ray has ended the driver whose files are in this folder; "" if it has not."""
+    last = b""
     for log in Path(folder).glob(DRIVER_LOGS):
         with contextlib.suppress(OSError):
-            if ENDED_BY_RAY in log.read_bytes()[-LAST_BYTES:]:
-                return True
-    return False
+            last += log.read_bytes()[-LAST_BYTES:]
+    return next((name for words, name in ENDED_BY_RAY.items() if words in last), "")
 
 
 def start(marker: str, folder: str = "") -> subprocess.Popen[bytes]:
@@ -156,10 +160,10 @@ def main() -> None:
         if time.monotonic() - looked_at > LOOK_S:
             known, looked_at = descendants(parent, marker, known), time.monotonic()
         time.sleep(POLL_S)
-    if folder and not finishing and ended_by_ray(folder):
+    if folder and not finishing and (lost := ended_with(folder)):
         with contextlib.suppress(OSError):  # the console is gone
             print(
-                "swift: error: ray: its raylet has ended (killed, or no memory was left), and Ray ended this process "
+                f"swift: error: ray: its {lost} has ended (killed, or no memory was left), and Ray ended this process "
                 "with it; resume from the last checkpoint (--resume_from_checkpoint last)",
                 file=sys.stderr,
                 flush=True,
