@@ -7,7 +7,7 @@ to it without tokenising the rows before it.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from typing import TYPE_CHECKING, Any
 
 from swift.data.arguments import PromptArguments
@@ -79,7 +79,7 @@ class StreamingPrompts(ExampleStream[Prompt]):
 
     def __init__(self, args: PromptArguments, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        super().__init__(args, self._prompt, purpose=tokenizer.purpose)
+        super().__init__(args, self._prompt, purpose=tokenizer.purpose, images=tokenizer.sees)
         self.report.deleted_for = tokenizer.deleted_for
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,7 +88,14 @@ class StreamingPrompts(ExampleStream[Prompt]):
         return {**super().state_dict(), **most, "in_epoch": dict(self._in_epoch)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `ExampleStream.load_state_dict`."""
+        """See `ExampleStream.load_state_dict`.
+
+        A checkpoint may hold prompts of an earlier epoch, whose images are those of rows that this one has not reached:
+        in a later epoch than the first all rows are read once.
+        """
+        if self._tokenizer.sees and state["epoch"]:
+            for index in range(len(self._specs)):
+                deque(self._examples_of(index), maxlen=0)
         super().load_state_dict(state)
         self.report.num_deleted, self.report.num_truncated = state.get("deleted", 0), state.get("truncated", 0)
         self._in_epoch.update(state.get("in_epoch", {}))

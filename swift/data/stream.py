@@ -7,6 +7,7 @@ before it: the shuffle buffer is a function of (seed, epoch, rows read so far), 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ from swift.data.loading import (
     Table,
     check_undamaged,
     dataset_specs,
+    image_source,
     plan_datasets,
     read_record,
     too_many_bad,
@@ -49,7 +51,7 @@ class ExampleStream(Generic[Item]):
     Args:
         args: the data settings; `shuffle_buffer_size` rows are mixed when `dataset_shuffle` is on.
         prepare: makes an item of a row; None skips the row.
-        purpose: see `load_rows`.
+        purpose, images: see `load_rows`.
 
     Raises:
         ConfigError, ResourceError: as `load_rows`, for problems of the first rows; later rows raise from `next`.
@@ -61,6 +63,7 @@ class ExampleStream(Generic[Item]):
         prepare: Callable[[Example], Item | None],
         *,
         purpose: Purpose,
+        images: bool = False,
     ) -> None:
         if args.split_dataset_ratio and not args.val_dataset:
             raise ConfigError(
@@ -80,7 +83,8 @@ class ExampleStream(Generic[Item]):
         check_undamaged(itertools.chain.from_iterable(peeked))
         tables = [Table(rows, *filled_columns(rows)) for rows in peeked]
         renames = {} if self._transform else args.columns
-        self._plans = plan_datasets(self._specs, tables, renames, purpose, self.report)
+        sources = functools.partial(image_source, args=args) if images else None
+        self._plans = plan_datasets(self._specs, tables, renames, purpose, self.report, sources)
         for index, rows in enumerate(peeked):
             bad = [found for row in rows if isinstance(found := self._read(row, index), BadRow)]
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))

@@ -26,8 +26,6 @@ WHOLE = "a model that sees images"
 def vision_problems(args: Any) -> list[str]:
     """What does not work yet in the training of a model that is loaded with its vision tower, one line each."""
     problems = []
-    if args.streaming:
-        problems.append(f"--streaming: true: {WHOLE} gets rows that are all read at the start; leave it out")
     if getattr(args, "packing", False) and args.packing_strategy != "bfd":
         problems.append(f"--packing_strategy: {args.packing_strategy}: cuts rows, and images are not cut; use bfd")
     if args.sequence_parallel_size > 1:

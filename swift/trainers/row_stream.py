@@ -40,7 +40,8 @@ class RowStream:
 
     def open(self) -> ExampleStream[list[dict[str, Any]]]:
         """The rows of each example, ready to be read; raises as `ExampleStream` for problems of the first rows."""
-        return ExampleStream(self.args, self.encoded, purpose=self.purpose)
+        sees = self.encoder.template.vision is not None
+        return ExampleStream(self.args, self.encoded, purpose=self.purpose, images=sees)
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         """The encoded rows, one by one."""

@@ -86,7 +86,6 @@ def seeing(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mode", "flags", "problem"),
     [
-        ("sft", "--streaming true", "--streaming: true: a model that sees images"),
         ("sft", "--packing true --packing_strategy wrapped", "--packing_strategy: wrapped: cuts rows, and images"),
         ("dpo", "--sequence_parallel_size 2", "--sequence_parallel_size: 2: not with a model that sees images"),
         (
@@ -110,7 +109,6 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(
         ("--use_lmdeploy true", "--use_lmdeploy: true: takes texts only"),
         ("--vit_lr 0.1", "--vit_lr: 0.1: nothing is trained there; use --freeze_vit false"),
         ("--rollout_func mine", "--rollout_func: mine: makes completions of texts only"),
-        ("--streaming true --max_steps 1", "--streaming: true: a model that sees images"),
         ("--max_length 20", "--max_length: 20: a prompt with images of | cannot be cut"),
         ("--beta 0.1 --ref_model {text}", "--ref_model: | one sees images and one does not"),
     ],

@@ -1,13 +1,18 @@
 """Prompts with token ids, in memory and streamed."""
 
 import json
+from pathlib import Path
 
 import pytest
+import vlms
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 from row_files import jsonl, settings
 
+from swift.data import image_store
+from swift.data import stream as stream_module
+from swift.data.image_store import images_in
 from swift.data.prompts import Tokenizer, load_prompts
 from swift.data.source import IndexedPrompts, StreamingPrompts, open_prompts
 from swift.errors import ConfigError, RefusedChat
@@ -224,6 +229,28 @@ def test_a_resumed_stream_does_not_tokenise_what_it_passes(ten):
     resumed = StreamingPrompts(settings(ten, streaming=True, shuffle_buffer_size=7), counting)
     resumed.load_state_dict(source.state_dict())
     assert count == []
+
+
+def test_a_resumed_stream_knows_the_images_of_prompts_of_an_earlier_epoch(tmp_path, monkeypatch):
+    names = [f"{number}.png" for number in range(4)]
+    for seed, name in enumerate(names):
+        (tmp_path / name).write_bytes(vlms.image(seed, 8, 8))
+    rows = [{"query": f"<image>{name}", "images": [name]} for name in names]
+    path = jsonl(tmp_path / "a.jsonl", rows)
+
+    def fresh():
+        args = settings(path, streaming=True, shuffle_buffer_size=2)
+        return StreamingPrompts(args, Tokenizer(lambda _: [1], sees=True))
+
+    source = fresh()
+    waiting, state = take(source, 5)[:4], source.state_dict()
+    assert state["epoch"] == 1
+    shown = [images_in(prompt.messages) for prompt in waiting]
+    assert sorted(Path(image.path).name for (image,) in shown) == names
+    monkeypatch.setattr(image_store._store.get(), "images", {})
+    monkeypatch.setattr(stream_module, "PEEKED_ROWS", 1)
+    fresh().load_state_dict(state)
+    assert [images_in(prompt.messages) for prompt in waiting] == shown
 
 
 def test_a_stream_skips_bad_rows_once_and_stops_when_strict_or_damaged(tmp_path):

@@ -150,6 +150,17 @@ def test_full_tuning_keeps_every_tensor_and_resumes_to_the_last_bit(seeing, data
     assert_resumes(cli, straight, 2, **flags)
 
 
+@pytest.mark.long
+def test_a_stream_takes_the_steps_of_a_table_and_resumes_to_the_last_bit(seeing, data):
+    cli = seeing("qwen3_vl")
+    flags = {**data, "dataset_shuffle": "false", "max_steps": 8}
+    table = cli.finish("table", **flags)
+    stream = cli.finish("stream", **flags, streaming="true")
+    assert sampled(stream) == sampled(table)
+    assert_close(stream, table, "loss", "grad_norm", "kl")
+    assert_resumes(cli, stream, 4, **flags, streaming="true")
+
+
 TOWER = {"freeze_vit": "false", "freeze_aligner": "false", "max_steps": 6}
 GATHER = "ds3_gather_for_generation"
 ZERO3, FSDP = {"deepspeed": "zero3"}, {"fsdp": "full_shard"}

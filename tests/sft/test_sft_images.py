@@ -53,13 +53,15 @@ def answers_in(plain, ids):
     return torch.tensor(found)
 
 
+def plain_answers(plain, row):
+    """The ids of a row, and the log-probs of the tokens of its answers, by transformers alone."""
+    ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
+    return ids, logprobs[answers_in(plain, ids)[1:]]
+
+
 def plain_loss(plain):
-    """The mean over the tokens of answers, by transformers alone."""
-    learnt = []
-    for row in ROWS:
-        ids, logprobs = plain.logprobs(plain.text(row["messages"]), row["images"])
-        learnt.append(logprobs[answers_in(plain, ids)[1:]])
-    return -torch.cat(learnt).mean()
+    """The mean over the tokens of answers."""
+    return -torch.cat([plain_answers(plain, row)[1] for row in ROWS]).mean()
 
 
 STREAMS = ("--padding_free true", "--packing true --max_length 512")
@@ -133,6 +135,7 @@ def test_adapters_of_other_kinds_are_merged_into_what_they_have_learnt(flags, se
     [
         "--tuner_type lora",
         "--packing true --max_length 128",
+        "--streaming true --shuffle_buffer_size 2",
         pytest.param("--tuner_type lora_llm --vit_lr 1e-3", marks=pytest.mark.long),
         *(pytest.param(f"{TOWERS} {flags}", marks=pytest.mark.long) for flags in OTHERS),
         f"--tuner_type full {TOWERS} --vit_lr 1e-3 --aligner_lr 1e-4 --vit_gradient_checkpointing true",
@@ -204,6 +207,29 @@ def test_rows_with_images_are_split_off_for_evaluation(settings, tmp_path):
     trainer = trainer_of(settings("--split_dataset_ratio 0.3 --eval_steps 1"), tmp_path / "run")
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (2, 1)
     assert trainer.evaluate()["eval_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", pytest.param("--dataloader_num_workers 2", marks=pytest.mark.long)])
+def test_a_stream_takes_the_steps_of_a_table(flags, settings, tmp_path):
+    flags = [TOWERS, flags.split(), "--dataset_shuffle false --per_device_train_batch_size 1 --max_steps 4"]
+    table = trained(settings(*flags, "--output_dir", str(tmp_path / "table")))
+    stream = trained(settings(*flags, "--streaming true", "--output_dir", str(tmp_path / "stream")))
+    for name in ("loss", "grad_norm"):
+        assert logged(stream, name) == logged(table, name)
+
+
+def test_a_packed_stream_has_the_loss_of_plain_rows(settings, vlm_folders, tmp_path):
+    flags = "--streaming true --packing true --max_length 512 --dataset_shuffle false"
+    trainer = trainer_of(settings(flags), tmp_path / "run")
+    packed = next(row for row in trainer.train_dataset if len(row["seq_lengths"]) > len(ROWS))
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator([packed])).detach()
+    plain = Plain(vlm_folders("qwen3_vl"))
+    with torch.no_grad():
+        learnt = [plain_answers(plain, row) for row in ROWS]
+    sizes = {len(ids): logprobs for ids, logprobs in learnt}
+    expected = -torch.cat([sizes[length] for length in packed["seq_lengths"]]).mean()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
 OWN = "--learning_rate 10 --vit_lr 2 --aligner_lr 5"
