@@ -52,6 +52,8 @@ def dry_run_rlhf(resolved: Resolved) -> int:
         from swift.trainers.grpo.routes import require_experts
 
         parts.lines += [*expert_lines(policy, args), *Rates.of(args).lines(policy, args)]
+        if parts.template.vision is not None:
+            parts.template.vision.attach(policy)
         require_shareable(policy, args)
         router_coefficient(args.router_aux_loss_coef, policy)
         require_experts(policy, args.moe_router_replay)

@@ -137,6 +137,7 @@ methods["kto"] = Method(
     parts="swift.trainers.preferences.reference:reference_parts",
     overrides=(
         "swift.methods.kto:SingleRows",
+        "swift.trainers.images:SeesVerdicts",
         "swift.trainers.preferences.shared:PreparedRows",
         "swift.trainers.preferences.reference:ReferenceInCheckpoint",
     ),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from swift.models.attention.spans import packed_rows
 from swift.models.forward import stream_inputs
 from swift.models.tower_passes import always_see
-from swift.models.vision import Vision, vision_of
+from swift.models.vision import TOKEN_KINDS, Vision, vision_of
 from swift.trainers.rows import IGNORED
 
 WHOLE = "a model that sees images"
@@ -28,10 +28,6 @@ def vision_problems(args: Any) -> list[str]:
     problems = []
     if getattr(args, "packing", False) and args.packing_strategy != "bfd":
         problems.append(f"--packing_strategy: {args.packing_strategy}: cuts rows, and images are not cut; use bfd")
-    if args.sequence_parallel_size > 1:
-        problems.append(f"--sequence_parallel_size: {args.sequence_parallel_size}: not with {WHOLE}; use 1")
-    if getattr(args, "rlhf_type", None) == "kto" and args.precompute_ref_log_probs:
-        problems.append(f"--precompute_ref_log_probs: true: TRL computes them without images; not with {WHOLE}")
     return problems
 
 
@@ -114,3 +110,22 @@ class SeesPairs:
             return model(ids.masked_fill(ids == IGNORED, placeholder), **batch["images"], **named)
 
         return super().concatenated_forward(seen, batch)  # type: ignore[misc]
+
+
+class SeesVerdicts:
+    """Mixin before KTOTrainer, which computes log-probs of a reference before training from ids alone."""
+
+    model: Any
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """As TRL's, with images."""
+        if (vision := vision_of(self.model)) is None:
+            return super().compute_ref_log_probs(model, inputs)  # type: ignore[misc]
+        pixels = {name: inputs[name] for name in vision.drawn() if name in inputs}
+
+        def seen(**named: Any) -> Any:
+            prefix = "KL_" if named["input_ids"] is inputs.get("KL_input_ids") else ""
+            kinds = {name: inputs[f"{prefix}{name}"] for name in TOKEN_KINDS if name in inputs}
+            return model(**pixels, **kinds, **named)
+
+        return super().compute_ref_log_probs(seen, inputs)  # type: ignore[misc]

@@ -87,18 +87,9 @@ def seeing(tmp_path_factory):
     ("mode", "flags", "problem"),
     [
         ("sft", "--packing true --packing_strategy wrapped", "--packing_strategy: wrapped: cuts rows, and images"),
-        ("dpo", "--sequence_parallel_size 2", "--sequence_parallel_size: 2: not with a model that sees images"),
-        (
-            "kto",
-            "--precompute_ref_log_probs true",
-            "--precompute_ref_log_probs: true: TRL computes them without images",
-        ),
     ],
 )
-def test_what_training_without_rollouts_cannot_do_yet_is_refused(
-    mode, flags, problem, seeing, desk, capfd, monkeypatch
-):
-    monkeypatch.setenv("NPROC_PER_NODE", "2" if "parallel" in flags else "1")
+def test_what_training_without_rollouts_cannot_do_yet_is_refused(mode, flags, problem, seeing, desk, capfd):
     words = command(desk, mode, {"images": [PICTURE]}, model=seeing)
     refused([*words, *flags.split()], problem, capfd)
 
@@ -116,6 +107,23 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(
 def test_what_a_model_that_sees_cannot_do_yet_is_refused_in_the_dry_run(flags, problem, seeing, desk, capfd):
     words = command(desk, "grpo", {"images": [PICTURE]}, model=seeing)
     refused([*words, *flags.format(text=desk.model).split()], problem, capfd)
+
+
+SHARED = "--sequence_parallel_size 2"
+
+
+@pytest.mark.parametrize("mode", ["grpo", "sft", "dpo"])
+def test_images_are_shared_by_processes_unless_their_tokens_see_each_other(
+    mode, seeing, vlm_folders, desk, capfd, monkeypatch
+):
+    from swift.cli.main import main
+
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    words = command(desk, mode, {"images": [PICTURE]}, model=seeing)
+    assert main([*words, *SHARED.split()]) == 0
+    words = command(desk, mode, {"images": [PICTURE]}, model=vlm_folders("gemma3"))
+    problem = "--sequence_parallel_size: 2: the model of --model cannot be computed in parts (tokens of an image see"
+    refused([*words, *SHARED.split()], problem, capfd)
 
 
 def test_vllm_sees_with_torchvision_only(seeing, desk, capfd, monkeypatch):

@@ -164,12 +164,15 @@ def test_a_stream_takes_the_steps_of_a_table_and_resumes_to_the_last_bit(seeing,
 TOWER = {"freeze_vit": "false", "freeze_aligner": "false", "max_steps": 6}
 GATHER = "ds3_gather_for_generation"
 ZERO3, FSDP = {"deepspeed": "zero3"}, {"fsdp": "full_shard"}
+SHARED = {"sequence_parallel_size": 2}
 SPREAD = {
     "ddp": {}, "tower": TOWER, "zero2": {"deepspeed": "zero2"}, "zero2 tower": {"deepspeed": "zero2", **TOWER},
     "zero3": ZERO3, "zero3 tower": {**ZERO3, **TOWER}, "zero3 lora": {**ZERO3, **TOWER, **LORA},
     "zero3 on shards": {**ZERO3, **TOWER, GATHER: "false"},
     "fsdp": FSDP, "fsdp tower": {**FSDP, **TOWER}, "fsdp lora": {**FSDP, **LORA},
     "fsdp on shards": {**FSDP, **TOWER, GATHER: "false"},
+    "shared": SHARED, "shared tower": {**SHARED, **TOWER}, "shared lora": {**SHARED, **TOWER, **LORA},
+    "shared fsdp": {**SHARED, **TOWER, **FSDP}, "shared stream": {**SHARED, "streaming": "true"},
 }  # fmt: skip
 
 
@@ -179,7 +182,7 @@ def test_two_processes_take_the_steps_of_one(seeing, data, flags):
     """Some micro-batches have no images, so that the tower has no gradient there, or is not computed."""
     cli = seeing("qwen3_vl")
     data = {**data, **flags, "learning_rate": 1e-5}
-    alone = {name: value for name, value in data.items() if name not in ("fsdp", "deepspeed", GATHER)}
+    alone = {name: value for name, value in data.items() if name not in ("fsdp", "deepspeed", GATHER, *SHARED)}
     one = cli.finish("one", **alone)
     two = cli.finish("two", variables={"NPROC_PER_NODE": 2}, **data, gradient_accumulation_steps=1)
     assert sampled(two) == sampled(one)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+import seeing_parallel_worker
 import sequence_parallel_worker
 import torch
+import vlms
 from preloaded import run_ranks
 
 from swift.models.attention.sequence_parallel import SequenceGroup, head_shares
@@ -23,6 +27,40 @@ def found(request, tmp_path_factory):
 def test_shared_streams_are_those_of_one_rank(found, kind, name):
     limit = 1e-6 if kind == "stream" else 2e-6  # rows are compared with the kernel of transformers
     assert max(found[kind, name].values()) < limit, found[kind, name]
+
+
+SHORT = ("qwen3_vl", "idefics3")
+
+
+@pytest.fixture(scope="module")
+def seen(vlm_folders, tmp_path_factory):
+    """What came out of these families on so many ranks."""
+    made = {}
+
+    def of(families, count):
+        if (families, count) not in made:
+            folder = tmp_path_factory.mktemp("seeing")
+            for family in families:
+                shutil.copytree(vlm_folders(family), folder / family)
+            logs = tmp_path_factory.mktemp("logs")
+            run_ranks([seeing_parallel_worker.__file__, folder], logs, count=count)
+            made[families, count] = torch.load(folder / "found")
+        return made[families, count]
+
+    return of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", seeing_parallel_worker.TRAINED)
+@pytest.mark.parametrize("kind", ["stream", "rows"])
+@pytest.mark.parametrize(
+    ("families", "count"),
+    [(SHORT, 2), *(pytest.param(vlms.PACKED, count, marks=pytest.mark.long) for count in (2, 3))],
+)
+def test_shared_images_are_those_of_one_rank(seen, families, count, kind, trained):
+    found = seen(families, count)
+    gaps = {family: found[kind, family, trained] for family in families}
+    assert max(gaps.values()) < 2e-6, gaps
 
 
 @pytest.mark.parametrize(("heads", "kv"), [(32, 8), (14, 2), (28, 4), (9, 3), (7, 7), (8, 1), (40, 8)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import vlms
 from image_rows import Plain, assert_same_gradients, data_url, turn
+from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 from trl_runs import rows as rows_of
@@ -26,6 +27,10 @@ PAIRS = [
         "rejected": "e f g",
     },
     {"messages": [turn("user", "Nothing")], "images": [], "chosen": "h i", "rejected": "j"},
+]
+VERDICTS = [
+    {"prompt": row["messages"], "images": row["images"], "completion": row["chosen"], "label": number != 1}
+    for number, row in enumerate(PAIRS)
 ]
 TOWERS = "--freeze_vit false --freeze_aligner false"
 
@@ -83,11 +88,7 @@ def test_dpo_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
 def test_kto_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
     """Its estimate of the KL has the answers of other rows, after the images of this one."""
     rows = [{**row, "label": number != 1} for number, row in enumerate(PAIRS)]
-    files = [
-        {"prompt": row["messages"], "images": row["images"], "completion": row["chosen"], "label": row["label"]}
-        for row in rows
-    ]
-    resolved = settings("kto", TOWERS, "--dataset_shuffle false", family=family, rows=files)
+    resolved = settings("kto", TOWERS, "--dataset_shuffle false", family=family, rows=VERDICTS)
     trainer = moved(trainer_of(resolved, tmp_path / "run"))
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
     loss.backward()
@@ -270,3 +271,58 @@ def test_two_processes_take_the_steps_of_one(method, sharing, settings, tmp_path
 def test_a_run_resumes_to_the_last_bit(method, settings):
     more = ["--tuner_type lora --max_steps 4 --per_device_train_batch_size 2"]
     assert_resumes_exactly(lambda *saving: settings(method, *more, *saving))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        ("kto", "qwen3_vl"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("kto", "gemma3"), ("dpo", "qwen3_vl"))),
+    ],
+)
+def test_log_probs_of_the_reference_are_the_same_before_training(method, family, settings, tmp_path):
+    flags = ["--dataset_shuffle false --max_steps 3 --learning_rate 1e-2"]
+    rows, found = VERDICTS if method == "kto" else PAIRS, []
+    for ahead in ("false", "true"):
+        own = f"--precompute_ref_log_probs {ahead} --output_dir {tmp_path / ahead}"
+        found.append(logged(trained(settings(method, *flags, own, family=family, rows=rows)), "loss"))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("method", ["dpo", "dpo lora", "kto", "orpo", "cpo", "simpo", "rm"])
+def test_processes_that_share_rows_take_the_step_of_one(method, family, settings, vlm_folders, tmp_path):
+    method, *tuner = method.split()
+    given = [TOWERS, "--per_device_train_batch_size 3 --dataset_shuffle false --max_steps 2 --optim sgd"]
+    given += ["--learning_rate 1 --weight_decay 0 --max_grad_norm 0 --lr_scheduler_type constant"]
+    given += ["--tuner_type lora --init_weights gaussian --lora_dropout 0"] if tuner else []
+    rows = VERDICTS if method == "kto" else PAIRS
+    one = trained(settings(method, *given, "--output_dir", str(tmp_path / "one"), family=family, rows=rows))
+    sharing = ["--sequence_parallel_size 2", "--output_dir", str(tmp_path / "two")]
+    two = in_two(settings(method, *given, *sharing, family=family, rows=rows))
+    for name in ("loss", "grad_norm"):
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=1e-5)
+    ours, theirs = (weights(list_checkpoints(run)[-1]) for run in (two, one))
+    start = {} if tuner else load_file(vlm_folders(family) / "model.safetensors")
+    moved = sum(float((theirs[name] - start.get(name, 0)).square().sum()) for name in theirs) ** 0.5
+    gap = sum(float((theirs[name] - ours[name]).square().sum()) for name in theirs) ** 0.5
+    assert gap < 1e-5 * moved, (gap, moved)
+
+
+STREAMED = ("dpo", "kto", "orpo", "rm")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("method", STREAMED)
+def test_a_stream_takes_the_steps_of_a_table(method, settings, tmp_path):
+    flags = [TOWERS, "--dataset_shuffle false --per_device_train_batch_size 3 --max_steps 2"]
+    rows = VERDICTS if method == "kto" else PAIRS
+    table = trained(settings(method, *flags, "--output_dir", str(tmp_path / "table"), rows=rows))
+    flags = [*flags, "--streaming true", "--output_dir", str(tmp_path / "stream")]
+    stream = trained(settings(method, *flags, rows=rows))
+    for name in ("loss", "grad_norm"):
+        assert logged(stream, name) == logged(table, name)

@@ -1,5 +1,6 @@
 """Supervised tuning of models that see: plain forward passes are the measure."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -189,6 +190,43 @@ def test_two_processes_take_the_steps_of_one(settings, tmp_path, parts, sharing)
     ours, theirs = (weights(list_checkpoints(run)[-1]) for run in (two, one))
     assert ours.keys() == theirs.keys()
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-6
+
+
+LORA = "--tuner_type lora --init_weights gaussian --lora_dropout 0"
+PACKED = "--packing true --max_length 512"
+SHARED = [
+    ("qwen3_vl", TOWERS),
+    ("idefics3", LORA),
+    ("qwen3_vl", f"{TOWERS} {PACKED}"),
+    ("qwen3_vl", f"{TOWERS} {LORA} --gradient_checkpointing true"),
+    ("qwen3_vl", "--streaming true"),
+    ("qwen3_vl", f"{TOWERS} --fsdp full_shard"),
+    ("qwen3_vl", f"{TOWERS} --deepspeed zero3"),
+    *((family, TOWERS) for family in vlms.PACKED if family != "qwen3_vl"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "flags"), [SHARED[0], *(pytest.param(*one, marks=pytest.mark.long) for one in SHARED[1:])]
+)
+def test_processes_that_share_rows_take_the_steps_of_one(family, flags, settings, vlm_folders, tmp_path):
+    """The last row has no image: of two steps, one has none at all."""
+    steps = "--dataset_shuffle false --per_device_train_batch_size 2 --max_steps 2 --optim sgd --learning_rate 1"
+    given = [flags, steps, "--weight_decay 0 --max_grad_norm 0 --lr_scheduler_type constant"]
+    rows = [*ROWS[:2], ROWS[2], ROWS[2]] * 4
+    whole = re.sub(" --(fsdp|deepspeed) [^ ]+", "", flags)
+    one = trained(settings(whole, given[1:], "--output_dir", str(tmp_path / "one"), family=family, rows=rows))
+    sharing = ["--sequence_parallel_size 2", "--output_dir", str(tmp_path / "two")]
+    two = in_two(settings(*given, *sharing, family=family, rows=rows))
+    for name in ("loss", "grad_norm"):
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=1e-5)
+    ours, theirs = (weights(list_checkpoints(run)[-1]) for run in (two, one))
+    start = {} if LORA in flags else load_file(vlm_folders(family) / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    moved = sum(float((theirs[name] - start.get(name, 0)).square().sum()) for name in theirs) ** 0.5
+    gap = sum(float((theirs[name] - ours[name]).square().sum()) for name in theirs) ** 0.5
+    assert moved > 0.1 and gap < 1e-5 * moved, (gap, moved)
 
 
 def test_cached_rows_have_their_images_and_depend_on_the_processor(settings, tmp_path, monkeypatch):

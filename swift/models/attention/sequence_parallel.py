@@ -9,15 +9,16 @@ divide: with 14 heads, 4 ranks have 4, 4, 3 and 3 of them, and a key/value head 
                                                           its heads of all tokens  -> attention -> and back
     hidden states         part of a rank   -> gather ->   of the stream, on every rank
 
-What follows the decoder is computed by each rank from all hidden states, so losses and metrics know nothing of it. The
-gradient of a part is the sum over what the ranks made of it. So if they compute the same loss, each rank's gradients
-are N times those of its part, and their mean over the ranks is that of the loss; if each uses its share of the targets
-(`swift.models.scoring`), their sum is.
+Before the decoder, each rank computes the embeddings of the whole stream, with those of images (a tower runs on each
+rank), and takes its part. What follows the decoder is computed by each rank from all hidden states, so losses and
+metrics know nothing of it. The gradient of a part is the sum over what the ranks made of it. So if they compute the
+same loss, each rank's gradients are N times those of its part, and their mean over the ranks is that of the loss; if
+each uses its share of the targets (`swift.models.scoring`), their sum is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
@@ -108,11 +109,23 @@ class SpreadLayout:
         self.num_own = -(-num_tokens // group.size)
         self._seen: dict[tuple[int, int], Tensor] = {}
 
-    def own(self, values: Tensor) -> Tensor:
-        """[1, T, ...] of the stream -> [1, T / N, ...] of this rank."""
+    def own(self, values: Tensor, axis: int = 1) -> Tensor:
+        """[1, T, ...] of the stream -> [1, T / N, ...] of this rank. axis: that of tokens."""
         filling = self.num_own * self.group.size - self.num_tokens
-        filled = torch.cat([values, values[:, :1].expand(-1, filling, *values.shape[2:])], 1)
-        return filled.narrow(1, self.group.rank * self.num_own, self.num_own)
+        first = values.narrow(axis, 0, 1)
+        filled = torch.cat([values, *[first] * filling], axis)
+        return filled.narrow(axis, self.group.rank * self.num_own, self.num_own)
+
+    def own_images(self, seen: Tensor, embeds: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Which tokens of this rank stand for images, [1, T / N], and what is added to them in each first layer.
+
+        seen: [1, T] of the stream. embeds: [V, H] of its V tokens of images, for each of these layers (Qwen3-VL).
+        """
+        start = self.group.rank * self.num_own
+        filled = nn.functional.pad(seen, (0, self.num_own * self.group.size - self.num_tokens))
+        mine = filled.narrow(1, start, self.num_own)
+        before, count = int(filled[:, :start].sum()), int(mine.sum())
+        return mine, [one.narrow(0, before, count) for one in embeds]
 
     def whole(self, hidden: Tensor) -> Tensor:
         """Hidden states [1, T / N, H] of this rank -> those of the stream, [1, T, H] or in its rows, [B, L, H]."""
@@ -198,8 +211,14 @@ def spread_decoder(decoder: nn.Module) -> None:
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         layout = kwargs.get("attention_layout")
         if isinstance(layout, SpreadLayout):
-            names = [name for name in ("input_ids", "inputs_embeds", "position_ids") if kwargs.get(name) is not None]
-            kwargs = {**kwargs, **{name: layout.own(kwargs[name]) for name in names}}
+            kwargs = {**kwargs}
+            for name in ("input_ids", "inputs_embeds", "position_ids"):
+                if (values := kwargs.get(name)) is not None:  # positions may be [3, 1, T], of three axes of images
+                    kwargs[name] = layout.own(values, values.ndim - 1 if name == "position_ids" else 1)
+            if kwargs.get("deepstack_visual_embeds") is not None:
+                kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"] = layout.own_images(
+                    kwargs["visual_pos_masks"], kwargs["deepstack_visual_embeds"]
+                )
         return args, kwargs
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
@@ -218,8 +237,22 @@ def lengths_of(mask: Tensor) -> list[int]:
     return mask.sum(1).tolist()  # type: ignore[no-any-return]
 
 
+KINDS = "mm_token_type_ids"
+"""Which tokens of rows stand for an image, an argument of models whose images lie in a plane."""
+
+
+def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+    """Positions of the tokens of rows, [R, T], or [3, R, T] of images in a plane."""
+    if inputs.get(KINDS) is None or not hasattr(model, "get_rope_index"):
+        return mask.cumsum(1) - 1
+    grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
+    return model.get_rope_index(ids, attention_mask=mask, **{KINDS: inputs[KINDS]}, **grids)[0]  # type: ignore[no-any-return]
+
+
 def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
     """Let all forward passes of a decoder be shared by a group, whose ranks give it the same rows.
+
+    decoder: or that with the tower of a model that sees.
 
     Rows are padded, with an attention mask, or packed, with a layout.
     """
@@ -233,10 +266,11 @@ def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
             rows = ids.shape, mask.flatten().nonzero()[:, 0]
             layout = SegmentLayout(packed_rows(lengths_of(mask)), ids.device)
             positions = kwargs.get("position_ids")
-            positions = mask.cumsum(1) - 1 if positions is None else positions.expand_as(ids)
-            kwargs["input_ids"], kwargs["position_ids"] = (
-                values.flatten().index_select(0, rows[1])[None] for values in (ids, positions)
-            )
+            kwargs["position_ids"] = _positions(module, ids, mask, kwargs) if positions is None else positions
+            for name in ("input_ids", "position_ids", KINDS):
+                if (values := kwargs.get(name)) is not None:
+                    values = values.expand(*values.shape[:-2], *ids.shape)
+                    kwargs[name] = values.flatten(-2).index_select(-1, rows[1]).unsqueeze(-2)
         kwargs["attention_layout"] = SpreadLayout(layout, kwargs["input_ids"].shape[1], group, rows)
         return (), kwargs
 

@@ -84,10 +84,10 @@ def load_models(args: Any, template: Template) -> tuple[Any, Beside]:
     logging.disable_progress_bar()  # swift has its own
     set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
-    require_shareable(policy, args)
     if template.vision is not None:
         template.vision.attach(policy)
         show_images(template.vision, policy, args)
+    require_shareable(policy, args)
     router_coefficient(args.router_aux_loss_coef, policy)
     require_experts(policy, args.moe_router_replay)
     return policy, load_beside(args, policy, len(template.tokenizer))

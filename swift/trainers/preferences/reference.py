@@ -19,6 +19,7 @@ from swift.models.checkpoint_tensors import is_peft
 from swift.models.lora_products import multiplies_in_input_type, multiply_in_input_type
 from swift.models.reference import FrozenReference, load_reference
 from swift.models.sharded import is_sharding, shard
+from swift.models.vision import vision_of
 from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading
@@ -36,6 +37,8 @@ def reference_parts(args: Any, model: Any) -> dict[str, Any]:
     reference = load_reference(args, model, moves=args.sync_ref_model)
     if not isinstance(reference, FrozenReference):
         return {}
+    if (vision := vision_of(model)) is not None:
+        vision.show(reference.module)
     require_shareable(reference.module, args, "ref_model")
     return {"ref_model": reference.module}
 

@@ -183,16 +183,15 @@ def parts_beside(args: Any, method: Method, model: Any, vision: Vision | None = 
             f"--sequence_parallel_size: {args.sequence_parallel_size}: this model's router has a loss of whole rows; "
             "use 1, or --router_aux_loss_coef 0 if the method has it"
         )
+    if vision is not None:
+        vision.attach(model)
     require_shareable(model, args)
     if method.fuses_head and args.tuner_type != "full":
         check_head(model, args)
-    parts_of: Any = found(method.parts)
-    if vision is None:
-        return parts_of(args, model)  # type: ignore[no-any-return]
-    vision.attach(model)
-    parts: dict[str, Any] = parts_of(args, model)
-    for one in (model, *(parts[name] for name in ("ref_model", "teacher_model") if name in parts)):
-        show_images(vision, one, args)
+    parts: dict[str, Any] = found(method.parts)(args, model)
+    if vision is not None:
+        for one in (model, *(parts[name] for name in ("ref_model", "teacher_model") if name in parts)):
+            show_images(vision, one, args)
     return parts
 
 
