@@ -142,14 +142,16 @@ class SFTArguments(LanguageModelingArguments):
 
 @dataclass(kw_only=True)
 class PTArguments(LanguageModelingArguments):
-    """`swift pt`: pre-training on plain text; the loss counts all tokens."""
+    """`swift pt`: pre-training on plain text, possibly with images; the loss counts all tokens of text."""
 
     GROUP: ClassVar[str] = "Data"
+    SEES: ClassVar[bool] = True
 
     truncation_strategy: Literal["delete", "left", "right", "split"] = flag(  # type: ignore[assignment]
         "delete", everyday=False, resume="fixed"
     )
-    """Documents above max_length: left out, cut at this side, or split into several rows."""
+    """Documents above max_length: left out, cut at this side, or split into several rows. Those with images are left
+    out in any case."""
 
     def problems(self) -> Iterator[str]:
         for name in ("system", "template", "chat_template_kwargs"):

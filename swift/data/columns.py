@@ -72,6 +72,8 @@ class ColumnPlan:
     others_are = "to rewards"
     optional: tuple[str, ...] = ("system", "tools", "history")
     """Columns that are read if they are there."""
+    documents = False
+    """Whether rows are documents, in which images may stand anywhere."""
 
     def __init__(
         self,

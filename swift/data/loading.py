@@ -205,7 +205,7 @@ def read_record(record: Record, plan: ColumnPlan, system: str | None, args: Data
         if plan.images is None:
             check_media(plan.renamed(values), messages)
         else:
-            media = read_media(plan.renamed(values), messages, plan.images)
+            media = read_media(plan.renamed(values), messages, plan.images, document=plan.documents)
             messages = media.messages
             remember(media.images)
             for note in media.notes:

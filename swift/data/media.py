@@ -11,8 +11,8 @@ A turn with images has a list of parts as its content, `{"type": "text", "text":
 Tags and empty parts are places, which the images of the column fill in their order; there must be as many of both.
 If the messages have neither place nor image, the images of the column come before the text of the first user turn, as
 in ms-swift and TRL. ms-swift also adds tags where some are lacking, and leaves those that are too many in the text:
-here both are errors, as the row may have lost an image. Turns of every role but `assistant` may have images. Without
-such a column `<image>` is text.
+here both are errors, as the row may have lost an image. Turns of every role but `assistant` may have images, and a
+document (`swift.data.texts`), which is a single turn. Without such a column `<image>` is text.
 
 Video and audio are refused in all these places.
 """
@@ -58,7 +58,9 @@ class _Slot:
     index: int | None = None
 
 
-def read_media(row: Mapping[str, Any], messages: str | Sequence[Message], source: ImageSource) -> RowMedia:
+def read_media(
+    row: Mapping[str, Any], messages: str | Sequence[Message], source: ImageSource, *, document: bool = False
+) -> RowMedia:
     """The messages of a row in normal form, and its images.
 
     Args:
@@ -66,6 +68,7 @@ def read_media(row: Mapping[str, Any], messages: str | Sequence[Message], source
         messages: turns of `role` and `content`, a text or a list of parts; or a text, which becomes a user turn. They
             are not changed.
         source: where images may come from.
+        document: the messages are one, in which images may stand anywhere.
 
     Raises:
         RowError: video or audio, an image that `read_image` refuses, places without images or images without places.
@@ -74,8 +77,10 @@ def read_media(row: Mapping[str, Any], messages: str | Sequence[Message], source
     _refuse_other_media(row, turns)
     column, given = _column_images(row)
     contents = [_pieces(turn, f"turn {number}", tags=column is not None) for number, turn in enumerate(turns, start=1)]
+    if not document:
+        _refuse_answers(turns, contents)
     if given and not list(_slots(contents)):
-        contents[_first_user(turns)][:0] = [_Slot() for _ in given]
+        contents[0 if document else _first_user(turns)][:0] = [_Slot() for _ in given]
     _fill([slot for slot in _slots(contents) if slot.reference is None], given, column)
     images = tuple(_image(slot, number, source) for number, slot in enumerate(_slots(contents), start=1))
     digests = iter([image.digest for image in images])
@@ -115,10 +120,7 @@ def _pieces(turn: Message, where: str, *, tags: bool) -> list[str | _Slot]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     parts = content if isinstance(content, list) else []  # null beside tool calls
-    pieces = [piece for part in parts for piece in _pieces_of(part, where, tags=tags)]
-    if turn.get("role") == "assistant" and any(isinstance(piece, _Slot) for piece in pieces):
-        raise RowError(f"{where}: an image in an assistant turn; answers are texts: move it to a user turn")
-    return pieces
+    return [piece for part in parts for piece in _pieces_of(part, where, tags=tags)]
 
 
 def _pieces_of(part: Any, where: str, *, tags: bool) -> Iterator[str | _Slot]:
@@ -156,6 +158,13 @@ def _slot(part: Mapping[str, Any], where: str) -> _Slot:
 
 def _slots(contents: Sequence[Sequence[str | _Slot]]) -> Iterator[_Slot]:
     return (piece for pieces in contents for piece in pieces if isinstance(piece, _Slot))
+
+
+def _refuse_answers(turns: Sequence[Message], contents: Sequence[Sequence[str | _Slot]]) -> None:
+    """Raises RowError: an image in an assistant turn."""
+    for number, (turn, pieces) in enumerate(zip(turns, contents, strict=True), start=1):
+        if turn.get("role") == "assistant" and any(isinstance(piece, _Slot) for piece in pieces):
+            raise RowError(f"turn {number}: an image in an assistant turn; answers are texts: move it to a user turn")
 
 
 def _first_user(turns: Sequence[Message]) -> int:

@@ -235,6 +235,28 @@ class Template:
         weights = [weight for each in found for _, weight in each]
         return ids, [trained * weight for trained, weight in zip(mask, weights, strict=True)]
 
+    def encode_document(self, content: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a text without a chat template, or of its parts, texts and images, and the end of a text.
+
+        Raises:
+            RefusedChat: a text stands for an image, or the processor cannot take the images.
+        """
+        if isinstance(content, str):
+            ids = list(self.tokenizer(content)["input_ids"])
+            if self.vision is not None:
+                self.vision.check_text(ids)
+        else:
+            assert self.vision is not None, "rows have images if the model sees"
+            text = "".join(self.vision.mark if part["type"] == "image" else part["text"] for part in content)
+            ids = self._opening() + self.vision.encode([text], images_in([{"content": content}]))[0]
+        end = self.tokenizer.eos_token_id
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    def _opening(self) -> list[int]:
+        """The tokens that the tokenizer puts before a text."""
+        whole, bare = list(self.tokenizer("a")["input_ids"]), self.encode_text("a")
+        return whole[: next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)]
+
     def check_tools(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
         """Refuse tools, or calls of them, that the template would silently omit (RefusedChat)."""
         jinja = str(self.tokenizer.get_chat_template())

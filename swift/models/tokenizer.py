@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
     Args:
         args: the model settings.
         plain: for texts, which need no chat template.
-        ends: whether texts need an end-of-text token.
+        ends: whether texts need an end-of-text token, as documents do, which may have images.
 
     Raises:
         ConfigError: see `load_tokenizer`; also when the model has no embedding for some of its tokens.
@@ -54,7 +54,7 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
     kwargs = args.chat_template_kwargs
     config = load_config(source.base, args)
     processor, pixels = None, getattr(args, "max_pixels", None)
-    if plain or not loads_whole(config, args):
+    if (plain and not ends) or not loads_whole(config, args):
         if pixels is not None:
             raise no_tower("max_pixels", pixels)
     else:
@@ -71,7 +71,8 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
         )
     )
     if processor is not None:
-        template.vision = Vision(source.base, processor, config, template.render, max_pixels=pixels)
+        render = _rendering(tokenizer, processor) if plain else template.render
+        template.vision = Vision(source.base, processor, config, render, max_pixels=pixels)
         template.vision.example()  # a processor that does not work is found now
     if not plain:  # a template may omit messages, a tokenizer may map all texts to the same ids
         with contextlib.suppress(RefusedChat):  # a template may need more than a question
@@ -82,6 +83,13 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
                 )
     _check_ids(source.base, template, config.get_text_config())
     return template
+
+
+def _rendering(tokenizer: PreTrainedTokenizerBase, processor: Any) -> Callable[[Sequence[Any]], str]:
+    """How documents show an image: as chats do, or the processor alone where there is no chat template."""
+    from swift.models.vision import without_chat
+
+    return Template(tokenizer).render if tokenizer.chat_template else without_chat(processor)
 
 
 def _check_ids(folder: Path, template: Template, config: Any) -> None:

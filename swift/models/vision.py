@@ -111,8 +111,9 @@ class Vision:
                 f"--model: {folder}: config.json names no token that stands for an image; use a model of another family"
             )
         added = [token.content for token in processor.tokenizer.added_tokens_decoder.values()]
-        marker = self._found_marker()
-        self._marks = {token: marker.count(token) for token in added if token in marker} or {marker: 1}
+        self.mark = mark = self._found_mark()
+        """What a text has for an image."""
+        self._marks = {token: mark.count(token) for token in added if token in mark} or {mark: 1}
         """What the chat template writes for an image -> how often; texts around it may number the images."""
         self._made: OrderedDict[tuple[int, ...], tuple[int, dict[str, Tensor]]] = OrderedDict()
         """Of the images of a prompt: how many placeholders they have, and what the model takes."""
@@ -308,16 +309,26 @@ class Vision:
             _, (_, oldest) = self._made.popitem(last=False)
             held -= sum(value.nbytes for value in oldest.values())
 
-    def _found_marker(self) -> str:
+    def _found_mark(self) -> str:
         """What the chat template writes for an image."""
         before, after = "before it", "after it"
         parts = [{"type": "text", "text": before}, {"type": "image"}, {"type": "text", "text": after}]
         text = self._render([{"role": "user", "content": parts}])
         _, _, rest = text.partition(before)
-        marker, found, _ = rest.partition(after)
-        if not found or not marker.strip():
+        mark, found, _ = rest.partition(after)
+        if not found or not mark.strip():
             raise RefusedChat("messages: the chat template shows no images")
-        return marker.strip()
+        return mark.strip()
+
+
+def without_chat(processor: Any) -> Callable[[Sequence[Any]], str]:
+    """A rendering for a model without a chat template: texts, and the token that its processor replaces by an image."""
+    mark = str(getattr(processor, "boi_token", None) or processor.image_token)
+
+    def render(messages: Sequence[Any]) -> str:
+        return "".join(part.get("text", mark) for turn in messages for part in turn["content"])
+
+    return render
 
 
 def vision_of(model: nn.Module) -> Vision | None:

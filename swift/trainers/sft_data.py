@@ -50,7 +50,7 @@ class ChatEncoder(Encoder):
             ConfigError: the template cannot mark assistant turns; see `Template`.
         """
         if len(messages) == 1 and messages[0]["role"] == "assistant":
-            ids = self._document(messages[0]["content"])
+            ids = self.template.encode_document(messages[0]["content"])
             mask = [1] * len(ids)
         else:
             ids, mask = self._chat(messages, tools)
@@ -79,13 +79,6 @@ class ChatEncoder(Encoder):
         for start in range(0, size, limit):
             ids, labels = (row[name][start : start + limit] for name in self.columns)
             yield {"input_ids": ids, "labels": labels, **counts(len(ids), len(ids))}
-
-    def _document(self, text: str) -> list[int]:
-        ids = list(self.template.tokenizer(text)["input_ids"])
-        if self.template.vision is not None:
-            self.template.vision.check_text(ids)
-        end = self.template.tokenizer.eos_token_id
-        return ids if ids[-1:] == [end] else [*ids, end]
 
     def _chat(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None

@@ -23,7 +23,7 @@ MODES = {
     "seq_cls": (["sft", "--task_type", "seq_cls", "--num_labels", "2"], {"messages": CHAT, "label": 1}),
     "pt": (["pt"], {"text": "What? <image>"}),
 }
-SEEING = ("grpo", "sft", "seq_cls", "dpo", "kto", "rm")
+SEEING = ("grpo", "sft", "seq_cls", "pt", "dpo", "kto", "rm")
 """Modes that take images, if their model does."""
 PICTURE = "data:image/png;base64," + base64.b64encode(vlms.image()).decode()
 PLAIN = {"messages": [{"role": "user", "content": "What?"}, CHAT[-1]]}
@@ -200,15 +200,14 @@ def whole(desk, kind):
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_checkpoint_without_a_text_part_of_its_own_is_not_used(kind, desk, capfd):
     expected = f"{kind}: a multimodal checkpoint ({kind} with | images, video and audio are not supported"
-    words = command(desk, "pt", {"text": "What?"}, model=whole(desk, kind))
+    words = command(desk, "ebft", PLAIN, model=whole(desk, kind))
     refused(words, f"--model: | {expected}", capfd)
 
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SEEING])
 def test_nor_is_it_in_modes_without_images(mode, dry, desk, capfd):
-    plain = PLAIN if mode != "pt" else {"text": "What?"}
-    refused(command(desk, mode, plain, model=whole(desk, "gemma3"), dry=dry), "--model: | (gemma3 with", capfd)
+    refused(command(desk, mode, PLAIN, model=whole(desk, "gemma3"), dry=dry), "--model: | (gemma3 with", capfd)
 
 
 BESIDE = {
@@ -237,8 +236,7 @@ def test_nor_by_a_server(desk, capfd):
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SEEING])
 def test_a_checkpoint_that_would_lose_its_tower_is_not_trained(mode, dry, tuner, desk, multimodal, capfd):
-    plain = PLAIN if mode != "pt" else {}
-    words = [*command(desk, mode, plain, model=multimodal, dry=dry), "--tuner_type", tuner]
+    words = [*command(desk, mode, PLAIN, model=multimodal, dry=dry), "--tuner_type", tuner]
     refused(words, "--model: | multimodal checkpoint | text part | AutoModelForCausalLM", capfd)
 
 

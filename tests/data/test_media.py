@@ -192,6 +192,21 @@ def test_answers_have_no_images(content, source):
     assert line == "turn 2: an image in an assistant turn; answers are texts: move it to a user turn"
 
 
+def test_a_document_has_images_anywhere(source):
+    def read(row, content):
+        found = read_media(row, [{"role": "assistant", "content": content}], source, document=True)
+        (turn,) = found.messages
+        return turn["content"], [image.digest for image in found.images]
+
+    both = [text("a "), R, text(" b "), B]
+    assert read({"images": [RED, "blue.png"]}, "a <image> b <image>") == (both, [R["image"], B["image"]])
+    assert read({}, [text("a "), {"type": "image", "path": "red.png"}, text(" b "), {"type": "image", "image": BLUE}])[
+        0
+    ] == (both)
+    assert read({"image": RED}, "a")[0] == [R, text("a")]
+    assert read({}, "a <image>") == ("a <image>", [])
+
+
 @pytest.mark.parametrize("name", ["video", "videos", "audio", "audios"])
 def test_columns_of_video_and_audio_are_refused(name, source):
     line = refusal({name: ["a.mp4"]}, [user("What?")], source)

@@ -69,7 +69,7 @@ SCRIPTS = {
         swift infer --model x
         """,
         "pt",
-        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "max_length": 512, "ENV": {"MAX_PIXELS": "9"}},
+        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "max_length": 512, "max_pixels": 9},
         {"learning_rate", "WANDB_API_KEY", "swift infer"},
     ),
     "a text of several lines, arithmetic": (

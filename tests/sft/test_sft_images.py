@@ -1,24 +1,32 @@
 """Supervised tuning of models that see: plain forward passes are the measure."""
 
 import re
+import shutil
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import vlms
 from image_rows import Plain, assert_same_gradients, data_url, turn
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from trl_runs import argv_of, assert_resumes_exactly, in_two, logged, trained, trainer_of, weights, written
 
 from swift.arguments import parse
 from swift.cli.main import main
 from swift.data import image_store
+from swift.data.loading import load_rows
 from swift.errors import ConfigError
 from swift.models.attention.interface import transformers_model
 from swift.models.multimodal import parts_of_parameters
 from swift.models.policy import load_policy
 from swift.models.rates import Rates
+from swift.models.tokenizer import load_chat
+from swift.models.vision import placeholder_ids
 from swift.trainers.checkpoint import list_checkpoints
+from swift.trainers.rows import TOO_LONG
+from swift.trainers.sft_data import ChatEncoder
 from swift.trainers.trl.run import run
 
 ASKED, ANSWER = turn("user", "<image>What?"), turn("assistant", "a b")
@@ -34,12 +42,12 @@ TOWERS = "--freeze_vit false --freeze_aligner false"
 def settings(vlm_folders, tmp_path):
     """Resolved settings of a small run, as a function of the flags that differ."""
 
-    def resolved(*flags, family="qwen3_vl", rows=ROWS):
+    def resolved(*flags, family="qwen3_vl", rows=ROWS, mode="sft"):
         own = {
             "--model": vlm_folders(family), "--dataset": written(tmp_path / "rows.jsonl", rows),
             "--output_dir": tmp_path / "out", "--per_device_train_batch_size": 3, "--max_steps": 2,
         }  # fmt: skip
-        return parse("sft", argv_of(own, *flags), {})
+        return parse(mode, argv_of(own, *flags), {})
 
     return resolved
 
@@ -83,6 +91,71 @@ def test_loss_and_gradients_are_those_of_plain_rows(family, way, settings, vlm_f
     expected.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     assert_same_gradients(trainer.model, plain.model, most=1e-6)
+
+
+DOCUMENTS = [
+    {"text": "a <image>b c <image>", "images": [data_url(0), data_url(1)]},
+    {"text": "<image> d e", "images": [data_url(2)]},
+    {"text": "Nothing to see.", "images": []},
+]
+
+
+def document_loss(plain):
+    """The mean over the tokens of documents that stand for no image, by transformers alone."""
+    mark = plain.text([turn("user", "x<image>y")]).partition("x")[2].partition("y")[0]
+    learnt = []
+    for row in DOCUMENTS:
+        text = row["text"].replace("<image>", mark) + plain.tokenizer.eos_token
+        ids, logprobs = plain.logprobs(text, row["images"])
+        texts = torch.tensor([token not in placeholder_ids(plain.model.config) for token in ids[1:]])
+        learnt.append(logprobs[texts])
+    return -torch.cat(learnt).mean()
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=() if family in ("qwen3_vl", "idefics3") or not way else pytest.mark.long)
+        for family, way in WAYS
+    ],
+)
+@pytest.mark.parametrize("mode", ["pt", pytest.param("sft", marks=pytest.mark.long)])
+def test_documents_are_those_of_plain_rows(mode, family, way, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(TOWERS, way.split(), family=family, rows=DOCUMENTS, mode=mode), tmp_path / "run")
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    plain = Plain(vlm_folders(family))
+    expected = document_loss(plain)
+    expected.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert_same_gradients(trainer.model, plain.model, most=1e-6)
+
+
+def test_a_document_begins_as_the_tokenizer_begins_texts_and_its_images_are_never_cut(settings):
+    args = settings(rows=DOCUMENTS, mode="pt").args
+    template = load_chat(args, plain=True)
+    tokenizer = template.tokenizer
+    (start,) = tokenizer("Z", add_special_tokens=False)["input_ids"]
+    opened = TemplateProcessing(single="Z $A", special_tokens=[("Z", start)])
+    tokenizer.backend_tokenizer.post_processor = opened
+    (row, *_) = load_rows(args, "train", purpose="text", images=True).examples
+    content = row.messages[0]["content"]
+    ids = template.encode_document(content)
+    assert ids[:2] == [start, *tokenizer("a", add_special_tokens=False)["input_ids"]]
+    assert ids[-1] == tokenizer.eos_token_id and ids.count(start) == 1
+    for cut in ("delete", "left", "split"):
+        (found,) = ChatEncoder(template, len(ids) - 1, "all", cut).rows(row.messages)
+        assert found["problem"] == TOO_LONG
+    assert template.vision.visible(ids).count(template.vision.placeholder) == sum(token < 0 for token in ids) > 0
+
+
+def test_a_model_without_a_chat_template_shows_images_by_its_processor_alone(settings, vlm_folders, tmp_path):
+    folder = shutil.copytree(vlm_folders("idefics3"), tmp_path / "base")
+    (folder / "chat_template.jinja").unlink()
+    args = settings(rows=DOCUMENTS, mode="pt").args
+    shown = load_chat(replace(args, model=str(vlm_folders("idefics3"))), plain=True).vision.mark
+    assert load_chat(replace(args, model=str(folder)), plain=True).vision.mark == shown == "<image>"
 
 
 @pytest.mark.parametrize("family", vlms.FAMILIES)

@@ -76,7 +76,7 @@ EVIDENCE = [
         ("full", f"{_USABLE}?'full'"),
         ("LoRA", f"{_USABLE}?'lora'"),
     ]),
-    ("loss and gradients of `sft`, `dpo` and `gkd` with images equal those of plain rows", [
+    ("loss and gradients of `sft`, `pt`, `dpo` and `gkd` with images equal those of plain rows", [
         ("full", "tests/support/vlms.py::PACKED+FORKED+PADDED"),
     ]),
     ("adapters on experts are sent to engines, and merged into files", [("LoRA", "tests/support/experts.py::EXPERTS")]),
