@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import seeing_parallel_worker
@@ -10,8 +12,11 @@ import sequence_parallel_worker
 import torch
 import vlms
 from preloaded import run_ranks
+from transformers import AutoConfig, AutoModelForImageTextToText
 
+from swift.errors import ConfigError
 from swift.models.attention.sequence_parallel import SequenceGroup, head_shares
+from swift.trainers.parallel.sequence import require_shareable
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
@@ -74,6 +79,14 @@ def test_each_head_is_on_one_rank_with_the_keys_that_it_sees(heads, kv, size):
         assert rest == 0
         seen = [share.keys[number // per_key] for number in range(len(share.queries))]
         assert seen == [head * kv // heads for head in share.queries]
+
+
+def test_a_language_model_that_takes_more_than_embeddings_of_each_token_is_not_shared():
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("gemma4"))
+    problem = "cannot be computed in parts (its language model takes per_layer_inputs beside embeddings)"
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        require_shareable(model, SimpleNamespace(sequence_parallel_size=2))
 
 
 def test_one_rank_shares_with_nobody():

@@ -18,6 +18,7 @@ each uses its share of the targets (`swift.models.scoring`), their sum is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +32,13 @@ from torch import Tensor, nn
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import PLAIN, Variant, in_autocast_type, packed_rows
 from swift.models.transfer import to_device
+
+KNOWN_INPUTS = {
+    "input_ids", "inputs_embeds", "position_ids", "visual_pos_masks", "deepstack_visual_embeds", "attention_mask",
+    "past_key_values", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict",
+    "kwargs",
+}  # fmt: skip
+"""Arguments of decoders: those that are cut, and those that have no part for each token."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +209,11 @@ def head_shares(num_heads: int, num_kv: int, size: int) -> list[HeadShare]:
         even = len({seen.count(number) for number in distinct}) == 1
         shares.append(HeadShare(range(start, stop), tuple(distinct if even else seen)))
     return shares
+
+
+def uncut_inputs(decoder: nn.Module) -> list[str]:
+    """Arguments that a decoder may get beside embeddings, of whose tokens a rank would not get its part."""
+    return sorted(set(inspect.signature(decoder.forward).parameters) - KNOWN_INPUTS)
 
 
 def spread_decoder(decoder: nn.Module) -> None:

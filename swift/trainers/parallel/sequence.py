@@ -51,7 +51,8 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     if size == 1:
         return
     from swift.models.attention.choice import choose_attention
-    from swift.models.attention.interface import transformers_model
+    from swift.models.attention.interface import decoder_of, transformers_model
+    from swift.models.attention.sequence_parallel import uncut_inputs
 
     for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
@@ -62,7 +63,10 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     heads = getattr(transformers_model(model).config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads < size:
         raise ConfigError(f"{named} has {counted(heads, 'head')}, and each rank needs one; use at most {heads}")
-    if (obstacle := choose_attention(model)) is not None:
+    obstacle, decoder = choose_attention(model), decoder_of(model)
+    if decoder is not transformers_model(model).base_model and (more := uncut_inputs(decoder)):
+        obstacle = f"its language model takes {', '.join(more)} beside embeddings"
+    if obstacle is not None:
         raise ConfigError(
             f"{named} cannot be computed in parts ({obstacle}); use --sequence_parallel_size 1, with --deepspeed or "
             "--fsdp if memory is short"
