@@ -14,8 +14,9 @@ def test_every_script_has_bands():
 
 
 def test_a_band_has_two_sides():
-    assert metric_history.band([1.0, 1.2, 1.1]) == [0.6, 1.6]
-    assert metric_history.band([2.0, 2.0, 2.0]) == [1.4, 2.6]
+    assert metric_history.band([1.0, 1.2, 1.1]) == [0.6944, 1.728]
+    assert metric_history.band([2.0, 2.0, 2.0]) == [1.538, 2.6]
+    assert metric_history.band([-1.0, 1.0, 0.5]) == [-5.0, 5.0]
     assert metric_history.band([0.0, 0.0, 0.0]) == [-1e-6, 1e-6]
 
 

@@ -1,9 +1,9 @@
 """Bands for the metrics of the examples: `python tests/support/metric_history.py --write [part of a script's name]`.
 
 Each script runs for `STEPS` steps with five seeds. A metric's band reaches from the smallest to the largest of its
-means over these steps, and further by the larger of `REACH` times their distance and `SLACK` of the mean: about six
-standard deviations to each side, since another processor draws other tokens from the same seed. A metric far off in the
-good direction is a broken metric, too. Bands are read in review like code.
+medians over these steps, and further by the larger of `REACH` times their distance and `SLACK`, of values above 0 as
+ratios: about six standard deviations to each side, since another processor draws other tokens from the same seed. A
+metric far off in the good direction is a broken metric, too. Bands are read in review like code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def name_of(script: Path) -> str:
 
 
 def measured(script: Path, folder: Path, seed: int) -> dict[str, float]:
-    """Mean over the first steps of each metric that the script's last run logs; it runs in a copy of the examples."""
+    """Median over the first steps of each metric that the script's last run logs; it runs in a copy of the examples."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     programs = folder / "bin"
     programs.mkdir()
@@ -77,15 +78,22 @@ def measured(script: Path, folder: Path, seed: int) -> dict[str, float]:
     rows = [row for row in rows if "loss" in row and "grad_norm" in row]
     assert len(rows) == STEPS, log
     return {
-        metric: sum(row[metric] for row in rows) / STEPS for metric in METRICS if all(metric in row for row in rows)
+        metric: statistics.median(row[metric] for row in rows)
+        for metric in METRICS
+        if all(metric in row for row in rows)
     }
 
 
-def band(means: list[float]) -> list[float]:
-    """Lower and upper end, rounded outwards to four digits."""
-    low, high = min(means), max(means)
-    reach = max(REACH * (high - low), SLACK * abs(low + high) / 2, 1e-6)
-    return [float(f"{low - reach:.4g}"), float(f"{high + reach:.4g}")]
+def band(medians: list[float]) -> list[float]:
+    """Lower and upper end, to four digits."""
+    low, high = min(medians), max(medians)
+    if low > 0:
+        ratio = max((high / low) ** REACH, 1 + SLACK)
+        low, high = low / ratio, high * ratio
+    else:
+        reach = max(REACH * (high - low), SLACK * abs(low + high) / 2, 1e-6)
+        low, high = low - reach, high + reach
+    return [float(f"{low:.4g}"), float(f"{high:.4g}")]
 
 
 def main() -> None:
