@@ -89,13 +89,13 @@ sys.stdin.readline()
 
 
 DRIVER = """
-import sys, time
+import os, sys, time
 import psutil
 from swift.rollout.engines import cluster
 cluster.use()
 import ray
-below = psutil.Process().children(recursive=True)
-found = next(one for one in below if sys.argv[1] in " ".join(one.cmdline()))
+own = [one for one in psutil.process_iter(["ppid", "cmdline"]) if one.info["ppid"] == os.getpid()]
+found = next(one for one in own if sys.argv[1] in " ".join(one.info["cmdline"] or ()))
 getattr(found, sys.argv[2])()
 while True:
     kept = ray.put(bytes(2_000_000))
@@ -175,7 +175,9 @@ def test_a_process_that_ray_ends_does_not_end_without_a_word(process, how, name)
     words = [sys.executable, "-c", DRIVER, process, how]
     ran = subprocess.run(words, env=without_ray(), capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 1
-    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("swift: ")]
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("swift: ")]
+    assert len(lines) == 1, ran.stderr
+    (line,) = lines
     assert line.startswith(f"swift: error: ray: its {name} has ended (killed, or no memory was left), and Ray ended")
     assert line.endswith("resume from the last checkpoint (--resume_from_checkpoint last)")
 
