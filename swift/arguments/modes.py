@@ -278,11 +278,17 @@ class PlanArguments(CommonArguments):
     num_devices: int | None = flag(at_least=1, unset="NPROC_PER_NODE times NNODES, else 1")
     """Number of training processes, each on a GPU."""
 
-    prompt_tokens: int | None = flag(at_least=1, unset="512, of a row without rollouts at most half")
-    """Length of a prompt in tokens; completions are planned at their longest."""
+    prompt_tokens: int | None = flag(at_least=1, unset="512 beside its images, of a row without rollouts at most half")
+    """Length of a prompt in tokens, those of its images included; completions are planned at their longest."""
 
     row_tokens: int | None = flag(at_least=1, unset="--max_length, else 2048")
     """Length in tokens of the rows of sft, pt and preferences, prompts included; of a pair, each answer has it."""
+
+    images_per_prompt: int | None = flag(at_least=0, unset="1 if the model has a vision tower")
+    """Number of images in each prompt."""
+
+    image_pixels: int | None = flag(at_least=1, unset="--max_pixels, else 1024 x 1024")
+    """Pixels of an image, which is square, before the model's processor scales it."""
 
     num_rows: int | None = flag(at_least=1, unset="only --max_steps tells how long the run is")
     """Rows of the dataset, which is not read."""

@@ -181,7 +181,10 @@ class AdapterOffReference(ReferenceModel):
         """See `ReferenceModel.active`."""
         import torch
 
+        trained = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
         with torch.no_grad(), _evaluating(self.policy), self.policy.disable_adapter():
+            for parameter in trained:  # PEFT freezes them here; FSDP2 asks what is trained in its first pass
+                parameter.requires_grad_(True)
             yield self.policy
 
 

@@ -36,18 +36,19 @@ def load_tokenizer(args: CheckpointArguments) -> PreTrainedTokenizerBase:
     return _read(source.tokenizer, args)
 
 
-def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = True) -> Template:
+def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = True, weights: bool = True) -> Template:
     """Tokenizer and template of `--model` in one step, with the end tokens of its generation_config.json.
 
     Args:
         args: the model settings.
         plain: for texts, which need no chat template.
         ends: whether texts need an end-of-text token, as documents do, which may have images.
+        weights: whether there are files of weights, see `locate`.
 
     Raises:
         ConfigError: see `load_tokenizer`; also when the model has no embedding for some of its tokens.
     """
-    source = locate(args)
+    source = locate(args, require_weights=weights)
     assert source.tokenizer is not None
     tokenizer = _read(source.tokenizer, args)
     name = f"--template {shown(args.template)}" if args.template else None

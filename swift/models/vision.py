@@ -171,13 +171,13 @@ class Vision:
         name = itertools.cycle(name_of(images))
         return self._cut([next(name) if token == self.placeholder else token for token in ids], pieces)
 
-    def example(self) -> list[int]:
-        """Token ids of a prompt with a drawn image, for trials."""
+    def example(self, *, number: int = 1, size: tuple[int, int] = (96, 64), text: str = "a 1") -> list[int]:
+        """Token ids of a prompt with drawn images of a width and height, for trials and plans."""
         drawn = io.BytesIO()
-        PIL.Image.linear_gradient("L").resize((96, 64)).convert("RGB").save(drawn, "PNG")
+        PIL.Image.linear_gradient("L").resize(size).convert("RGB").save(drawn, "PNG")
         image = Image(digest_of(drawn.getvalue()), content=drawn.getvalue())
-        parts = [{"type": "image"}, {"type": "text", "text": "a 1"}]
-        return self.encode([self._render([{"role": "user", "content": parts}])], [image])[0]
+        parts = [{"type": "image"} for _ in range(number)] + [{"type": "text", "text": text}]
+        return self.encode([self._render([{"role": "user", "content": parts}])], [image] * number)[0]
 
     def drawn(self) -> dict[str, Tensor]:
         """What the model takes of the image of `example`."""

@@ -53,9 +53,10 @@ def changes(plan: Plan, args: Any) -> list[list[Change]]:
             (_shared(args), _can_share(plan, args)),
             ([("optim", "adamw_cpu")], _may_leave(args)),
             ([("master_weights", "bf16_stochastic")], _may_leave(args) and args.torch_dtype == "bfloat16"),
+            ([("fsdp_offload_params", "true")], bool(args.fsdp) and not args.fsdp_offload_params),
         ]
         if plan.peak.name == "update":  # which tokens do not change
-            choices = [choices[0], choices[3], *choices[-2:]]
+            choices = [choices[0], choices[3], *choices[-3:]]
     choices.append(([("tuner_type", "lora")], args.tuner_type == "full"))
     return [change for change, helps in choices if helps]
 

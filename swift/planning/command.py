@@ -26,18 +26,19 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_cpu")
 RUNS = ("rlhf", "sft", "pt")
 NOT_PLANNED = {
     "gkd": "a teacher beside the model",
-    "ebft_strided": "a trainer that samples blocks itself",
     "seq_cls": "a head of labels",
 }
 """Mode -> what of it is not traced."""
 
-AS_FSDP = {"zero2": "shard_grad_op", "zero3": "full_shard"}
-"""Stage of ZeRO -> FSDP's way, which cuts the same tensors into as many shards."""
-
-KEEPS = "; ZeRO-2 keeps the weights whole between steps, too"
+AS_FSDP = {
+    "zero2": ("shard_grad_op", False),
+    "zero3": ("full_shard", False),
+    "zero2_offload": ("shard_grad_op", True),
+    "zero3_offload": ("full_shard", True),
+}
+"""Preset of ZeRO -> FSDP's way, which cuts the same tensors into as many shards, and whether they are on the host."""
 
 WITHOUT = {
-    "fsdp_offload_params": "is not planned yet",
     "use_lmdeploy": "only vLLM and transformers are planned so far",
     "use_liger_kernel": "its kernels are not known here; plan without them, which needs more",
     "torch_compile": "compiled code is not planned yet; plan without it, which needs more",
@@ -114,22 +115,26 @@ def plan_of(resolved: Resolved, device: Device, processes: int, asked: Any) -> P
     """
     from swift.planning.choices import advice
     from swift.planning.grpo import plan_grpo
+    from swift.planning.images import draw_images
     from swift.planning.trl import plan_trl
     from swift.trainers.trl.method import is_method, method_of
 
     args: Any = resolved.args
     told = []
-    if way := AS_FSDP.get(args.deepspeed or ""):
-        told = [f"--deepspeed {args.deepspeed}: planned as --fsdp {way}{KEEPS if args.deepspeed == 'zero2' else ''}"]
-        args = replace(args, deepspeed=None, fsdp=way)
+    if args.deepspeed in AS_FSDP:
+        way, offloads = AS_FSDP[args.deepspeed]
+        flags = f"--fsdp {way}{' --fsdp_offload_params true' if offloads else ''}"
+        told = [f"--deepspeed {args.deepspeed}: planned as {flags}, with what DeepSpeed holds besides"]
+        args = replace(args, fsdp=way, fsdp_offload_params=offloads)
     join_problems(_not_planned(resolved.mode, args))
     method = method_of(resolved.mode) if is_method(resolved.mode) else None
     policy = _policy(args, method.reward_head if method is not None else None)
+    images = draw_images(args, asked, policy.config)
     try:
         if method is None:
-            plan = plan_grpo(args, policy, device, processes, asked)
+            plan = plan_grpo(args, policy, device, processes, asked, images)
         else:
-            plan = plan_trl(resolved.mode, method, args, policy, device, processes, asked)
+            plan = plan_trl(resolved.mode, method, args, policy, device, processes, asked, images)
     except (RuntimeError, ValueError) as error:  # what reads numbers of tensors that have none
         raise ConfigError(f"--model: {args.model}: its step cannot be traced yet ({first_line(error)})") from error
     return replace(plan, advice=[*told, *advice(plan, args)])
@@ -156,12 +161,11 @@ def _not_planned(mode: str, args: Any) -> list[str]:
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(OPTIMIZERS)}": (
             args.optim not in OPTIMIZERS
         ),
-        f"--deepspeed: {args.deepspeed}: not planned; zero2 and zero3 are, as --fsdp": args.deepspeed,
+        f"--deepspeed: {args.deepspeed}: not planned; zero2 and zero3 are, as --fsdp, also with _offload": (
+            args.deepspeed not in (None, *AS_FSDP)
+        ),
         f"--quant_method: {args.quant_method}: is not planned yet with --fsdp; drop one": args.quant_method
         and args.fsdp,
-        "--freeze_vit: false: passes of a tower are not planned yet; plan with true": (
-            not getattr(args, "freeze_vit", True)
-        ),
         "--use_dora: true: is not planned yet on quantised weights": args.quant_method and args.use_dora,
         "--quant_bits: 8: only 4 is planned so far; plan with 4, which needs less, or without": (
             args.quant_method and args.quant_bits == 8

@@ -16,6 +16,8 @@ from swift.planning.trace import Trace, local
 from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
 
+HOST_BYTES = 16
+"""Of a trained parameter with `adamw_cpu`: master, two moments and gradient in float32."""
 MOST_TRACED = 2
 """Micro-batches that are computed; in the second one there are gradients already, and those after it are like it."""
 
@@ -38,7 +40,7 @@ class StepCost:
     weights: of policy and reference. resident: with masters and the state of the optimizer, between two steps.
     gradients: of the trained parameters. training, update: peaks of the passes and of the optimizer. micro_batches,
     tokens: how many, and tokens of the largest. flops: of the passes. training_s, update_s: seconds of the passes and
-    of the optimizer. features, features_s: peak and seconds of EBFT's passes for features.
+    of the optimizer. features, features_s: peak and seconds of EBFT's passes for features. host: in its memory.
     """
 
     parameters: int
@@ -55,6 +57,7 @@ class StepCost:
     update_s: float
     features: int = 0
     features_s: float = 0.0
+    host: int = 0
 
 
 def optimizer_of(args: Any, policy: nn.Module) -> Optimizer | None:
@@ -91,6 +94,7 @@ def cost_of_step(
     weights: int,
     micro_batches: int,
     tokens: int,
+    more: tuple[int, int] = (0, 0),
 ) -> StepCost:
     """Runs the passes and two updates; in the first one the optimizer makes its state.
 
@@ -102,12 +106,13 @@ def cost_of_step(
         weights: bytes that were held before the optimizer was made.
         micro_batches: of the step.
         tokens: of the largest of them.
+        more: bytes that are there besides, always and in passes.
     """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     before = trace.live
     trace.reset_peak()
     found = passes()
-    training = trace.peak
+    training, on_host = trace.peak, trace.host_peak
     if optimizer is not None:
         optimizer.step()
     trace.reset_peak()
@@ -115,22 +120,24 @@ def cost_of_step(
     if optimizer is not None:
         optimizer.step()
     forget_gradients(policy)
+    on_host = max(on_host, trace.host_peak)
     gradients, number = sum(local(one).nbytes for one in trained), sum(one.numel() for one in trained)
     update_s = trace.seconds - began if optimizer is not None else host_update_seconds(gradients, number)
     state = trace.live - before  # which the first step makes, and every later one has
     return StepCost(
         parameters=sum(map(count_of, policy.parameters())),
         trained=number,
-        weights=weights,
-        resident=trace.live,
+        weights=weights + more[0],
+        resident=trace.live + more[0],
         gradients=gradients,
-        training=training + state,
-        update=trace.peak,
+        training=training + state + more[1],
+        update=trace.peak + more[0],
         micro_batches=micro_batches,
         tokens=tokens,
         flops=found.flops,
         training_s=found.seconds,
         update_s=update_s,
+        host=on_host if optimizer is not None else HOST_BYTES * number,
     )
 
 

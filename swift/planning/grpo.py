@@ -9,27 +9,33 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import counted
-from swift.planning.report import PROMPT_TOKENS, described
+from swift.planning.report import PROMPT_TOKENS, described, shown_in
 
 if TYPE_CHECKING:
     from swift.planning.cost import StepCost
     from swift.planning.devices import Device
+    from swift.planning.images import DrawnImages
     from swift.planning.report import Phase, Plan, Rollout
     from swift.planning.step import Shape
     from swift.rollout.arithmetic import BatchPlan
     from swift.rollout.placement import Placement
 
 
-def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any) -> Plan:
+def plan_grpo(
+    args: Any, policy: Any, device: Device, processes: int, asked: Any, images: DrawnImages | None = None
+) -> Plan:
     """The plan of a run of GRPO or structured EBFT, whose policy is on "meta"."""
-    from swift.planning.report import Plan, seen_by
+    from swift.planning.images import prompt_of
+    from swift.planning.report import Plan
     from swift.trainers.parallel.sequence import data_ranks
 
-    nodes, prompt_tokens = max(1, int(os.environ.get("NNODES", "1"))), asked.prompt_tokens or PROMPT_TOKENS
+    nodes = max(1, int(os.environ.get("NNODES", "1")))
+    prompt_tokens = prompt_of(images, asked.prompt_tokens, PROMPT_TOKENS)
     placed = _place(args, max(1, processes // nodes))
     batches = _batches(args, processes, asked.num_rows)
     completions = batches.global_batch // data_ranks(args, processes)
-    cost = _trainer(args, policy, device, placed, processes, shape_of(args, completions, prompt_tokens))
+    shape = shape_of(args, completions, prompt_tokens, images)
+    cost = _trainer(args, policy, device, placed, processes, shape, images)
     rollout = _rollout(args, device, placed, nodes, policy, cost, batches, prompt_tokens)
     phases = _phases(args, placed, cost, rollout, processes, policy)
     where = {"colocate": "vLLM beside the trainer", "in_process": "the trainer's model"}.get(
@@ -40,7 +46,7 @@ def plan_grpo(args: Any, policy: Any, device: Device, processes: int, asked: Any
     features = {"features": cost.features_s} if cost.features_s else {}
     return Plan(
         title=f"plan: {described(args)}; rollouts by {where}, {rollout.at_a_time} at a time on a device; prompts of "
-        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them{seen_by(policy)}",
+        f"{prompt_tokens} tokens, completions of {args.max_completion_length} all of them{shown_in(images)}",
         device=device,
         devices=processes,
         engine_devices=nodes * sum(map(len, placed.engines)) if placed.mode == "dedicated" else 0,
@@ -86,7 +92,15 @@ def _batches(args: Any, processes: int, num_rows: int | None) -> BatchPlan:
     return plan_batches(**given, world_size=processes, num_rows=num_rows, max_steps=steps)
 
 
-def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processes: int, shape: Shape) -> StepCost:
+def _trainer(
+    args: Any,
+    policy: Any,
+    device: Device,
+    placed: Placement,
+    processes: int,
+    shape: Shape,
+    images: DrawnImages | None,
+) -> StepCost:
     """What a step of the trainer costs; `shape`: of the ranks that share completions."""
     from swift.models.features import load_features
     from swift.planning.cost import optimizer_of
@@ -96,9 +110,13 @@ def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processe
     from swift.planning.step import trace_step
     from swift.trainers.grpo.arguments import trainer_settings
     from swift.trainers.grpo.build import load_beside
+    from swift.trainers.images import show_images
     from swift.trainers.parallel.sequence import require_shareable
 
     require_shareable(policy, args)
+    if images is not None:
+        images.vision.attach(policy)
+        show_images(images.vision, policy, args)
     beside = load_beside(args, policy.train(), 0, weights=False)
     taken = CONTEXT_BYTES + engine_in_training(placed, _share(args, placed), device)
     if processes > 1 and not args.fsdp:
@@ -118,12 +136,13 @@ def _trainer(args: Any, policy: Any, device: Device, placed: Placement, processe
     )
 
 
-def shape_of(args: Any, completions: int, prompt_tokens: int) -> Shape:
+def shape_of(args: Any, completions: int, prompt_tokens: int, images: DrawnImages | None = None) -> Shape:
     """The completions of a device and step; of a prompt as many as there are of it on one device."""
     from swift.planning.step import Shape
 
     prompts = math.ceil(completions / args.num_generations)
-    return Shape(prompts, math.ceil(completions / prompts), prompt_tokens, args.max_completion_length)
+    shown = tuple(images.ids) if images else ()
+    return Shape(prompts, math.ceil(completions / prompts), prompt_tokens, args.max_completion_length, shown)
 
 
 def _share(args: Any, placed: Placement) -> float:

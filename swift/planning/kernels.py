@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from swift.models.attention import flex
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import in_autocast_type
+from swift.planning import numbers
 from swift.planning.autocast import autocast_on_meta
 from swift.planning.trace import Trace
 
@@ -45,7 +46,10 @@ def as_on_gpu(trace: Trace) -> Iterator[None]:
 
     def of_flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         states = (state.transpose(1, 2) for state in (query, key, value))
-        return _Attention.apply(*states, trace, pairs(), True).transpose(1, 2)  # type: ignore[no-any-return]
+        # a tower's images see themselves
+        images = None if settings.get("is_causal", True) else numbers.of(settings.get("cu_seq_lens_q"))
+        seen = pairs() if images is None else float(images.diff().square().sum())
+        return _Attention.apply(*states, trace, seen, True).transpose(1, 2)  # type: ignore[no-any-return]
 
     def of_flex(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
         return _Attention.apply(query, key, value, trace, pairs(), False)  # type: ignore[no-any-return]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swift.errors import counted
 from swift.planning.cost import StepCost
 from swift.planning.devices import GIB, Device
 from swift.rollout.placement import Placement
+
+if TYPE_CHECKING:
+    from swift.planning.images import DrawnImages
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """Of a process on a GPU, beside its tensors: CUDA's context and workspaces of its libraries."""
@@ -109,6 +112,7 @@ class Plan:
             "micro_batch_tokens": self.cost.tokens,
             "flops": self.cost.flops,
             "phases": {phase.name: {"total": phase.total, **phase.held} for phase in self.phases},
+            "host_bytes": self.cost.host,
             "fits": self.fits,
             "problem": self.problem,
             "step_seconds": self.step_s,
@@ -159,6 +163,7 @@ class Plan:
             "memory of one device, at its fullest:",
             *rows,
             self._verdict(),
+            *([f"memory of the host: {cost.host / GIB:.1f} GiB for each device"] if cost.host > GIB / 20 else []),
             *self.advice,
             f"time of a step (estimated by a roofline, {REMARK}): {self.seconds:.3g} s: {parts}"
             f"{', at the same time' if self.ahead else ''}; {self.tokens_per_step / self.seconds:,.0f} tokens/s",
@@ -193,11 +198,9 @@ def described(args: Any) -> str:
     return f"{args.tuner_type} tuning of {args.model} in {dtype}{describe(args)}{sharing}"
 
 
-def seen_by(policy: Any) -> str:
-    """What a plan for a model with a vision tower leaves out."""
-    if getattr(policy.config, "vision_config", None) is None:
-        return ""
-    return "; images count by their tokens in prompts, without the passes of the tower"
+def shown_in(images: DrawnImages | None) -> str:
+    """The images of each prompt, for a title."""
+    return f"; {images.title}" if images else ""
 
 
 def buckets_of(args: Any, cost: StepCost, processes: int) -> int:

@@ -22,6 +22,8 @@ from swift.models.sharded import shard
 from swift.trainers.distributed import Collectives
 
 META = torch.device("meta")
+BUCKET, LIVE = 500_000_000, 1_000_000_000
+"""Defaults of DeepSpeed: numbers in a bucket of gradients, and in weights that stay gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class World:
     """The training processes, of which the first is looked at.
 
     size: their number. sharing: neighbours that compute the same rows. fsdp: `--fsdp`, with so many
-    `replicas`. dtype: what FSDP computes in.
+    `replicas`. dtype: what FSDP computes in. offloads: `--fsdp_offload_params`.
+    zero: stage of ZeRO, which cuts as `fsdp` does.
     """
 
     size: int = 1
@@ -37,6 +40,8 @@ class World:
     fsdp: str | None = None
     replicas: int = 1
     dtype: torch.dtype = torch.bfloat16
+    offloads: bool = False
+    zero: int = 0
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
@@ -59,8 +64,21 @@ class World:
                 if hasattr(module, "_get_device_from_mesh"):
                     stack.enter_context(mock.patch.object(module, "_get_device_from_mesh", lambda mesh: META))
             stack.enter_context(mock.patch.object(FSDPParamGroup, "_validate_no_meta_params", lambda group: None))
+            stack.enter_context(mock.patch.object(FSDPParamGroup, "_validate_cpu_offload_params", lambda group: None))
             stack.enter_context(mock.patch.object(FSDPParam, "reset_sharded_param", _reset))
             yield
+
+    def of_zero(self, module: nn.Module) -> tuple[int, int]:
+        """Bytes that DeepSpeed has beside FSDP's: always, and in passes.
+
+        ZeRO-2 has the weights whole, and a bucket of gradients; ZeRO-3 shards of weights and gradients in 16 bits
+        beside the masters, and gathered weights that it does not let go of.
+        """
+        count = sum(one.numel() for one in module.parameters()) * self.dtype.itemsize
+        if self.zero == 2:
+            return count, BUCKET * self.dtype.itemsize
+        shards = 0 if self.offloads else 2 * count // self.size
+        return (shards, shards + min(count, LIVE * self.dtype.itemsize)) if self.zero == 3 else (0, 0)
 
     def group(self) -> SequenceGroup | None:
         """The ranks that share micro-batches."""
@@ -82,6 +100,7 @@ class World:
             fsdp_version=2,
             reshard_after_forward=self.fsdp == "full_shard",
             auto_wrap_policy="transformer_based_wrap",
+            cpu_offload=self.offloads,
             cpu_ram_efficient_loading=False,
         )
         if mixed_precision != "no":
@@ -107,8 +126,18 @@ ALONE = World()
 
 def world_of(args: Any, processes: int) -> World:
     """Of a run with so many training processes."""
+    from swift.trainers.parallel.deepspeed import stage_of
+
     dtype = getattr(torch, args.torch_dtype)
-    return World(processes, args.sequence_parallel_size, args.fsdp, args.fsdp_replicas, dtype)
+    return World(
+        processes,
+        args.sequence_parallel_size,
+        args.fsdp,
+        args.fsdp_replicas,
+        dtype,
+        offloads=args.fsdp_offload_params,
+        zero=stage_of(args),
+    )
 
 
 def _reset(parameter: Any) -> None:

@@ -19,6 +19,7 @@ from swift.models.features import FeatureNetwork
 from swift.models.forward import TokenSequence
 from swift.models.reference import FrozenReference, ReferenceModel
 from swift.models.scoring import prepare_scoring
+from swift.models.vision import vision_of
 from swift.planning.cost import (
     Passes,
     StepCost,
@@ -50,13 +51,15 @@ TRACED_TOKENS = MOST_TOKENS // 2
 class Shape:
     """The completions of one device and optimizer step, all of the same lengths, in tokens.
 
-    EBFT learns a reference of each prompt, which is as long as its completions.
+    EBFT learns a reference of each prompt, which is as long as its completions. images: ids with which each prompt
+    begins, those that stand for images named (`swift.models.vision`).
     """
 
     prompts: int
     num_generations: int
     prompt_tokens: int
     completion_tokens: int
+    images: tuple[int, ...] = ()
 
     def samples(self) -> list[TrainSample]:
         """As the trainer gets them; what they say does not matter."""
@@ -70,7 +73,7 @@ class Shape:
         length = self.completion_tokens
         return TrainSample(
             group=prompt,
-            prompt_ids=np.full(self.prompt_tokens, prompt, np.int32),
+            prompt_ids=np.array([*self.images, *[prompt] * (self.prompt_tokens - len(self.images))], np.int32),
             token_ids=np.zeros(length, np.int32),
             sampler_logprobs=np.zeros(length, np.float32),
             trained=np.ones(length, bool),
@@ -110,18 +113,28 @@ def trace_step(
     Raises:
         NotImplementedError: the model needs attention that is not stood in for.
     """
-    with world.joined(), Trace(device) as trace, trace.resizing(), as_on_gpu(trace), fused_on_meta():
+    with (
+        world.joined(),
+        Trace(device) as trace,
+        trace.resizing(),
+        trace.knowing() if vision_of(policy) is not None else nullcontext(),
+        trace.moving() if world.offloads else nullcontext(),
+        as_on_gpu(trace),
+        fused_on_meta(),
+    ):
         frozen = [*beside.values(), *([features.model] if features else [])]
         trace.hold(*_made_ready(policy, frozen, kernel, world, recomputes=recomputes))
         step, planner = _parts(policy, beside, settings, world)
         if world.fsdp:  # whose first pass lets go of what was whole
             _pass_of(16, step, planner, policy, trace)
             forget_gradients(policy)
-        weights = trace.live
+        weights, more = trace.live, world.of_zero(policy)
         made = optimizer(policy)
         if planner.limits.tokens is None:
             planner.per_token = _slope(step, planner, policy, trace)
-            planner.fitting_tokens = planner.budget(whole_logits=False, has_state=made is None, free=free(trace.live))
+            planner.fitting_tokens = planner.budget(
+                whole_logits=False, has_state=made is None, free=free(trace.live + more[1])
+            )
         samples = shape.samples()
         references = shape.references() if settings.ce_coef else []
         plan, learnt = (planner.plan(chosen, range(len(chosen))) for chosen in (samples, references))
@@ -139,6 +152,7 @@ def trace_step(
             weights=weights,
             micro_batches=len(plan.micro_batches[0]) + len(learnt.micro_batches[0]),
             tokens=max(plan.tokens, learnt.tokens),
+            more=more,
         )
         if features is not None:
             cost = _with_features(cost, features, shape, planner, trace)

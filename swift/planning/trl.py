@@ -6,11 +6,12 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError
-from swift.planning.report import PROMPT_TOKENS, Plan, buckets_of, described, seen_by, trained_in
+from swift.errors import ConfigError, counted
+from swift.planning.report import PROMPT_TOKENS, Plan, buckets_of, described, shown_in, trained_in
 
 if TYPE_CHECKING:
     from swift.planning.devices import Device
+    from swift.planning.images import DrawnImages
     from swift.planning.trl_step import RowShape
     from swift.trainers.trl.method import Method
 
@@ -21,7 +22,16 @@ PAIRED = ("dpo", "ipo", "orpo", "simpo", "cpo", "rm")
 """Modes whose rows are two answers."""
 
 
-def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, processes: int, asked: Any) -> Plan:
+def plan_trl(
+    mode: str,
+    method: Method,
+    args: Any,
+    policy: Any,
+    device: Device,
+    processes: int,
+    asked: Any,
+    images: DrawnImages | None = None,
+) -> Plan:
     """The plan of a run of a method of TRL, whose policy is on "meta"."""
     from swift.arguments.modes import command_of
     from swift.planning.cost import optimizer_of
@@ -31,8 +41,9 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
     from swift.trainers.trl.run import parts_beside
 
     config = policy.config.get_text_config()
-    parts = parts_beside(args, method, policy)
-    shape = shape_of(mode, args, asked, getattr(config, "max_position_embeddings", None))
+    vision = images.vision if images else None
+    parts = parts_beside(args, method, policy, vision)
+    shape = shape_of(mode, args, asked, getattr(config, "max_position_embeddings", None), images)
     cost = trace_trl(
         mode,
         method,
@@ -45,15 +56,17 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
         world=world_of(args, processes),
     )
     rows = shape.rows * data_ranks(args, processes) * args.gradient_accumulation_steps
-    noun = "pair" if mode in PAIRED else "packed row" if shape.packed > 1 else "row"
+    noun = "pair" if mode in PAIRED else "packed row" if shape.packed > 1 else "document" if shape.anchors else "row"
     if noun == "pair":
         what = f"pairs of answers, each {shape.tokens:,} tokens with its prompt"
     else:
-        what = f"rows of {shape.tokens:,} tokens"
-    prompt = f", {shape.prompt_tokens:,} of them the prompt's" if mode != "pt" else ""
+        what = f"{noun if shape.anchors else 'row'}s of {shape.tokens:,} tokens"
+    if shape.anchors:
+        what += f" with {counted(len(shape.anchors), 'block')}"
+    prompt = f", {shape.prompt_tokens:,} of them the prompt's" if shape.prompt_tokens and mode != "pt" else ""
     packed = f", {shape.packed} in each packed row" if shape.packed > 1 else ""
     return Plan(
-        title=f"plan: swift {command_of(mode)}: {described(args)}; {what}{prompt}{packed}{seen_by(policy)}",
+        title=f"plan: swift {command_of(mode)}: {described(args)}; {what}{prompt}{packed}{shown_in(images)}",
         device=device,
         devices=processes,
         cost=cost,
@@ -68,29 +81,52 @@ def plan_trl(mode: str, method: Method, args: Any, policy: Any, device: Device, 
     )
 
 
-def shape_of(mode: str, args: Any, asked: Any, context: int | None) -> RowShape:
+def shape_of(mode: str, args: Any, asked: Any, context: int | None, images: DrawnImages | None = None) -> RowShape:
     """The rows of a micro-batch; `context`: the longest sequence of the model.
 
     Raises ConfigError: the run would leave such rows out.
     """
+    from swift.planning.images import prompt_of
     from swift.planning.trl_step import RowShape
 
     packing, longest = getattr(args, "packing", False), args.max_length or context
     default = min(longest or DEFAULT_TOKENS, DEFAULT_TOKENS)
     length = (args.packing_length or args.max_length or default) if packing else longest
-    tokens, cut = asked.row_tokens or args.max_length or default, packing and args.packing_strategy != "bfd"
+    tokens = asked.row_tokens or args.max_length or default
+    cut = mode == "ebft_strided" or (packing and args.packing_strategy != "bfd")
     if length is not None and tokens > length:
         if not cut:
             raise ConfigError(f"--row_tokens: {tokens}: rows of more than {length} tokens are left out by the run")
         tokens = length
-    prompt = min(PROMPT_TOKENS, tokens // 2) if asked.prompt_tokens is None else asked.prompt_tokens
+    if mode == "ebft_strided":
+        return _documents(args, tokens, asked.prompt_tokens or 0)
+    shown = tuple(images.ids) if images else ()
+    prompt = prompt_of(images, asked.prompt_tokens, min(PROMPT_TOKENS, max(0, tokens - len(shown)) // 2))
     if prompt >= tokens:
         raise ConfigError(
             f"--prompt_tokens: {prompt}: leaves nothing of the {tokens} tokens of a row; see --row_tokens"
         )
     counts_prompts = mode == "pt" or getattr(args, "loss_tokens", None) == "all"
     packed = length // tokens if packing and length else 1
-    return RowShape(args.per_device_train_batch_size, prompt, tokens, packed, counts_prompts)
+    return RowShape(args.per_device_train_batch_size, prompt, tokens, packed, counts_prompts, shown)
+
+
+def _documents(args: Any, tokens: int, prompt: int) -> RowShape:
+    """Documents of strided EBFT, with as many blocks as fit.
+
+    Raises ConfigError: none fits.
+    """
+    from swift.models.attention.strided import block_anchors
+    from swift.planning.trl_step import RowShape
+
+    length, first = args.ebft_generate_max_len, max(args.ebft_context_length, prompt)
+    anchors = tuple(block_anchors(tokens, length=length, stride=args.ebft_stride, first=first))
+    if not anchors:
+        raise ConfigError(
+            f"--row_tokens: {tokens}: no block of {length} tokens (--ebft_generate_max_len) fits behind "
+            f"the first {first}"
+        )
+    return RowShape(args.per_device_train_batch_size, prompt, tokens, anchors=anchors)
 
 
 def _steps(args: Any, asked: Any, shape: RowShape, batch: int) -> int | None:

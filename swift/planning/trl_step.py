@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +16,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from swift.models.attention.interface import enable_packed_attention, transformers_model
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.sequence_parallel import spread_rows
 from swift.models.attention.spans import packed_rows
 from swift.models.autocast import autocasting
+from swift.models.reference import FrozenReference
 from swift.models.tiny import build_tokenizer
+from swift.models.vision import vision_of
 from swift.planning.cost import Passes, StepCost, cost_of_step, forget_gradients, passes_of, recompute, set_experts
 from swift.planning.devices import Device
 from swift.planning.kernels import as_on_gpu, fused_head, kernel_of
@@ -46,6 +49,8 @@ class RowShape:
     """The rows of a micro-batch, all of the same length, in tokens; a pair has two sequences of it.
 
     packed: rows in a stream, 1 where rows are padded. counts_prompts: the loss counts the tokens of prompts, too.
+    images: ids with which each prompt begins, see `swift.planning.step.Shape`. anchors: where blocks begin in a row of
+    strided EBFT.
     """
 
     rows: int
@@ -53,17 +58,22 @@ class RowShape:
     tokens: int
     packed: int = 1
     counts_prompts: bool = False
+    images: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
 
     def columns(self, layout: Layout | None) -> list[dict[str, Any]]:
         """As the method's `encode` makes them; what they say does not matter."""
         return [self._row(layout, number) for number in range(self.rows)]
 
     def _row(self, layout: Layout | None, number: int) -> dict[str, Any]:
-        prompt, answer = [0] * self.prompt_tokens, [0] * (self.tokens - self.prompt_tokens)
+        prompt = [*self.images, *[0] * (self.prompt_tokens - len(self.images))]
+        answer = [0] * (self.tokens - self.prompt_tokens)
         whole, labels = prompt + answer, [IGNORED] * len(prompt) + answer
         if layout in (None, "turn"):
             lengths = {"seq_lengths": [self.tokens] * self.packed} if self.packed > 1 else {}
             labels = whole if self.counts_prompts else labels
+            if self.anchors:
+                return {"input_ids": whole, "labels": labels, "anchors": list(self.anchors), "digest": str(number)}
             return {"input_ids": whole * self.packed, "labels": labels * self.packed, **lengths}
         values: dict[str, Any] = {
             "prompt_ids": prompt,
@@ -107,43 +117,56 @@ def trace_trl(
     with TemporaryDirectory() as folder, _trainer_on_meta():
         with META:  # adapters of references, too
             trainer = _trainer(mode, method, args, Path(folder), policy, parts, shape)
-        batch = dict(trainer.data_collator(shape.columns(method.rows)))
+        batch = _with_padding(dict(trainer.data_collator(shape.columns(method.rows))))
     lengths = batch["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in batch else []
-    chosen = _chosen(batch)
-    modules = [policy, *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else [])]
+    chosen, strided = _chosen(batch), "documents" in batch
+    modules = [policy, *_beside(trainer)]
     with (
         _trainer_on_meta(),
         _known_lengths(lengths),
         world.joined(),
         Trace(device) as trace,
         trace.resizing(),
+        trace.knowing() if vision_of(policy) is not None else nullcontext(),
+        trace.moving() if world.offloads or strided else nullcontext(),
         trace.reading(chosen, holds=shape.rows == 1 or bool(lengths)),  # padded rows of a run differ, and have a mask
         as_on_gpu(trace),
         fused_head(trace),
         fused_on_meta(),
     ):
-        _make_ready(modules, args, world, packed=bool(lengths))
+        _make_ready(modules, args, world, packed=bool(lengths) or strided)
         trace.hold(*modules)
         count = args.gradient_accumulation_steps
         trainer.current_gradient_accumulation_steps = count
 
-        def run(number: int) -> None:
-            for _ in range(number):
-                inputs = {name: value.to(META) if isinstance(value, Tensor) else value for name, value in batch.items()}
-                trainer.training_step(policy, inputs, num_items_in_batch=torch.ones((), device=META))
+        def there() -> dict[str, Any]:
+            return tree_map_only(Tensor, lambda value: value.to(META), batch)  # type: ignore[no-any-return]
 
+        def run(number: int) -> None:
+            counted = _counted(trainer, args, batch) if strided else torch.ones((), device=META)
+            for inputs in batches[:number]:
+                trainer.training_step(policy, dict(inputs), num_items_in_batch=counted)
+
+        batches = [there()]
         if world.fsdp:  # whose first pass lets go of what was whole
             run(1)
             forget_gradients(policy)
+        batches.clear()
         weights = trace.live
         made = optimizer(policy)
+        batches += [there() for _ in range(count)]  # Trainer has all of a step on the device until the next one
 
         def passes() -> Passes:
             return passes_of(trace, count, run)
 
-        counted = ("input_ids", "chosen_input_ids", "rejected_input_ids")
-        tokens = sum(value.numel() for name, value in batch.items() if name in counted)
-        return cost_of_step(trace, policy, made, passes, weights=weights, micro_batches=count, tokens=tokens)
+        of_tokens = ("input_ids", "chosen_input_ids", "rejected_input_ids")
+        tokens = sum(value.numel() for name, value in batch.items() if name in of_tokens)
+        if strided:
+            columns = args.ebft_n_samples_per_prompt * len(shape.anchors) if args.ebft_rl_coef else 0
+            tokens = shape.rows * (shape.tokens + columns * args.ebft_generate_max_len)
+        return cost_of_step(
+            trace, policy, made, passes, weights=weights, micro_batches=count, tokens=tokens, more=world.of_zero(policy)
+        )
 
 
 def _trainer(
@@ -157,12 +180,26 @@ def _trainer(
     alone = copy.copy(args)
     for name, value in OF_ONE.items():
         setattr(alone, name, value)
-    template: Any = SimpleNamespace(tokenizer=build_tokenizer(), vision=None)
+    tokenizer = build_tokenizer()
+    template: Any = SimpleNamespace(tokenizer=tokenizer, pad_token_id=tokenizer.pad_token_id, vision=vision_of(policy))
     rows = Dataset.from_list(shape.columns(method.rows))
     ranks = World().collectives()
     return build_trainer(
         method, alone, folder, policy, template, rows, None, [], collectives=ranks, settings={}, parts=parts
     )
+
+
+def _beside(trainer: Any) -> list[nn.Module]:
+    """Frozen models of a trainer: a reference, the network of features."""
+    reference, features = getattr(trainer, "ref_model", None), getattr(trainer, "features", None)
+    own = [features.model.module] if features is not None and isinstance(features.model, FrozenReference) else []
+    return [*([reference] if reference is not None else []), *own]
+
+
+def _counted(trainer: Any, args: Any, batch: dict[str, Any]) -> Any:
+    """What strided EBFT counts of the documents of a step."""
+    documents = [*batch["documents"]] * args.gradient_accumulation_steps
+    return trainer._global_batch(documents, len(documents), samples=bool(args.ebft_rl_coef))
 
 
 def _make_ready(modules: Sequence[nn.Module], args: Any, world: World, *, packed: bool) -> None:
@@ -198,6 +235,14 @@ def _in_autocast(module: nn.Module) -> Callable[..., Any]:
     return cast
 
 
+def _with_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch in which one of several padded rows is a token shorter, as those of a run differ, and have a mask."""
+    for name, value in batch.items():
+        if name.endswith("attention_mask") and len(value) > 1:
+            value[0, -1] = 0
+    return batch
+
+
 def _chosen(batch: dict[str, Any]) -> dict[int, int]:
     """Places of the mask of a batch -> how many tokens the loss counts."""
     found = {}
@@ -208,7 +253,7 @@ def _chosen(batch: dict[str, Any]) -> dict[int, int]:
     return found
 
 
-@contextlib.contextmanager
+@contextmanager
 def _trainer_on_meta() -> Iterator[None]:
     """The trainer's device is "meta"."""
     from accelerate import Accelerator
@@ -222,7 +267,7 @@ def _trainer_on_meta() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def _known_lengths(lengths: Sequence[int]) -> Iterator[None]:
     """The lengths of rows in a packed batch, and of padded ones, which have no numbers on "meta"."""
     from swift.models.attention import sequence_parallel

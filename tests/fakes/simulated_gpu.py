@@ -77,14 +77,22 @@ class Ledger:
 
     def allocate(self, tensor):
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, -(-storage.nbytes() // ALLOCATION) * ALLOCATION
+        key = storage._cdata
         with self._lock:
             if key in self._sizes:
                 return
-            self._sizes[key] = size
-            self.live_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._sizes[key] = 0
+            self.resize(key, storage.nbytes())
         weakref.finalize(storage, self._free, key)
+
+    def resize(self, key, num_bytes):
+        """A storage has so many bytes now; FSDP empties those of gathered weights, and fills them again."""
+        with self._lock:
+            if key in self._sizes:
+                size = -(-num_bytes // ALLOCATION) * ALLOCATION
+                self.live_bytes += size - self._sizes[key]
+                self._sizes[key] = size
+                self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _free(self, key):
         with self._lock:
@@ -498,6 +506,7 @@ def patches():
     yield torch, "as_tensor", made_there(torch.as_tensor)
     yield torch.Tensor, "pin_memory", lambda tensor, *_: LEDGER.pin(tensor.clone())
     yield torch.Tensor, "record_stream", nothing
+    yield torch.UntypedStorage, "resize_", resizing(torch.UntypedStorage.resize_)
     optimizers = importlib.import_module("torch.optim.optimizer")
     yield optimizers, "_foreach_supported_types", [torch.Tensor, torch.nn.Parameter, CudaTensor]
 
@@ -536,6 +545,17 @@ def with_index(function):
             return function(*map(known, args), **kwargs)
         finally:
             MEANT.meta = before
+
+    return call
+
+
+def resizing(resize):
+    """`UntypedStorage.resize_`, which is not dispatched."""
+
+    def call(storage, size):
+        found = resize(storage, size)
+        LEDGER.resize(storage._cdata, size)
+        return found
 
     return call
 

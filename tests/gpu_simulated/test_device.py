@@ -153,6 +153,14 @@ def test_bytes_alive_are_counted(gpu):
     assert gpu.live_bytes == before and gpu.peak_bytes >= before + 4096
 
 
+def test_a_storage_that_is_emptied_and_filled_is_counted(gpu):
+    before = gpu.live_bytes
+    gathered = torch.empty(1000, device="cuda")
+    for size, live in ((0, 0), (4000, 4096)):
+        gathered.untyped_storage().resize_(size)
+        assert gpu.live_bytes - before == live
+
+
 def test_outside_there_is_none():
     with simulated_gpu():
         assert torch.cuda.is_available() and torch.accelerator.current_accelerator().type == "cuda"

@@ -24,7 +24,7 @@ STREAM = [TokenSequence(list(range(12)), list(range(200))) for _ in range(4)]
 
 def held(policy, device):
     """Bytes of the weights, and the peaks of two passes."""
-    trace = Trace(find_device("h100-80gb"))
+    trace = Trace(find_device("h100-80gb"), place=device.type)
     enable_packed_attention(policy)
     assert prepare_scoring(policy) is None
     found = {"parameters": sum(one.nbytes for one in policy.parameters())}

@@ -45,6 +45,7 @@ def settings(words):
         max_tokens_per_micro_batch=None,
         use_vllm=True,
         fsdp=given.get("--fsdp"),
+        fsdp_offload_params=given.get("--fsdp_offload_params") == "true",
         sequence_parallel_size=int(given.get("--sequence_parallel_size", 1)),
     )
 

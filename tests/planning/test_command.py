@@ -1,6 +1,7 @@
 """`swift plan` as a command, from configurations of models that are not here."""
 
 import json
+import re
 import time
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swift.arguments import parse
 from swift.arguments.derived import Machine
+from swift.arguments.ebft_strided import StridedArguments
 from swift.cli.main import main
 from swift.models.policy import check_policy
 from swift.planning.devices import known_as
@@ -193,22 +195,42 @@ def test_models_on_padded_rows_are_refused_in_a_line(plan):
     assert "cannot be traced yet (no rotary positions: models on padded rows are not planned yet)" in err
 
 
-@pytest.mark.parametrize("setting", ["--max_pixels 9", "--vit_lr 0.1"])
+@pytest.mark.parametrize("setting", ["--max_pixels 9", "--vit_lr 0.1", "--images_per_prompt 2"])
 def test_settings_of_towers_need_one(plan, setting):
     code, _, err = plan(QWEN2, f"{RUN} {setting} --device l4")
     name, value = setting.split()
     assert code == 2 and f"{name}: {value}" in err and "the model has no vision tower here; leave it out" in err
 
 
-@pytest.mark.parametrize("command", [RUN, "sft --dataset rows.jsonl --tuner_type full --row_tokens 64"])
-def test_a_model_that_sees_is_planned_with_its_tower_but_without_its_passes(vlm_folders, capsys, command):
-    words = ["plan", *command.split(), "--model", str(vlm_folders("qwen2_5_vl")), "--device", "l4"]
-    assert main(words) == 0
-    said, tensors = capsys.readouterr().out, load_file(vlm_folders("qwen2_5_vl") / "model.safetensors")
-    assert "; images count by their tokens in prompts, without the passes of the tower\n" in said
-    assert f"parameters: {sum(one.numel() for one in tensors.values()):,}, " in said
-    assert main([*words, "--freeze_vit", "false"]) == 2
-    assert "--freeze_vit: false: passes of a tower are not planned yet; plan with true" in capsys.readouterr().err
+SFT = "sft --dataset rows.jsonl --tuner_type full --row_tokens 64"
+
+
+@pytest.mark.parametrize("command", [RUN, pytest.param(SFT, marks=pytest.mark.long)])
+def test_a_model_that_sees_is_planned_with_the_passes_of_its_tower(vlm_folders, capsys, command):
+    folder = vlm_folders("qwen2_5_vl")
+    words = ["plan", *command.split(), "--model", str(folder), "--device", "l4", "--image_pixels", "3136"]
+    flops = {}
+    for number in (0, 1, 2):
+        assert main([*words, "--images_per_prompt", str(number), "--json", "true"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        flops[number] = found["flops"]
+    tensors = load_file(folder / "model.safetensors")
+    assert found["parameters"] == sum(one.numel() for one in tensors.values())
+    assert "; 2 images of 56 x 56 pixels in each prompt, " in found["title"]
+    assert flops[0] < flops[1] < flops[2]
+
+
+def test_images_are_those_of_a_processor_and_leave_room(vlm_folders, plan, capsys):
+    folder = vlm_folders("qwen2_5_vl")
+    words = ["plan", *RUN.split(), "--model", str(folder), "--device", "l4"]
+    assert main([*words, "--prompt_tokens", "10"]) == 2
+    said = capsys.readouterr().err
+    assert "--prompt_tokens: 10: its images have " in said and "smaller ones (--image_pixels)" in said
+    config = json.loads((folder / "config.json").read_text())
+    code, _, err = plan(config, f"{RUN} --device l4")
+    assert code == 2 and "sought tokenizer.json" in err and "plan without images with --images_per_prompt 0" in err
+    code, out, _ = plan(config, f"{RUN} --device l4 --images_per_prompt 0")
+    assert code == 0 and "pixels" not in out.splitlines()[0]
 
 
 def test_images_that_see_themselves_are_refused_in_a_line(vlm_folders, capsys):
@@ -309,15 +331,59 @@ def test_rows_and_model_are_shared_by_eight(plan, way):
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [("zero3", "full_shard"), ("zero2", "shard_grad_op")])
-def test_zero_is_planned_as_the_shards_of_fsdp(plan, way):
-    zero, fsdp = (plan(QWEN3, f"{RUN} --device h200 --num_devices 8 --{flag}")[1] for flag in (
-        f"deepspeed {way[0]}", f"fsdp {way[1]}"
-    ))  # fmt: skip
-    told = next(line for line in zero.splitlines() if line.startswith("--deepspeed"))
-    assert told.startswith(f"--deepspeed {way[0]}: planned as --fsdp {way[1]}")
-    memory = [[line for line in out.splitlines() if line.startswith("  ")] for out in (zero, fsdp)]
-    assert len(memory[0]) == 4 and memory[0] == memory[1]
+@pytest.mark.parametrize(
+    ("stage", "way"),
+    [
+        ("zero3", "full_shard"),
+        ("zero3_offload", "full_shard --fsdp_offload_params true"),
+        ("zero2", "shard_grad_op"),
+        ("zero2_offload", "shard_grad_op --fsdp_offload_params true"),
+    ],
+)
+def test_zero_is_planned_as_the_shards_of_fsdp(plan, stage, way):
+    zero, fsdp = (
+        plan(SMALL, f"{RUN} --device h200 --num_devices 8 --json true --{flag}")[1]
+        for flag in (f"deepspeed {stage}", f"fsdp {way}")
+    )
+    zero, fsdp = json.loads(zero), json.loads(fsdp)
+    assert zero["advice"][0].startswith(f"--deepspeed {stage}: planned as --fsdp {way}")
+    assert zero["host_bytes"] == fsdp["host_bytes"] and bool(zero["host_bytes"]) == stage.endswith("offload")
+    weights = 2 * zero["parameters"]
+    shards = 0 if stage.endswith("offload") else 2 * weights // 8
+    always, in_passes = (weights, 10**9) if stage.startswith("zero2") else (shards, shards + weights)
+    for phase, held in zero["phases"].items():
+        more = in_passes if phase == "forward, backward" else always
+        assert held["trainer"] == fsdp["phases"][phase]["trainer"] + more, phase
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rest", [f"sft {ROWS} --row_tokens 20000", f"{RUN} --max_completion_length 4000"])
+def test_what_does_not_fit_leaves_for_the_host(plan, rest):
+    wide = SMALL | {"hidden_size": 4096, "intermediate_size": 65536, "num_hidden_layers": 12}
+    words = f"{rest.replace('h100-80gb', 'l4')} --tuner_type full --num_devices 8 --device l4 --fit true --json true"
+    code, out, err = plan(wide, words)
+    assert code == 0, err
+    found = json.loads(out)["fit"]
+    assert "--fsdp_offload_params true" in found["command"] and found["host_bytes"] > 1 << 30
+
+
+def test_blocks_that_do_not_fit_a_document_are_refused(plan):
+    code, _, err = plan(SMALL, f"rlhf --rlhf_type ebft --ebft_mode strided {ROWS} --row_tokens 10")
+    assert code == 2 and "--row_tokens: 10: no block of " in err
+
+
+@pytest.mark.parametrize("whitening", ["none", pytest.param("pooled", marks=pytest.mark.long)])
+def test_strided_ebft_is_planned(plan, whitening):
+    flags = f"--tuner_type full --row_tokens 200 --json true --ebft_whitening {whitening}"
+    code, out, err = plan(SMALL, f"rlhf --rlhf_type ebft --ebft_mode strided {ROWS} {flags}")
+    assert code == 0, err
+    found = json.loads(out)
+    blocks = int(re.search(r"documents of 200 tokens with (\d+) blocks", found["title"])[1])
+    defaults = StridedArguments
+    assert found["micro_batch_tokens"] == 2 * (
+        200 + blocks * defaults.ebft_n_samples_per_prompt * defaults.ebft_generate_max_len
+    )
+    assert found["micro_batches"] == 4 and found["flops"] > 0 and found["fits"]
 
 
 def test_the_same_rows_in_more_passes_fit(plan):
@@ -382,8 +448,8 @@ def test_a_teacher_or_another_reference_is_held_beside_the_policy(plan, tmp_path
             "--compare: true: compares placements of vLLM, and this run has no rollouts; leave it out",
         ),
         (
-            f"{RUN} --device h200 --deepspeed zero3_offload",
-            "--deepspeed: zero3_offload: not planned; zero2 and zero3 are, as --fsdp",
+            f"{RUN} --device h200 --deepspeed zero1",
+            "--deepspeed: zero1: not planned; zero2 and zero3 are, as --fsdp, also with _offload",
         ),
         (
             f"{RUN} --device h200 --num_devices 8 --sequence_parallel_size 3",

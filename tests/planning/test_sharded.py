@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 from unittest import mock
@@ -36,9 +37,10 @@ def held(kind: str, world: World, *, tied: bool = False, frozen: bool = False) -
     if frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("q_proj" in name)
-    trace = Trace(find_device("h100-80gb"))
+    trace = Trace(find_device("h100-80gb"), place=kind)
     whole_blocks, place = mock.patch.object(trace_module, "BLOCK", 1), mock.patch.object(sharded, "META", device)
-    with whole_blocks, place, world.joined(), trace, trace.resizing(), as_on_gpu(trace):
+    moving = trace.moving() if world.offloads else contextlib.nullcontext()
+    with whole_blocks, place, world.joined(), trace, trace.resizing(), moving, as_on_gpu(trace):
         world.shard(model)
         gc.collect()
         trace.hold(model)
@@ -58,6 +60,7 @@ def held(kind: str, world: World, *, tied: bool = False, frozen: bool = False) -
                     optimizer.zero_grad()
                 gc.collect()
                 found |= {f"{part} {step}": trace.live, f"peak of {part} {step}": trace.peak}
+                found["host"] = max(found.get("host", 0), trace.host_peak)
     return found
 
 
@@ -68,6 +71,16 @@ def test_what_is_held_without_numbers_is_what_is_held_with_them(fsdp, options):
     ours, theirs = held("meta", world, **options), held("cpu", world, **options)
     for name, value in theirs.items():
         assert ours[name] == pytest.approx(value, rel=0.02), name
+
+
+def test_shards_on_the_host_leave_the_device():
+    """Weights, gradients and two moments of four bytes each are there; the device has a layer at a time."""
+    plain, offloaded = (held("meta", World(4, 1, "full_shard", offloads=offloads)) for offloads in (False, True))
+    shards = plain["backward 1"] - plain["update 1"]  # of the gradients
+    assert offloaded["host"] == pytest.approx(4 * shards, rel=0.1)  # and what an update needs at a time
+    assert plain["host"] == 0
+    assert plain["update 1"] - offloaded["update 1"] == pytest.approx(3 * shards, rel=0.05)
+    assert offloaded["peak of backward 1"] < plain["peak of backward 1"] - 2 * shards
 
 
 def test_more_ranks_hold_less_and_shared_rows_take_less():

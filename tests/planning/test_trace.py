@@ -88,6 +88,45 @@ def test_what_only_numbers_tell_is_answered(trace):
         made(3).sum().item()
 
 
+def test_integers_of_the_host_are_followed(trace):
+    with trace.knowing():
+        grid, hidden = torch.tensor([[2, 3], [4, 1]]).to("meta"), made(10, 8)
+        ends = grid.prod(1).cumsum(0)
+        assert ends.tolist() == [6, 10] and ends.is_meta
+        assert [part.shape[0] for part in hidden.split(grid.prod(1).tolist())] == [6, 4]
+        assert torch.repeat_interleave(grid[:, 0], grid[:, 1]).tolist() == [2, 2, 2, 4]
+        chosen = (torch.arange(10, device="meta") % 3 == 0).unsqueeze(1).expand_as(hidden)
+        assert hidden[chosen].numel() == 4 * 8
+        assert torch.tensor([ends[0], ends[1]], device="meta").unique_consecutive().tolist() == [6, 10]
+        with pytest.raises(RuntimeError):
+            hidden.sum().item()
+
+
+def test_integers_that_hidden_states_overwrite_are_not_known_any_more(trace):
+    with trace.knowing():
+        places = torch.arange(4, device="meta")
+        first = places[:2]
+        places[1:] += 1
+        assert first.tolist() == [0, 2], "views share numbers"
+        places[1:] = made(3).long()
+        for one in (places, first):
+            with pytest.raises(RuntimeError):
+                one.sum().item()
+
+
+def test_what_comes_from_the_host_and_goes_there(trace):
+    with trace.moving():
+        weight = made(1000)
+        moved = weight.to("cpu")
+        del weight
+        assert moved.is_meta and (trace.live, trace.host_live) == (0, 4096)
+        moments = torch.zeros_like(moved) + moved
+        assert (trace.live, trace.host_live) == (0, 8192)
+        back = moments.to("meta")
+        assert back is not moments and (trace.live, trace.host_live) == (4096, 8192)
+        assert (trace.peak, trace.host_peak) == (4096, 12288), "and what was added up"
+
+
 def test_h100_has_the_figures_of_its_data_sheet():
     h100 = DEVICES["h100-80gb"]
     assert (h100.half, h100.bandwidth) == (989e12, 3.35e12)
