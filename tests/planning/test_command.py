@@ -357,10 +357,10 @@ def test_zero_is_planned_as_the_shards_of_fsdp(plan, stage, way):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rest", [f"sft {ROWS} --row_tokens 20000", f"{RUN} --max_completion_length 4000"])
-def test_what_does_not_fit_leaves_for_the_host(plan, rest):
+def test_what_does_not_fit_leaves_for_the_host(plan):
     wide = SMALL | {"hidden_size": 4096, "intermediate_size": 65536, "num_hidden_layers": 12}
-    words = f"{rest.replace('h100-80gb', 'l4')} --tuner_type full --num_devices 8 --device l4 --fit true --json true"
+    rows = f"sft {ROWS.replace('h100-80gb', 'l4')} --row_tokens 20000"
+    words = f"{rows} --tuner_type full --num_devices 8 --fit true --json true"
     code, out, err = plan(wide, words)
     assert code == 0, err
     found = json.loads(out)["fit"]
