@@ -134,10 +134,11 @@ def test_growth_is_a_share_per_hour():
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_small_soak_loses_nothing(benchmarks, tmp_path):
     words = ["--faults", "6", "--per_run", "3", "--seed", "1", "--only", "server", "actors", "--out", tmp_path / "out"]
     ran = subprocess.run(
-        [sys.executable, benchmarks / "soak.py", *words], capture_output=True, text=True, timeout=590, check=False
+        [sys.executable, benchmarks / "soak.py", *words], capture_output=True, text=True, timeout=1700, check=False
     )
     if "needs namespaces" in ran.stderr:
         pytest.skip(ran.stderr.strip())
