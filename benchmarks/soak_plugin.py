@@ -159,5 +159,5 @@ def fail_in_passes() -> None:
     logprobs.score_tokens = score_tokens
 
 
-if "swift.trainers.grpo.run" in sys.modules:
+if "swift.cli.main" in sys.modules:  # neither a reward worker nor an engine's actor
     fail_in_passes()
