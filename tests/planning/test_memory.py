@@ -323,7 +323,7 @@ OFFLOADED |= {"torch_dtype": "bfloat16", "tuner_type": "full", "gradient_checkpo
             pytest.param(*one, marks=LONG)
             for one in (
                 ("grpo", FORKED | OFFLOADED | {"fsdp_offload_params": "false"}),
-                ("grpo", FORKED | OFFLOADED | {"tuner_type": "lora", "max_completion_length": 48}),
+                ("grpo", FORKED | OFFLOADED | {"tuner_type": "lora", "gradient_checkpointing": "true"}),
                 ("sft", PADDED | OFFLOADED),
                 ("sft", PADDED | OFFLOADED | {"fsdp": "shard_grad_op", "gradient_checkpointing": "true"}),
                 ("dpo", PADDED | OFFLOADED | {"vocabulary": 5000}),
