@@ -71,7 +71,7 @@ ONLY_HERE = {
         "swift/trainers/sft",
         "swift/trainers/trl/",
     ],
-    "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/deepspeed.py"],
+    "deepspeed": ["swift/models/sharded.py", "swift/trainers/parallel/"],
     "peft": ["swift/models/", "swift/rewards/model_files.py"],
     "matplotlib": ["swift/observability/plots.py"],
     "rich": ["swift/observability/progress.py"],

@@ -36,6 +36,9 @@ OPTIMIZER_PACKAGES = {
 }
 """The packages that optimizers come from, other than PyTorch."""
 
+CUT_BY_ZERO = ("adamw_torch_fused", "adamw_torch")
+"""Optimizers whose state DeepSpeed can cut for another number of processes."""
+
 
 @dataclass(kw_only=True)
 class OptimizationArguments:
@@ -209,7 +212,10 @@ class OptimizationArguments:
         dealt = not hasattr(self, "num_generations")  # rows by a data loader, in micro-batches
         kl = getattr(self, "rlhf_type", "") == "kto" and getattr(self, "loss_type", None) in (None, "kto")
         return {
-            f"--deepspeed {self.deepspeed} cuts its state for a number of processes; use --fsdp": bool(self.deepspeed),
+            f"--deepspeed {self.deepspeed} cuts the state of --optim {self.optim} once; use --optim adamw": bool(
+                self.deepspeed
+            )
+            and self.optim not in CUT_BY_ZERO,
             "--save_only_model true leaves nothing to continue from; leave it out": getattr(
                 self, "save_only_model", False
             ),

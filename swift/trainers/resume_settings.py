@@ -5,9 +5,9 @@ Each setting says it of itself (`resume` of `swift.flags.Details`). *Fixed* ones
 *Free* ones decide where the run is watched and how fast it goes, not what it computes; some of them only while weights
 are synced after every update. All others may change, with a note: from there it is no longer the run that was started.
 
-The number of processes may change, and how they share batches with it, as long as the batches stay what they are; only
-ZeRO's state is cut for a number of processes. FSDP's may be cut in another way. Batch sizes count the processes of the
-run; those of an elastic run count `batch_processes`, which stay the same whatever processes there are.
+The number of processes may change, and how they share batches with it, as long as the batches stay what they are.
+FSDP's state may be cut in another way, too. Batch sizes count the processes of the run; those of an elastic run count
+`batch_processes`, which stay the same whatever processes there are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from swift.data.system import resolve_system
 from swift.errors import ConfigError, counted
 from swift.flags import flags_of, typed
 from swift.observability.secrets import MASK
+from swift.trainers.arguments import CUT_BY_ZERO
 
 SHARING = frozenset(
     {
@@ -112,8 +113,9 @@ def compare_settings(
 
 def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any], divides: bool) -> str | None:
     """Why processes cannot share the batches in another way, and what to do; None if they can."""
-    if current.get("world_size") != saved.get("world_size") and current.get("deepspeed"):
-        return ", and ZeRO's state is cut for that number;"
+    other_number, optim = current.get("world_size") != saved.get("world_size"), current.get("optim")
+    if other_number and current.get("deepspeed") and optim not in CUT_BY_ZERO:
+        return f", and ZeRO's state of --optim {optim} is cut for that number;"
     if "num_generations" not in current:  # rows are dealt by a data loader
         for name in ("group_by_length", "dataloader_drop_last"):
             if current.get(name):

@@ -84,7 +84,7 @@ FLAGS = [
     ("--force_restart", ["--force_restart: true: only servers with --weight_bridge lora_restart"]),
     ("--fp16 true --deepspeed zero2", ["does not go with --deepspeed zero2 here; use --torch_dtype bfloat16"]),
     ("--fp16 true --torch_dtype bfloat16", ["--torch_dtype: --fp16 float16, --torch_dtype bfloat16: the same setting"]),
-    ("--elastic true --deepspeed zero2", ["--elastic: true: --deepspeed zero2 cuts its state", "use --fsdp"]),
+    ("--elastic true --deepspeed zero2 --optim sgd", ["--deepspeed zero2 cuts the state of --optim sgd once"]),
     ("--elastic true --save_only_model true", ["--elastic: true: --save_only_model true leaves nothing to continue"]),
     ("--warmup_steps 1.5", ["--warmup_steps: 1.5: neither a number of steps nor a share below 1"]),
     ("--eval_dataset d", ["--eval_dataset: d: ms-swift's name: benchmarks", "--val_dataset"]),

@@ -29,7 +29,12 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("sharding", [{}, {"fsdp": "full_shard"}])
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize(
+    "sharding", [{}, {"fsdp": "full_shard"}, {"deepspeed": "zero2", **ADAM}, {"deepspeed": "zero3", **ADAM}]
+)
 def test_three_processes_then_two_go_on_with_the_run_of_four(cli, sharding):
     flags = {**FLAGS, **sharding, "save_total_limit": None, "max_steps": 6}
     straight = source = cli.finish("straight", variables=FOUR, **flags)

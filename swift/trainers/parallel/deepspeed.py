@@ -11,9 +11,7 @@ non-finite gradient is skipped on all ranks alike.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
 import json
 import math
 import os
@@ -24,7 +22,7 @@ from typing import Any
 
 from swift.errors import ConfigError, ResourceError, join_problems, parse_json, suggest
 from swift.models.sharded import quiet_accelerator
-from swift.trainers.checkpoint import loading
+from swift.trainers.parallel.zero_checkpoints import load_safely
 
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 
@@ -57,7 +55,7 @@ REPLACED = {
     "wandb": "--report_to wandb",
     "csv_monitor": "--report_to; metrics are in logging.jsonl",
     "comet": "--report_to",
-    "elasticity": "--resume_from_checkpoint with the same number of processes",
+    "elasticity": "--elastic true",
 }
 """Keys whose work a flag does."""
 
@@ -133,25 +131,7 @@ def make_deepspeed_state() -> None:
         PartialState(**({} if on_gpu else {"backend": "gloo"}))
     finally:
         del os.environ["ACCELERATE_USE_DEEPSPEED"]
-    _load_data_only()
-
-
-def _load_data_only() -> None:
-    """Make engines refuse checkpoints that could run code; DeepSpeed itself unpickles whatever they hold."""
-    from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-    from torch.serialization import safe_globals
-
-    load = inspect.unwrap(DeepSpeedEngine.load_checkpoint)
-
-    @functools.wraps(load)
-    def load_checkpoint(engine: Any, folder: str, *arguments: Any, **named: Any) -> Any:
-        with loading(folder), safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-            return load(engine, folder, *arguments, **named)
-
-    DeepSpeedEngine.load_checkpoint = load_checkpoint
+    load_safely()
 
 
 # --- configuration files -----------------------------------------------------------------------------------------
