@@ -59,6 +59,9 @@ def run(resolved: Resolved) -> int:
     own, other = (parse("rlhf", [str(folder / "args.json"), *more], {}).args for more in ([], words))
     rows = list(read_rollouts(folder, [step]))
     names = about["reward_names"]
+    groups = dict.fromkeys(row["group_id"] for row in rows)
+    if args.group and args.group not in groups:
+        raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {', '.join(groups)}")
     for settings in (own, other):
         _refuse(settings, rows, computes=bool(args.model))
     template, policy = None, None
@@ -71,27 +74,28 @@ def run(resolved: Resolved) -> int:
     metrics = {"logged": about["metrics"], "again": found}
     if words:
         metrics["changed"], _ = replayed(rows, names, other, about, advantages=True, policy=policy)
-    moved = moved_tokens(again, template.decode) if template is not None else []
-    group = [row for row in again if row["group_id"] == args.group] if args.group else []
-    if args.group and not group:
-        there = ", ".join(dict.fromkeys(row["group_id"] for row in rows))
-        raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {there}")
     gaps = differences(about["metrics"], found)
-    if args.json:
-        told = {"step": step, "metrics": metrics, "differences": gaps, "group": list(map(_told, group))}
-        print(json.dumps({**told, "moved": moved} if args.model else told))
-        return 0
-    trained = sum(int(row["trained"].sum()) for row in rows)
-    groups = len({row["group_id"] for row in rows})
-    print(f"{folder}: step {step}: {counted(len(rows), 'completion')} of {counted(groups, 'group')}, {trained} tokens")
-    print(*_table(metrics, args.set), sep="\n")
-    if gaps:
-        print(f"differs from the log by more than {EQUAL:g}: {', '.join(gaps)}")
-    else:
-        print(f"equal to the log within {EQUAL:g}")
-    print(*_group_lines(group), sep="\n", end="\n" if group else "")
-    print(*_moved_lines(moved), sep="\n", end="\n" if moved else "")
+    group = [_told(row) for row in again if row["group_id"] == args.group]
+    told = {"step": step, "metrics": metrics, "differences": gaps, "group": group}
+    if template is not None:
+        told["moved"] = moved_tokens(again, template.decode)
+    print(json.dumps(told) if args.json else "\n".join(_lines(folder, rows, told, args.set)))
     return 0
+
+
+def _lines(
+    folder: Path, rows: Sequence[Mapping[str, Any]], told: Mapping[str, Any], settings: Sequence[str]
+) -> list[str]:
+    trained = sum(int(row["trained"].sum()) for row in rows)
+    groups = counted(len({row["group_id"] for row in rows}), "group")
+    gaps = ", ".join(told["differences"])
+    return [
+        f"{folder}: step {told['step']}: {counted(len(rows), 'completion')} of {groups}, {trained} tokens",
+        *_table(told["metrics"], settings),
+        f"differs from the log by more than {EQUAL:g}: {gaps}" if gaps else f"equal to the log within {EQUAL:g}",
+        *_group_lines(told["group"]),
+        *_moved_lines(told.get("moved", [])),
+    ]
 
 
 def _folder(given: str) -> Path:
@@ -144,7 +148,9 @@ def replayed(
 
 def _settings(args: Any, about: Mapping[str, Any], policy: nn.Module | None) -> GRPOSettings:
     """Settings of the step; a controller's weight of the entropy bonus is the logged one."""
-    balance = router_coefficient(args.router_aux_loss_coef, policy) if policy is not None else 0.0
+    balance = (
+        args.router_aux_loss_coef or 0.0 if policy is None else router_coefficient(args.router_aux_loss_coef, policy)
+    )
     settings = trainer_settings(args, logprob_support=about["logprob_support"], router_aux_loss_coef=balance)
     if settings.entropy.adaptive is None:
         return settings
@@ -261,7 +267,7 @@ def _told(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _group_lines(group: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    for told in map(_told, group):
+    for told in group:
         rewards = ", ".join(f"{name} {value:g}" for name, value in told["rewards"].items() if value is not None)
         ratio = "not computed" if told["ratio"] is None else f"ratio {told['ratio']:.6f}"
         why = f", {told['excluded']}" if told["excluded"] else ""

@@ -105,7 +105,9 @@ def moved_tokens(rows: Sequence[Row], decode: Callable[..., str]) -> list[dict[s
         if row["policy_logprobs"] is not None:
             before = row["sampler_logprobs"] if row["old_logprobs"] is None else row["old_logprobs"]
             pairs = zip(before.tolist(), row["policy_logprobs"].tolist(), row["trained"].tolist(), strict=True)
-            changes += [(old, new, place, row) for place, (old, new, trained) in enumerate(pairs) if trained]
+            changes += [
+                (old, new, place, row) for place, (old, new, trained) in enumerate(pairs) if trained and old != new
+            ]
     most = heapq.nlargest(MOVED, changes, key=lambda change: abs(change[1] - change[0]))
     return [_told(*change, decode) for change in most]
 
