@@ -1,7 +1,7 @@
-"""`swift replay RUN --step N`: the loss of a recorded step again, and under other settings; no model is needed.
+"""`swift replay RUN --step N`: the loss of a recorded step again, and under other settings or another model.
 
 Advantages, ratios, corrections, masks and the loss come from the code of the training step, over log-probs of the
-record. So what is found under the run's own settings is what was logged, up to rounding.
+record, or of `--model`. So what is found under the run's own settings is what was logged, up to rounding.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from swift.errors import ConfigError, counted
+from swift.models.router_loss import router_coefficient
 from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
 from swift.observability.run_dir import list_versions
 from swift.rl.advantages import compute_advantages, reward_matrix
@@ -30,6 +32,8 @@ from swift.trainers.grpo.micro_batch import collate
 from swift.trainers.grpo.step import GlobalBatchStep, _Shared
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from swift.arguments import Resolved
     from swift.trainers.grpo.settings import GRPOSettings
 
@@ -55,28 +59,43 @@ def run(resolved: Resolved) -> int:
     own, other = (parse("rlhf", [str(folder / "args.json"), *more], {}).args for more in ([], words))
     rows = list(read_rollouts(folder, [step]))
     names = about["reward_names"]
-    found = replayed(rows, names, own, about, advantages=False)
+    groups = dict.fromkeys(row["group_id"] for row in rows)
+    if args.group and args.group not in groups:
+        raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {', '.join(groups)}")
+    for settings in (own, other):
+        _refuse(settings, rows, computes=bool(args.model))
+    template, policy = None, None
+    if args.model:
+        from swift.trainers.grpo.recorded_step import load_recorded, moved_tokens
+
+        model = str(folder / args.model) if args.model.startswith("checkpoint-") else args.model
+        template, policy = load_recorded(own, model, rows, about["prompt"])
+    found, again = replayed(rows, names, own, about, advantages=False, policy=policy)
     metrics = {"logged": about["metrics"], "again": found}
     if words:
-        metrics["changed"] = replayed(rows, names, other, about, advantages=True)
-    group = [row for row in rows if row["group_id"] == args.group] if args.group else []
-    if args.group and not group:
-        there = ", ".join(dict.fromkeys(row["group_id"] for row in rows))
-        raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {there}")
+        metrics["changed"], _ = replayed(rows, names, other, about, advantages=True, policy=policy)
     gaps = differences(about["metrics"], found)
-    if args.json:
-        print(json.dumps({"step": step, "metrics": metrics, "differences": gaps, "group": list(map(_told, group))}))
-        return 0
-    trained = sum(int(row["trained"].sum()) for row in rows)
-    groups = len({row["group_id"] for row in rows})
-    print(f"{folder}: step {step}: {counted(len(rows), 'completion')} of {counted(groups, 'group')}, {trained} tokens")
-    print(*_table(metrics, args.set), sep="\n")
-    if gaps:
-        print(f"differs from the log by more than {EQUAL:g}: {', '.join(gaps)}")
-    else:
-        print(f"equal to the log within {EQUAL:g}")
-    print(*_group_lines(group), sep="\n", end="\n" if group else "")
+    group = [_told(row) for row in again if row["group_id"] == args.group]
+    told = {"step": step, "metrics": metrics, "differences": gaps, "group": group}
+    if template is not None:
+        told["moved"] = moved_tokens(again, template.decode)
+    print(json.dumps(told) if args.json else "\n".join(_lines(folder, rows, told, args.set)))
     return 0
+
+
+def _lines(
+    folder: Path, rows: Sequence[Mapping[str, Any]], told: Mapping[str, Any], settings: Sequence[str]
+) -> list[str]:
+    trained = sum(int(row["trained"].sum()) for row in rows)
+    groups = counted(len({row["group_id"] for row in rows}), "group")
+    gaps = ", ".join(told["differences"])
+    return [
+        f"{folder}: step {told['step']}: {counted(len(rows), 'completion')} of {groups}, {trained} tokens",
+        *_table(told["metrics"], settings),
+        f"differs from the log by more than {EQUAL:g}: {gaps}" if gaps else f"equal to the log within {EQUAL:g}",
+        *_group_lines(told["group"]),
+        *_moved_lines(told.get("moved", [])),
+    ]
 
 
 def _folder(given: str) -> Path:
@@ -96,27 +115,47 @@ def _flag(pair: str) -> list[str]:
 
 
 def replayed(
-    rows: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any, about: Mapping[str, Any], *, advantages: bool
-) -> dict[str, float]:
-    """The metrics of a recorded global batch under the settings `args`.
+    rows: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    args: Any,
+    about: Mapping[str, Any],
+    *,
+    advantages: bool,
+    policy: nn.Module | None = None,
+) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
+    """The metrics of a recorded global batch under the settings `args`, and its rows with the log-probs of `policy`.
 
     rows: of `read_rollouts`. names: of the rewards. advantages: whether they are made of the rewards again; else they
-    are those on record.
-
-    Raises:
-        ConfigError: something that the loss needs is not on record.
+    are those on record. policy: gives log-probs and a gradient; None: log-probs are those on record.
     """
-    _refuse(args, rows)
-    settings = trainer_settings(args, logprob_support=about["logprob_support"])
-    samples = [_sample(row) for row in rows]
+    settings = _settings(args, about, policy)
+    samples = [_sample(row, settings, of_policy=policy is not None) for row in rows]
     if advantages:
         for sample, value in zip(samples, advantages_of(rows, names, args), strict=True):
             sample.advantage = value
     report = StepMetrics()
     batch = RolloutBatch(samples, 1, 1)
-    loss = _loss(settings, batch, rows, about["metrics"], report)
-    report.add("loss", loss, 0.0)
-    return summarise(report, batch, settings, ALONE)
+    if policy is None:
+        report.add("loss", _loss(settings, batch, rows, about["metrics"], report), 0.0)
+    else:
+        from swift.trainers.grpo.recorded_step import compute
+
+        made = compute(policy, settings, batch, report, about["step"])
+        columns = "old_logprobs", "policy_logprobs"
+        rows = [{**row, **{name: new[name] for name in columns}} for row, new in zip(rows, made, strict=True)]
+    return summarise(report, batch, settings, ALONE), rows
+
+
+def _settings(args: Any, about: Mapping[str, Any], policy: nn.Module | None) -> GRPOSettings:
+    """Settings of the step; a controller's weight of the entropy bonus is the logged one."""
+    balance = (
+        args.router_aux_loss_coef or 0.0 if policy is None else router_coefficient(args.router_aux_loss_coef, policy)
+    )
+    settings = trainer_settings(args, logprob_support=about["logprob_support"], router_aux_loss_coef=balance)
+    if settings.entropy.adaptive is None:
+        return settings
+    coefficient = about["metrics"].get("entropy_coef", settings.entropy.coefficient)
+    return replace(settings, entropy=replace(settings.entropy, coefficient=coefficient))
 
 
 def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args: Any) -> list[float]:
@@ -135,9 +174,9 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
     return [float(value) for value in made.advantages_S.tolist()]
 
 
-def _refuse(args: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """What is not on record."""
-    computed = [row for row in rows if row["policy_logprobs"] is not None]
+def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> None:
+    """Raises ConfigError: the loss needs what is not on record. computes: a model gives log-probs and entropies."""
+    computed = [row for row in rows if row["trained"].any() and (computes or row["policy_logprobs"] is not None)]
     if hasattr(args, "ebft_mode"):
         raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
     if args.rlhf_type == "gkd":
@@ -145,18 +184,22 @@ def _refuse(args: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     if args.kl_in_reward and args.beta > 0:
         raise ConfigError("--set: kl_in_reward: the KL of whole completions is not on record; leave it out")
     needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", args.has_teacher)}
-    entropic = args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy
+    entropic = not computes and (args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy)
     for name, (column, needed) in {**needs, "entropy_coef, top_entropy_quantile": ("entropy", entropic)}.items():
         if needed and any(row[column] is None for row in computed):
             raise ConfigError(f"--set: {name}: the run has not computed {column}, so they are not on record")
 
 
-def _sample(row: Mapping[str, Any]) -> TrainSample:
+def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) -> TrainSample:
+    """A row as it was trained on; `of_policy`: old log-probs that it lacks are those of the policy on record."""
     fields = (
-        "prompt_ids", "token_ids", "sampler_logprobs", "trained", "advantage", "old_logprobs", "ref_logprobs",
-        "teacher_logprobs", "token_advantages",
+        "prompt_ids", "token_ids", "sampler_logprobs", "trained", "advantage", "ref_logprobs", "teacher_logprobs",
+        "token_advantages",
     )  # fmt: skip
-    return TrainSample(row["group"], **{name: row[name] for name in fields})
+    old = row["sampler_logprobs" if settings.old_logprobs == "sampler" else "old_logprobs"]
+    if old is None and of_policy:
+        old = row["policy_logprobs"]
+    return TrainSample(row["group"], old_logprobs=old, **{name: row[name] for name in fields})
 
 
 def _loss(
@@ -179,7 +222,7 @@ def _loss(
         filler=held[0],
         report=report,
         num_tokens=sum(sample.num_trained for sample in batch.samples),
-        coefficient=logged.get("entropy_coef", settings.entropy.coefficient) if settings.entropy.has_bonus else 0.0,
+        coefficient=settings.entropy.coefficient if settings.entropy.has_bonus else 0.0,
     )
     micro = collate([batch.samples[number] for number in held], [weights[number] for number in held], device="cpu")
     values = {name: [rows[number][name] for number in held] for name in ("policy_logprobs", "entropy")}
@@ -224,7 +267,7 @@ def _told(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _group_lines(group: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    for told in map(_told, group):
+    for told in group:
         rewards = ", ".join(f"{name} {value:g}" for name, value in told["rewards"].items() if value is not None)
         ratio = "not computed" if told["ratio"] is None else f"ratio {told['ratio']:.6f}"
         why = f", {told['excluded']}" if told["excluded"] else ""
@@ -233,3 +276,12 @@ def _group_lines(group: Sequence[Mapping[str, Any]]) -> list[str]:
             f"advantage {told['advantage']:+.4f}; {ratio}"
         )
     return lines
+
+
+def _moved_lines(moved: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tokens that have moved most, with those around them; quoted, as they may control a terminal."""
+    return ["log-probs that moved most:"] * bool(moved) + [
+        f"  {one['group_id']} {one['index']}, token {one['position']}: {one['before']:.4f} -> {one['after']:.4f}  "
+        f"{one['left']!r} [{one['token']!r}] {one['right']!r}"
+        for one in moved
+    ]

@@ -54,7 +54,7 @@ MAY_IMPORT = {
     "methods": {"devices", "errors", "flags", "plugin", "models", "trainers"},
     "arguments": {"devices", "elastic", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
-    "replay": {"errors", "observability", "rl", "rollout", "trainers", "arguments"},
+    "replay": {"errors", "models", "observability", "rl", "rollout", "trainers", "arguments"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
     "viewing": {"errors", "observability", "rendezvous", "signals"},
     "cli": {"devices", "elastic", "errors", "signals", "startup", "types", "observability"}

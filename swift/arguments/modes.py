@@ -221,6 +221,9 @@ class ReplayArguments(CommonArguments):
     set: list[str] = flag([], joins=True)
     """Other settings, as name=value: loss_type=dapo epsilon_high=0.28. Several values have commas between them."""
 
+    model: str | None = flag(unset="log-probs are those on record")
+    """Checkpoint of the run, such as checkpoint-12, or its first model: computes log-probs, loss and gradient norm."""
+
     group: str | None = flag(unset="no completions are shown")
     """Group whose completions are shown, by its group_id in completions.jsonl."""
 

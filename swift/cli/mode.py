@@ -67,7 +67,7 @@ MODES = {
     "doctor": Mode("diagnosis of a run, or of the machine", "swift.observability.doctor:run", first="run"),
     "view": Mode("local page over the files of runs", "swift.viewing.command:run", first="run"),
     "replay": Mode(
-        "the loss of a recorded step again, under the same or other settings",
+        "the loss of a recorded step again, under other settings or models",
         "swift.replay:run",
         first="run",
     ),

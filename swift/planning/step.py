@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,11 +33,9 @@ from swift.planning.kernels import as_on_gpu
 from swift.planning.sharded import ALONE, World
 from swift.planning.trace import Trace, fused_on_meta
 from swift.rollout.samples import FrozenName, RolloutBatch, TrainSample
-from swift.trainers.grpo.entropy import EntropyControl
-from swift.trainers.grpo.logprobs import LogProbs
 from swift.trainers.grpo.metrics import StepMetrics
 from swift.trainers.grpo.settings import GRPOSettings
-from swift.trainers.grpo.step import GlobalBatchStep
+from swift.trainers.grpo.step import GlobalBatchStep, step_of
 from swift.trainers.micro_batches import Limits, MicroBatchPlan
 from swift.trainers.token_budget import MOST_TOKENS, MicroBatchPlanner
 
@@ -238,33 +235,8 @@ def _parts(
         settings.entropy, quantile=1.0, log=True if settings.entropy.quantile < 1 else settings.entropy.log
     )
     settings = replace(settings, keep_dropout=False, entropy=entropy)
-    limits = Limits(settings.max_samples, settings.max_tokens)
-    planner = MicroBatchPlanner(
-        policy, ranks, limits, per_device=settings.per_device, device=META, say=lambda line: None, group=group
-    )
-    logprobs = LogProbs(
-        settings=settings,
-        collectives=ranks,
-        planner=planner,
-        models=beside,
-        unwrapped=lambda: policy,
-        device=META,
-        on_progress=lambda: None,
-        timer=lambda name: nullcontext(),
-        group=group,
-        in_step=world.fsdp is not None,
-    )
-    accelerator: Any = SimpleNamespace(no_sync=lambda model: nullcontext(), backward=lambda loss: loss.backward())
-    control = EntropyControl(logprobs, None)
-    step = GlobalBatchStep(
-        logprobs=logprobs,
-        entropy=control,
-        accelerator=accelerator,
-        sequences=1,
-        timer=lambda name: nullcontext(),
-        fsdp=world.fsdp is not None,
-    )
-    return step, planner
+    step = step_of(policy, settings, ranks, META, beside=beside, group=group, fsdp=world.fsdp is not None)
+    return step, step.logprobs.planner
 
 
 def _passes(

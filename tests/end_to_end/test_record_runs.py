@@ -1,11 +1,14 @@
 """The record of a run says what it trained on: `swift replay` finds in it what the run has logged."""
 
 import json
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from cli_runs import assert_same_run, completion_rows, log_rows, sampled
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from swift import read_rollouts
 from swift.cli.main import main
@@ -33,9 +36,9 @@ WAYS = {
 }
 
 
-def again(folder, step, capsys, *settings):
+def again(folder, step, capsys, *settings, model=None):
     """What `swift replay --json true` prints of a step."""
-    more = ["--set", *settings] if settings else []
+    more = (["--set", *settings] if settings else []) + (["--model", str(model)] if model else [])
     assert main(["replay", str(folder), "--step", str(step), "--json", "true", *more]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -99,6 +102,10 @@ def test_the_ranks_write_one_record(cli, capsys):
         ("--set teacher_kl_coef=1 teacher_model=m", "--set: teacher_model: the run has not computed teacher_logprobs"),
         ("--set entropy_coef=0.1", "--set: entropy_coef, top_entropy_quantile: the run has not computed entropy"),
         ("--group nobody", "--group: nobody: not in step 4; there are: "),
+        ("--model checkpoint-9", "checkpoint-9: no such folder; nearest: "),
+        ("--model ./nothing", "--model: ./nothing: no such folder"),
+        ("--model checkpoint-4 --step 9", "step 9 is not on record; there are: 3 to 4"),
+        ("--model checkpoint-4 --set beta=0.1", "--set: beta: the run has not computed ref_logprobs"),
     ],
 )
 def test_what_cannot_be_replayed_is_told(recorded, capsys, words, problem):
@@ -106,9 +113,105 @@ def test_what_cannot_be_replayed_is_told(recorded, capsys, words, problem):
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["other tokens", "fewer tokens"])
+def test_a_model_of_another_vocabulary_is_refused(recorded, capsys, tmp_path, kind):
+    checkpoint = shutil.copytree(recorded / "checkpoint-4", tmp_path / "other")
+    file = checkpoint / "tokenizer.json"
+    written = json.loads(file.read_text())
+    vocab = written["model"]["vocab"]
+    if kind == "other tokens":
+        vocab["t"], vocab["v"] = vocab["v"], vocab["t"]
+        problem = (
+            f"--model: {checkpoint}: has another vocabulary than the tokens on record; give a checkpoint of the run"
+        )
+    else:
+        config = checkpoint / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 100}))
+        problem = "its embedding 100 rows; is the tokenizer that of another model?"
+    file.write_text(json.dumps(written))
+    assert main(["replay", str(recorded), "--model", str(checkpoint)]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_the_tokens_that_moved_are_shown_and_ratios_are_to_the_policy_on_record(recorded, capsys):
+    group = next(row["group_id"] for row in read_rollouts(recorded, [3]) if row["policy_logprobs"] is not None)
+    words = ["replay", str(recorded), "--step", "3", "--group", group]
+    for model, ratio, moved in (("checkpoint-2", "; ratio 1.000000", 0), ("checkpoint-4", "; ratio ", 10)):
+        assert main([*words, "--model", model]) == 0
+        out = capsys.readouterr().out
+        assert out.count(ratio) == 4 and out.count(", token ") == moved and "  grad_norm " in out
+        assert ("equal to the log within 1e-06" in out) == (model == "checkpoint-2")
+    assert "; ratio 1.000000" not in out and "log-probs that moved most:\n" in out
+
+
 @pytest.fixture(scope="module")
 def recorded(finished):
     return finished(max_steps=4, record_rollouts="last:2", log_entropy="false")
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+SAVED = {"max_steps": 3, "save_steps": 1, "record_rollouts": "all", "learning_rate": 3e-3}
+POLICIES = {
+    "full": {"num_iterations": 2, "beta": 0.04},
+    "lora": {"tuner_type": "lora", "beta": 0.04},
+    "full without old log-probs": {},
+    "lora with old log-probs": {"tuner_type": "lora", "num_iterations": 2},
+    "pissa": {"tuner_type": "lora", "init_weights": "pissa", "lora_rank": 4},
+    "entropies": {"entropy_coef": 0.01, "top_entropy_quantile": 0.5, "max_tokens_per_micro_batch": 60},
+    "corrected": {"num_iterations": 2, "rollout_importance_sampling_mode": "token_truncate", "loss_type": "dapo"},
+}
+MADE_BY = (None, "checkpoint-1", "checkpoint-2")
+"""The model of each step; None is the one that the run starts from."""
+
+
+def assert_as_logged(found, logged):
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(logged[name], rel=1e-6, abs=1e-9), name
+    assert logged["grad_norm"] != 0
+
+
+@pytest.mark.parametrize(
+    "way", [*list(POLICIES)[:2], *(pytest.param(way, marks=pytest.mark.long) for way in list(POLICIES)[2:])]
+)
+def test_with_the_model_of_a_step_loss_and_gradient_are_those_of_the_log(cli, capsys, way):
+    folder = cli.finish("run", **SAVED, **POLICIES[way])
+    for step, (model, logged) in enumerate(zip(MADE_BY, log_rows(folder), strict=True), 1):
+        told = again(folder, step, capsys, model=model or cli.model)
+        assert told["differences"] == []
+        assert_as_logged(told["metrics"]["again"], logged)
+
+
+@pytest.mark.parametrize("tuner", ["full", pytest.param("lora", marks=pytest.mark.long)])
+def test_other_settings_and_other_models_give_what_runs_with_them_log(cli, capsys, tuner):
+    """The first update of a rollout has ratio 1 under any clipping, so the second has the same samples and model."""
+    flags = {**SAVED, "num_iterations": 2, "max_steps": 2, "tuner_type": tuner}
+    folder = cli.finish("run", **flags)
+    other = cli.finish("other", **flags, epsilon=0.001, epsilon_high=0.002)
+    assert sampled(other) == sampled(folder)
+    told = again(folder, 2, capsys, "epsilon=0.001", "epsilon_high=0.002", model="checkpoint-1")
+    assert_as_logged(told["metrics"]["changed"], log_rows(other)[1])
+    assert told["metrics"]["changed"]["grad_norm"] != pytest.approx(told["metrics"]["again"]["grad_norm"], rel=1e-3)
+
+    told = again(folder, 1, capsys, model=folder / "checkpoint-1")  # it made the second update on the same tokens
+    assert_as_logged(told["metrics"]["again"], log_rows(folder)[1])
+    before, after = (list(read_rollouts(folder, [step])) for step in (1, 2))
+    rows = {(old["group_id"], old["index"]): (old, new) for old, new in zip(before, after, strict=True)}
+    changes = [
+        abs(new["policy_logprobs"] - old["policy_logprobs"])[old["trained"]]
+        for old, new in rows.values()
+        if old["policy_logprobs"] is not None
+    ]
+    assert len(told["moved"]) == 10
+    largest = sorted(np.concatenate(changes).tolist(), reverse=True)[:10]
+    assert [abs(one["after"] - one["before"]) for one in told["moved"]] == pytest.approx(largest, rel=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(cli.model)
+    for one in told["moved"]:
+        old, new = rows[one["group_id"], one["index"]]
+        place = one["position"]
+        assert one["before"] == pytest.approx(old["policy_logprobs"][place], abs=1e-6)
+        assert one["after"] == pytest.approx(new["policy_logprobs"][place], abs=1e-5)
+        assert one["token"] == tokenizer.decode([old["token_ids"][place]])
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from swift.arguments import parse
+from swift.cli.main import main
 from swift.data.loading import load_rows
 from swift.models.reward_classes import ensure_reward_class
 from swift.rewards.model_files import RewardModelSource
@@ -102,7 +103,7 @@ def with_plugin(cli, data, text):
         pytest.param("idefics3", {}, marks=pytest.mark.long),
     ],
 )
-def test_a_run_is_that_of_rows(seeing, data, family, flags):
+def test_a_run_is_that_of_rows(seeing, data, family, flags, capsys):
     cli = seeing(family)
     streamed = cli.finish("streamed", **data, **flags)
     assert "prompts are not shared" not in cli.printed and "images <- images" in cli.printed
@@ -113,6 +114,8 @@ def test_a_run_is_that_of_rows(seeing, data, family, flags):
     assert_close(streamed, rows, "loss", "grad_norm", "kl")
     shown = [row["prompt"].count("<image ") for row in completion_rows(streamed)]
     assert {0, 1, 2} >= set(shown) != {0}
+    assert main(["replay", str(streamed), "--model", str(cli.model)]) == 2
+    assert "the images of this step are not on record; leave --model out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,13 @@ Beside: TypeAlias = Mapping[FrozenName, ReferenceModel]
 
 
 def load_models(args: Any, template: Template) -> tuple[Any, Beside]:
-    """The policy, on `loading_device`, and the frozen models of its run."""
+    """The policy, and the frozen models of its run."""
+    policy = load_trained(args, template)
+    return policy, load_beside(args, policy, len(template.tokenizer))
+
+
+def load_trained(args: Any, template: Template) -> Any:
+    """The policy as its run begins, on `loading_device`."""
     logging.disable_progress_bar()  # swift has its own
     set_seed(args.seed)  # new adapter weights depend on the seed only
     policy = load_policy(args, device=loading_device(args))
@@ -90,7 +96,7 @@ def load_models(args: Any, template: Template) -> tuple[Any, Beside]:
     require_shareable(policy, args)
     router_coefficient(args.router_aux_loss_coef, policy)
     require_experts(policy, args.moe_router_replay)
-    return policy, load_beside(args, policy, len(template.tokenizer))
+    return policy
 
 
 def load_beside(args: Any, policy: Any, num_tokens: int, *, weights: bool = True) -> Beside:

@@ -7,8 +7,9 @@ or number of ranks changes the gradient.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -30,10 +31,15 @@ from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_lo
 from swift.trainers.grpo.metrics import StepMetrics, observe
 from swift.trainers.grpo.micro_batch import MicroBatch, collate, split_by_sample
 from swift.trainers.grpo.record import StepRecord
-from swift.trainers.micro_batches import MicroBatchPlan
+from swift.trainers.micro_batches import Limits, MicroBatchPlan
+from swift.trainers.token_budget import MicroBatchPlanner
 
 if TYPE_CHECKING:
+    from swift.models.attention.sequence_parallel import SequenceGroup
+    from swift.models.reference import ReferenceModel
+    from swift.trainers.distributed import Collectives
     from swift.trainers.gkd.loss import DistillationLoss
+    from swift.trainers.grpo.settings import GRPOSettings
     from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 
 T = TypeVar("T")
@@ -473,3 +479,43 @@ class GlobalBatchStep:
         )
         report.add("off_policy/masked_frac", ((keep_N == 0) & batch.mask_N).sum(), batch.mask_N.sum())
         return keep_N
+
+
+def step_of(
+    policy: nn.Module,
+    settings: GRPOSettings,
+    ranks: Collectives,
+    device: torch.device,
+    *,
+    beside: Mapping[FrozenName, ReferenceModel] | None = None,
+    group: SequenceGroup | None = None,
+    fsdp: bool = False,
+) -> GlobalBatchStep:
+    """The step of a policy that no Trainer wraps; nothing is timed or printed. For the arguments see `LogProbs`."""
+    limits = Limits(settings.max_samples, settings.max_tokens)
+    planner = MicroBatchPlanner(
+        policy, ranks, limits, per_device=settings.per_device, device=device, say=lambda line: None, group=group
+    )
+    logprobs = LogProbs(
+        settings=settings,
+        collectives=ranks,
+        planner=planner,
+        models=beside or {},
+        unwrapped=lambda: policy,
+        device=device,
+        on_progress=lambda: None,
+        timer=lambda name: contextlib.nullcontext(),
+        group=group,
+        in_step=fsdp,
+    )
+    accelerator: Any = SimpleNamespace(
+        no_sync=lambda model: contextlib.nullcontext(), backward=lambda loss: loss.backward()
+    )
+    return GlobalBatchStep(
+        logprobs=logprobs,
+        entropy=EntropyControl(logprobs, None),
+        accelerator=accelerator,
+        sequences=1,
+        timer=logprobs.timer,
+        fsdp=fsdp,
+    )

@@ -309,7 +309,7 @@ class GRPOTrainer(AtomicTrainer):
         values = summarise(report, batch, self.logprobs.settings, self.collectives, self.planner.group_size)
         self.metrics.add_many(values)
         if self.step.record is not None:
-            self.step.record.write(self.state.global_step + 1, batch, values)
+            self.step.record.write(self.state.global_step + 1, batch, {**values, "grad_norm": value})
         if math.isfinite(value):
             if norm is not None:
                 self._non_finite_in_a_row = 0
