@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -208,7 +207,7 @@ def read_record(record: Record, plan: ColumnPlan, system: str | None, args: Data
         else:
             media = read_media(plan.renamed(values), messages, plan.images, document=plan.documents)
             messages = media.messages
-            row = os.path.abspath(record.origin) if plan.images.folder is not None else None
+            row = str(Path(record.origin).absolute()) if plan.images.folder is not None else None
             remember([image if image.path else replace(image, row=row) for image in media.images])
             for note in media.notes:
                 _say_once(note)

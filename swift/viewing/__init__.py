@@ -8,6 +8,7 @@
     index       completions.jsonl: byte offsets, and the columns that filters need
     filters     which completions are meant, and their groups
     curves      logging.jsonl by metric, and what is marked beside it
+    diagnosis   the causes that `swift doctor` finds
     tokens      tokens of a completion, from the record of rollouts
     images      images of prompts, from the files of the dataset
     difference  what differs between two texts

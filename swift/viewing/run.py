@@ -15,6 +15,7 @@ from swift.errors import first_line
 from swift.observability.jsonl import read_jsonl
 from swift.observability.run_dir import ATTEMPTS
 from swift.viewing.curves import Log
+from swift.viewing.diagnosis import Diagnosis
 from swift.viewing.index import Index
 from swift.viewing.tokens import TokenTexts, tokens_of
 
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.problem = folder, name, ""
         self.index, self.log = Index(folder), Log(folder)
-        self.texts = TokenTexts(folder)
+        self.texts, self.diagnosis = TokenTexts(folder), Diagnosis(folder)
 
     def refresh(self) -> Iterator[None]:
         """Read what is new in the log, then in the completions, a block a step."""

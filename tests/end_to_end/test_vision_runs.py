@@ -113,6 +113,7 @@ def test_a_run_is_that_of_rows(seeing, data, family, flags):
     assert_close(streamed, rows, "loss", "grad_norm", "kl")
     shown = [row["prompt"].count("<image ") for row in completion_rows(streamed)]
     assert {0, 1, 2} >= set(shown) != {0}
+    assert [len(row.get("images", ())) for row in completion_rows(streamed)] == shown, "with their places"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """What the page asks for: the answers, and what nobody gets."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from run_folders import completion, logged, read, recorded
 
+from swift.viewing import diagnosis
 from swift.viewing.app import make_app
 
 TOKEN = "secret-token"
@@ -154,3 +156,33 @@ def test_a_file_that_is_no_record_of_swift_is_told(folder):
     client = TestClient(make_app([folder.run()], TOKEN), base_url=f"http://127.0.0.1/{TOKEN}/")
     reply = client.get("curves")
     assert reply.status_code == 422 and "alerts.jsonl:1:" in json.loads(reply.text)["detail"]
+
+
+def test_the_causes_of_a_run_come_with_their_steps_and_sentences(client, folder):  # its losses are null
+    before = set(folder.path.rglob("*"))
+    (cause, *_) = get(client, "doctor")["causes"]
+    assert (cause["cause"], cause["steps"]) == ("non_finite", [1, 2])
+    assert cause["sentence"] == "Updates are not finite and are skipped." and cause["evidence"] and cause["fix"]
+    assert set(folder.path.rglob("*")) == before
+
+
+def test_a_run_without_a_step_has_no_causes_yet(folder):
+    client = TestClient(make_app([folder.run()], TOKEN), base_url=f"http://127.0.0.1/{TOKEN}/")
+    (folder.path / "logging.jsonl").touch()
+    found = get(client, "doctor")
+    assert found["causes"] == [] and "no step is logged" in found["problem"]
+
+
+def test_a_live_run_is_diagnosed_again_after_a_rest(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(diagnosis, "examined", lambda path: asked.append(path) or SimpleNamespace(findings=[]))
+    diagnose = diagnosis.Diagnosis(folder.path)
+    monkeypatch.setattr(diagnosis, "REST", 1e9)
+    for last_step in (1, 1, 2):
+        diagnose(last_step)
+    assert len(asked) == 1, "it rests"
+    monkeypatch.setattr(diagnosis, "REST", 0)
+    diagnose = diagnosis.Diagnosis(folder.path)
+    for last_step in (1, 1, 2):
+        diagnose(last_step)
+    assert len(asked) == 3
