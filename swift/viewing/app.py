@@ -99,7 +99,7 @@ Chosen = Callable[..., Run]
 
 
 def add_curves(app: FastAPI, chosen: Chosen) -> None:
-    """The routes of curves and marks."""
+    """The route of curves and marks."""
 
     @app.get("/{token}/curves")
     def curves(
@@ -109,10 +109,6 @@ def add_curves(app: FastAPI, chosen: Chosen) -> None:
         last: float = np.inf,
     ) -> Response:
         return reply({"series": {name: run.log.series(name, first, last) for name in key}, "marks": run.log.marks()})
-
-    @app.get("/{token}/doctor")
-    def doctor(run: Annotated[Run, Depends(chosen)]) -> Response:
-        return reply(run.diagnosis(run.log.last_step))
 
 
 def add_completions(app: FastAPI, chosen: Chosen) -> None:

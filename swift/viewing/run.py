@@ -60,6 +60,7 @@ class Run:
             "bytes": tail.size(),
             "unreadable": table.unreadable + self.log.unreadable,
             "problem": self.problem,
+            "diagnosis": self.diagnosis(self.log.last_step),
         }
 
     def tokens(self, step: int, group_id: str, index: int) -> dict[str, Any] | None:
@@ -75,7 +76,7 @@ class Run:
 
 
 class Reader:
-    """The thread that renews runs; a context manager that ends it."""
+    """The thread that renews runs; a context manager that ends it, and processes that diagnose them."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -89,6 +90,8 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
+        for run in self._runs:
+            run.diagnosis.close()
 
     def _read(self) -> None:
         while not self._ended.is_set():
