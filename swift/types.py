@@ -23,13 +23,14 @@ class Image:
     """An image of a row, still encoded; `swift.data.images` reads and decodes it.
 
     `digest` is that of the encoded bytes: the first 32 hex digits of their SHA-256. Images with the same one are equal.
-    `path` is where it was read, None for bytes that came in the row. `content` are the encoded bytes; None if `path` is
-    read again for them.
+    `path` is where it was read, None for bytes that came in the row; of these `row` is the `file:line`, if they did not
+    come from a hub. `content` are the encoded bytes; None if `path` is read again for them.
     """
 
     digest: str
     path: str | None = field(default=None, compare=False)
     content: bytes | None = field(default=None, compare=False, repr=False)
+    row: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

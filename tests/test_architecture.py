@@ -56,7 +56,7 @@ MAY_IMPORT = {
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "replay": {"errors", "models", "observability", "rl", "rollout", "trainers", "arguments"},
     "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
-    "viewing": {"errors", "observability", "rendezvous", "signals"},
+    "viewing": {"data", "errors", "observability", "rendezvous", "signals", "types"},
     "cli": {"devices", "elastic", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},
     "__main__": {"cli"},

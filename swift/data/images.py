@@ -108,6 +108,12 @@ def pixels_of(image: Image) -> int:
     return header.width * header.height
 
 
+def media_type(image: Image) -> str:
+    """What an image is to a browser, as its header says: `image/png`. Raises ConfigError: see `encoded`."""
+    kind = str(_header(encoded(image)).format)
+    return "image/jpeg" if kind == "MPO" else PIL.Image.MIME[kind]
+
+
 def encoded(image: Image) -> bytes:
     """The bytes of an image. Raises ConfigError: the file at `path` is gone or has changed since it was read."""
     return image.content if image.content is not None else _read_again(image, f"image {image.path}")

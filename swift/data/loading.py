@@ -207,7 +207,8 @@ def read_record(record: Record, plan: ColumnPlan, system: str | None, args: Data
         else:
             media = read_media(plan.renamed(values), messages, plan.images, document=plan.documents)
             messages = media.messages
-            remember(media.images)
+            row = str(Path(record.origin).absolute()) if plan.images.folder is not None else None
+            remember([image if image.path else replace(image, row=row) for image in media.images])
             for note in media.notes:
                 _say_once(note)
     except RowError as error:

@@ -34,10 +34,12 @@ def equal_groups(e: Evidence, groups: Sequence[Sequence[Row]] | None = None) -> 
 def reward_failing(e: Evidence) -> Iterator[Finding]:
     """Exceptions, timeouts, values that are not numbers."""
     kinds: Counter[str] = Counter()
+    steps: list[int] = []
     for row in e.completions:
         kind, colon, name = str(row.get("excluded") or "").partition(": ")
         if colon and kind in FAULTS:
             kinds[f"{name}: {kind}"] += 1
+            steps.append(row["step"])
     failed = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_failed/")}
     late = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_timeout/")}
     all_rows = max(1, len(e.completions))
@@ -51,7 +53,8 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     names = [name for name, count in failed.items() if count] or [one.partition(":")[0] for one in kinds]
     slow = sum(late.values()) > 0.5 * sum(failed.values()) > 0
     fix = "--reward_timeout 120, or a faster function" if slow else TEST.format(names=" ".join(names) or "<name>")
-    yield Finding("reward_failing", max(between(share, 0.01, 0.2, 0.5, 0.97), 0.9 if ended else 0), evidence, fix)
+    strength = max(between(share, 0.01, 0.2, 0.5, 0.97), 0.9 if ended else 0)
+    yield Finding("reward_failing", strength, evidence, fix, steps)
 
 
 def keys(e: Evidence, prefix: str) -> list[str]:
@@ -89,6 +92,7 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
                 f"{example['completion'][-60:]!r}",
             ],
             f"{TEST.format(names=name)}; ask for the form that it reads (--system), or change the function",
+            [row["step"] for row in unseen],
         )
 
 
@@ -115,12 +119,13 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     same_texts = statistics.fmean(len({row["completion"] for row in rows}) / len(rows) for rows in flat) < 0.3
     known = {id(row): right for row, right in zip(e.completions, e.right or (), strict=False)}
     mixed = [rows for rows in flat if len({known.get(id(row)) for row in rows}) == 2]
-    steps = f"{percent(share)} of {len(groups)} groups have equal rewards ({steps_of([r[0]['step'] for r in flat])})"
+    at = [rows[0]["step"] for rows in flat]
+    steps = f"{percent(share)} of {len(groups)} groups have equal rewards ({steps_of(at)})"
     if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= set(OF_FORM):
         said = f"right and wrong answers have the same reward in {len(mixed)} of these groups"
-        yield Finding("reward_constant", 0.9, [steps, said], TEST.format(names=" ".join(e.names)))
+        yield Finding("reward_constant", 0.9, [steps, said], TEST.format(names=" ".join(e.names)), at)
     elif share > 0.95 and (why := _no_truth(e, values)):
-        yield Finding("reward_constant", 0.75, [steps, *why], TEST.format(names=" ".join(e.names)))
+        yield Finding("reward_constant", 0.75, [steps, *why], TEST.format(names=" ".join(e.names)), at)
     low, high = min(values), max(values)
     top = high if high > low else (low if low > 0 else low + 1)
     bottom = sum(rows[0]["reward"] < top for rows in flat)
@@ -135,9 +140,10 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
             strength,
             [steps, reward],
             "easier prompts (--curriculum_column), --num_generations 16, --dynamic_sample true, or `swift sft` first",
+            at,
         )
     else:
-        yield Finding("zero_variance_easy", strength, [steps, reward], "harder prompts, or --dynamic_sample true")
+        yield Finding("zero_variance_easy", strength, [steps, reward], "harder prompts, or --dynamic_sample true", at)
 
 
 def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
@@ -233,6 +239,7 @@ def reward_hacked(e: Evidence) -> Iterator[Finding]:
                 between(series.last / series.first, 0.8, 0.3, 0.6, 0.92),
                 [rose, f"{name} from {series.first:.3f} to {series.last:.3f}"],
                 fix,
+                series.since(max),
             )
     for what, measure in DEGENERATE.items():
         series = e.by_step(measure)
@@ -242,6 +249,7 @@ def reward_hacked(e: Evidence) -> Iterator[Finding]:
                 between(series.last - series.first, 0.25, 0.8, 0.6, 0.9),
                 [rose, f"{what} from {percent(series.first)} to {percent(series.last)}"],
                 "a repetition penalty (--reward_funcs ... repetition), a check of the form, or --beta 0.1",
+                series.since(min),
             )
     spread = _different(e)
     if spread and len(set(e.rightness.values)) < 2 and spread.last < 0.15 < 0.5 < spread.first:
@@ -310,6 +318,7 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
         strength,
         evidence,
         "--reward_funcs ... soft_overlong --soft_cache_length <tokens>, or --loss_type dr_grpo",
+        length.since(min),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from swift.errors import counted
 from swift.observability.causes_of_rewards import closed_answers, correlation
@@ -24,7 +24,8 @@ HEADER = re.compile(
 
 def non_finite(e: Evidence) -> Iterator[Finding]:
     """Skipped updates, losses that are not numbers."""
-    skipped = e.total("health/nan_skips")
+    skips = e.series("health/nan_skips")
+    skipped, at = sum(skips.values), skips.where(bool)
     null = [row["step"] for row in e.log if "loss" in row and row["loss"] is None]
     ended = [reason for reason in e.reasons if re.search(r"non-finite|not finite|\bnan\b", reason, re.IGNORECASE)]
     if not (skipped or null or ended):
@@ -34,51 +35,57 @@ def non_finite(e: Evidence) -> Iterator[Finding]:
     evidence += [f"the loss is not finite at {steps_of(null)}"] if null else []
     evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
     fix = "--torch_dtype bfloat16, a lower --learning_rate; a plugin's loss or reward may divide by 0"
-    yield Finding("non_finite", max(between(share, 0.0, 0.2, 0.6, 0.95), 0.9 if ended else 0), evidence, fix)
+    strength = max(between(share, 0.0, 0.2, 0.6, 0.95), 0.9 if ended else 0)
+    yield Finding("non_finite", strength, evidence, fix, [*null, *at])
 
 
 def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     """Updates that are far too large show in several metrics at once, and the reward falls."""
     reward, kl, norm, entropy = e.reward, e.series("kl"), e.series("grad_norm"), e.series("entropy")
     region, rate = e.series("clip_ratio/region_mean"), e.series("learning_rate")
-    signs: list[tuple[float, str]] = []
+    signs: list[tuple[float, str, Sequence[int]]] = []
     if kl and max(kl.values) > 1 and e.arg("beta", 0.0) < 0.5 and kl.values[0] < 0.05:
-        signs.append((0.3 if max(kl.values) < 5 else 0.45, f"kl reaches {max(kl.values):.2g}"))
+        strong = 0.3 if max(kl.values) < 5 else 0.45
+        signs.append((strong, f"kl reaches {max(kl.values):.2g}", kl.where(lambda value: value > 1)))
     if norm and norm.late.mean > 2.5 * max(1e-9, norm.first) and norm.late.mean > 1:
-        signs.append((0.25, f"grad_norm from {norm.first:.2g} to {norm.late.mean:.2g}, up to {max(norm.values):.2g}"))
+        grown = f"grad_norm from {norm.first:.2g} to {norm.late.mean:.2g}, up to {max(norm.values):.2g}"
+        signs.append((0.25, grown, norm.late.steps))
     if region and region.mean > 0.3:
-        signs.append((0.3, f"clip_ratio/region_mean is {region.mean:.2f}"))
+        signs.append((0.3, f"clip_ratio/region_mean is {region.mean:.2f}", region.steps))
     if len(entropy.values) > 1 and entropy.late.mean > 1.5 * entropy.values[0]:
-        signs.append((0.25, f"entropy from {entropy.values[0]:.2g} to {entropy.late.mean:.2g}"))
-    broken = _texts_break(e)
-    signs += [(0.55, broken)] if broken else []
+        signs.append((0.25, f"entropy from {entropy.values[0]:.2g} to {entropy.late.mean:.2g}", entropy.late.steps))
+    broken, since = _texts_break(e)
+    signs += [(0.55, broken, since)] if broken else []
     clear, share = reward.fall if len(reward.values) > 12 else (0.0, 0.0)
     fell = clear > 5 and share > 0.2
     if fell:
-        signs.append((0.35, f"reward falls by {percent(share)}, to {reward.last:.3f}, and stays there"))
-    total = sum(weight for weight, _ in signs)
+        falls = f"reward falls by {percent(share)}, to {reward.last:.3f}, and stays there"
+        signs.append((0.35, falls, reward.late.steps))
+    total = sum(weight for weight, _, _ in signs)
     if not signs or not rate or (not fell and not broken and total < 0.6):
         return
-    evidence = [said for _, said in signs] + [f"learning_rate is up to {max(rate.values):.1e}"]
+    evidence = [said for _, said, _ in signs] + [f"learning_rate is up to {max(rate.values):.1e}"]
     yield Finding(
         "learning_rate_high",
         min(0.95, 0.15 + total),
         evidence,
         f"--learning_rate {max(rate.values) / 10:.0e} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
+        [step for _, _, steps in signs for step in steps],
     )
 
 
-def _texts_break(e: Evidence) -> str:
-    """Completions that had an end at the beginning, and after some step never again, or nothing but an end."""
+def _texts_break(e: Evidence) -> tuple[str, Sequence[int]]:
+    """Completions that had an end at the beginning, and after some step never again, or nothing but an end; where."""
     ends, length = e.by_step(lambda row: float(row["finish_reason"] == "stop")), e.series("completions/mean_length")
     if e.learns or not ends or not length:
-        return ""
+        return "", ()
     if ends.values[0] > 0.6 and ends.late.mean < 0.2:
-        at = next(step for step, share in zip(ends.steps, ends.values, strict=True) if share < 0.3)
-        return f"{percent(ends.values[0])} of the completions end by themselves at first, almost none from step {at} on"
+        at, share = ends.where(lambda share: share < 0.3), percent(ends.values[0])
+        return f"{share} of the completions end by themselves at first, almost none from step {at[0]} on", at
     if length.values[0] > 8 and length.late.mean < 0.15 * length.values[0]:
-        return f"completions/mean_length falls from {length.values[0]:.0f} to {length.late.mean:.1f}"
-    return ""
+        said = f"completions/mean_length falls from {length.values[0]:.0f} to {length.late.mean:.1f}"
+        return said, length.where(lambda tokens: tokens < 0.15 * length.values[0])
+    return "", ()
 
 
 def learning_rate_low(e: Evidence) -> Iterator[Finding]:
@@ -133,6 +140,7 @@ def dead_adapter(e: Evidence) -> Iterator[Finding]:
             0.8,
             [said, "so the engine does not have what the trainer trains"],
             "--vllm_enable_lora false",
+            gap.since(min),
         )
 
 
@@ -160,7 +168,9 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
         if cold
         else "--temperature 1.0, a lower --learning_rate, --beta 0.04 or --entropy_coef 0.01"
     )
-    yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix)
+    at = entropy.where(lambda value: value < 0.25 * entropy.values[0]) if low else []
+    at += distinct.where(lambda share: share < 0.4) if same else []
+    yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix, at)
 
 
 def endings(e: Evidence) -> Iterator[Finding]:
@@ -189,6 +199,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
             between(goes_on, 0.2, 0.6, 0.6, 0.92) * weaker,
             [fact, f"{percent(goes_on)} of these {said}; {percent(stopped)} of all end by themselves"],
             "check eos_token_id in generation_config.json and the template's end of turn, or --stop_words '<end>'",
+            cut.late.steps,
         )
     evidence = [fact, f"{percent(opened)} of these end inside of an open tag, box or number"]
     strength = between(cut.late.mean, 0.5, 0.9, 0.35, 0.55) + between(opened, 0.3, 0.8, 0.1, 0.35)
@@ -197,6 +208,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
         strength * weaker * (0.5 if e.learns else 1.0) * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
         evidence,
         f"--max_completion_length {2 * (limit or 512)}; --overlong_filter true or soft_overlong meanwhile",
+        cut.late.steps,
     )
 
 
@@ -251,7 +263,7 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
     evidence = [f"mismatch/logp_abs_diff_mean is {gap.mean:.3g}"] if gap else []
     evidence += [f"mismatch/kl is {ratio.mean:.2g}"] if ratio else []
     evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
-    fresh = _fresh_gap(e)
+    fresh, at = _fresh_gap(e), gap.where(lambda value: value >= bound)
     grows = gap and gap.values[0] < 0.3 * gap.mean and old
     if old and (grows or (fresh is not None and fresh < 0.5 * gap.mean)):
         evidence.append(f"tokens are {age.mean:.1f} steps old in the mean, up to {max(age.values):.0f}")
@@ -261,6 +273,7 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
             between(gap.mean, bound, 5 * bound, 0.6, 0.92),
             evidence,
             "--max_staleness 1, --vllm_sync_interval 1, --prefetch_depth 1, or --off_policy_sequence_mask_delta 0.5",
+            at,
         )
         return
     at_first = f"already at step {gap.steps[0]}: {gap.values[0]:.3g}" if gap else ""
@@ -270,6 +283,7 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
         max(strength, 0.9 if ended else 0.0),
         [*evidence, at_first],
         "--parity_check start names the layer; same --torch_dtype, template and temperature on both sides",
+        at,
     )
 
 
@@ -310,6 +324,7 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
             min(0.93, strength),
             evidence,
             f"--beta {min(beta / 10, 0.04):g}, or --sync_ref_model true",
+            kl.late.steps,
         )
     elif beta >= 0.5 and not e.learns and e.reward and abs(e.reward.trend) < 3:
         evidence.append(f"reward stays at {e.reward.mean:.3f}")
@@ -319,7 +334,7 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
 def engine_flapping(e: Evidence) -> Iterator[Finding]:
     """Restarts of engines."""
     restarts = e.series("health/engine_restarts")
-    total, at = sum(restarts.values), [s for s, v in zip(restarts.steps, restarts.values, strict=True) if v]
+    total, at = sum(restarts.values), restarts.where(bool)
     ended = [reason for reason in e.reasons if "engine_restarts" in reason]
     if total or ended:
         evidence = [f"{total:.0f} restarts, at {steps_of(at)}"] if total else []
@@ -328,6 +343,7 @@ def engine_flapping(e: Evidence) -> Iterator[Finding]:
             max(between(total, 1, 4, 0.5, 0.95), 0.9 if ended else 0),
             [*evidence, *ended[:1]],
             "read logs/attempt-<k>/engine-<n>.log; often out of memory: a lower --vllm_gpu_memory_utilization",
+            at,
         )
 
 
@@ -349,6 +365,7 @@ def memory_growth(e: Evidence) -> Iterator[Finding]:
             between(grown, 0.05, 0.3, 0.6, 0.95),
             [said, f"it rises in {percent(steady)} of the log lines"],
             "look for lists that grow in plugins (reward functions, callbacks); --save_steps and resume meanwhile",
+            late.steps,
         )
 
 

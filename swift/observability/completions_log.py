@@ -8,7 +8,7 @@ checkpoint) and `close` (at exit) wait until all rows are on the disk. A later c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +17,19 @@ from swift.observability.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from swift.rollout.round_result import ScoredRound
-    from swift.types import Episode
+    from swift.types import Episode, Image
 
 QUEUE_BATCHES = 64
 """Batches of rows that may wait for the writer."""
 
 
-def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence[str]) -> list[dict[str, Any]]:
+def completion_rows(
+    scored: ScoredRound,
+    *,
+    attempt: int,
+    reward_names: Sequence[str],
+    images_in: Callable[[Sequence[Mapping[str, Any]]], Sequence[Image]] = lambda messages: (),
+) -> list[dict[str, Any]]:
     """The rows of a scored round, in the order of its groups and of the completions in each.
 
     A row's prompt is the conversation as text, the environment's if that wrote one: the role above each content.
@@ -32,12 +38,14 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
         scored: the round.
         attempt: the number of this start of the run.
         reward_names: K names, functions first, then models.
+        images_in: the images of a prompt's messages; where those lie is told in the rows.
     """
     of_completions = zip(scored.rewards, scored.advantages, scored.excluded, scored.used, strict=True)
     rows: list[dict[str, Any]] = []
     for group in scored.groups:
         assert group.scores is not None
         scores = zip(group.completions, group.scores.values, group.scores.excluded, strict=True)
+        places = [place_of(image) for image in images_in(group.prompt.messages) if image.path or image.row]
         for index, (completion, values, fault) in enumerate(scores):
             reward, advantage, excluded, used = next(of_completions)
             episode = completion.episode
@@ -64,9 +72,15 @@ def completion_rows(scored: ScoredRound, *, attempt: int, reward_names: Sequence
                     "used": used and not (fault or excluded),
                     "excluded": fault or excluded,
                     "columns": {**group.prompt.columns, **completion.columns},
+                    **({"images": places} if places else {}),
                 }
             )
     return rows
+
+
+def place_of(image: Image) -> dict[str, str]:
+    """Where an image is read again: its file, or else the `file:line` of its row."""
+    return {"digest": image.digest, **({"path": image.path} if image.path else {"row": str(image.row)})}
 
 
 def shown(content: str | Sequence[Mapping[str, str]] | None) -> str:

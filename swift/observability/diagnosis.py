@@ -63,7 +63,15 @@ def diagnose(e: Evidence) -> list[Finding]:
     ranked = sorted(weighed(best), key=lambda finding: -finding.confidence)
     if not ranked or ranked[0].confidence < SICK:
         return []
-    return [finding for finding in ranked[: NEXT + 1] if finding.confidence >= CANDIDATE]
+    return [
+        replace(finding, steps=region(finding, e)) for finding in ranked[: NEXT + 1] if finding.confidence >= CANDIDATE
+    ]
+
+
+def region(finding: Finding, e: Evidence) -> Sequence[int]:
+    """The first and the last step of a finding's evidence; () for a run without any step."""
+    steps = finding.steps or [row["step"] for row in e.log or e.completions]
+    return (min(steps), max(steps)) if steps else ()
 
 
 def weighed(found: dict[str, Finding]) -> list[Finding]:
@@ -79,7 +87,13 @@ def weighed(found: dict[str, Finding]) -> list[Finding]:
 def to_json(findings: Sequence[Finding], time: dict[str, Any]) -> dict[str, Any]:
     """What `--json true` prints of a run."""
     causes = [
-        {"cause": one.cause, "confidence": one.confidence, "evidence": list(one.evidence), "fix": one.fix}
+        {
+            "cause": one.cause,
+            "confidence": one.confidence,
+            "evidence": list(one.evidence),
+            "fix": one.fix,
+            "steps": list(one.steps),
+        }
         for one in findings
     ]
     return {"causes": causes, "time": time}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, ResourceError, counted, printable, unusable
-from swift.observability.curves import ALERTS, LOGGING
+from swift.observability.curves import ALERTS, IMAGES, LOGGING
 from swift.observability.diagnosis import diagnose, to_json
-from swift.observability.evidence import Row, ends_of, gather
+from swift.observability.evidence import Evidence, Row, ends_of, gather
 from swift.observability.findings import CAUSES, Finding, percent
 from swift.observability.jsonl import read_jsonl
 from swift.observability.leftovers import leftovers
@@ -73,9 +74,21 @@ def machine(*, as_json: bool) -> int:
     return ResourceError.exit_code if any(check.status == "error" for check in checks) else 0
 
 
-def of_run(given: str, *, as_json: bool) -> int:
-    """Prints the diagnosis of a run and its alerts that count, oldest first."""
-    folder = newest_run(given, LOGGING)
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A run that was examined. alerts: those that count, oldest first. num_steps: how many were logged."""
+
+    evidence: Evidence
+    findings: Sequence[Finding]
+    alerts: Sequence[Row]
+    num_steps: int
+
+
+def examined(folder: Path) -> Examined:
+    """The diagnosis of a run's folder, of which nothing is changed.
+
+    Raises ConfigError: no step is logged yet, or a file is none of swift's.
+    """
     log = newest_attempts(list(checked_rows(folder / LOGGING, _PLACE)))
     if not log:
         raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
@@ -85,7 +98,18 @@ def of_run(given: str, *, as_json: bool) -> int:
     completions = ends_of(folder / COMPLETIONS, lambda path: list(checked_rows(path, _COMPLETION)))
     with unusable(f"--run: {folder}: args.json, attempts.jsonl or rollouts cannot be read", "; choose another run"):
         evidence = gather(folder, log, newest_attempts(completions))
-    findings, spent = diagnose(evidence), time_of(evidence)
+    return Examined(evidence, diagnose(evidence), alerts, len(attempts))
+
+
+def of_run(given: str, *, as_json: bool) -> int:
+    """Prints the diagnosis of a run and its alerts, and draws `images/doctor.png`."""
+    folder = newest_run(given, LOGGING)
+    run = examined(folder)
+    findings, alerts, spent = run.findings, run.alerts, time_of(run.evidence)
+    try:
+        draw(folder, run)
+    except ResourceError as error:  # the folder of somebody else
+        print(f"not drawn: {error}", file=sys.stderr)
     if as_json:
         print(json.dumps({**to_json(findings, spent), "alerts": alerts}, indent=2))
         return 0
@@ -93,8 +117,17 @@ def of_run(given: str, *, as_json: bool) -> int:
         print(f"run: {folder}")
     for line in (*report(findings, spent), *(f"step {a['step']}: {a['rule']}: {a['sentence']}" for a in alerts)):
         print(printable(line))
-    print(f"{counted(len(alerts), 'alert')} in {counted(len(attempts), 'logged step')}")
+    print(f"{counted(len(alerts), 'alert')} in {counted(run.num_steps, 'logged step')}")
     return 0
+
+
+def draw(folder: Path, run: Examined) -> None:
+    """Draw the curves with the steps of each finding. Raises ResourceError: the folder cannot be written."""
+    from swift.observability.plots import Marks, write_diagnosis  # imports matplotlib
+
+    regions = [(finding.cause, finding.steps[0], finding.steps[1]) for finding in run.findings if finding.steps]
+    marks = Marks(folder.name, [alert["step"] for alert in run.alerts], regions=regions)
+    write_diagnosis([*run.evidence.log, *run.evidence.evals], folder / IMAGES / "doctor.png", marks)
 
 
 def report(findings: Sequence[Finding], spent: Mapping[str, Any]) -> Iterator[str]:

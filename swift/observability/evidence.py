@@ -72,6 +72,14 @@ class Series:
         half = len(self.values) // 2
         return Series(self.steps[half:], self.values[half:])
 
+    def where(self, holds: Callable[[float], bool]) -> list[int]:
+        """The steps of the values for which something holds."""
+        return [step for step, value in zip(self.steps, self.values, strict=True) if holds(value)]
+
+    def since(self, choose: Callable[[Sequence[float]], float]) -> Sequence[int]:
+        """The steps from that of a value, such as the `max`, to the last."""
+        return self.steps[self.values.index(choose(self.values)) :]
+
     @property
     def fall(self) -> tuple[float, float]:
         """The clearest fall to a lower level that stays: Welch's statistic, and the share that is lost."""

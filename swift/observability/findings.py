@@ -39,12 +39,16 @@ CAUSES = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause that a rule has found. confidence: 0 to 1; from `diagnosis.SICK` on the run is called sick."""
+    """A cause that a rule has found.
+
+    confidence: 0 to 1; from `diagnosis.SICK` on the run is called sick. steps: of the evidence; () for the whole run.
+    """
 
     cause: str
     confidence: float
     evidence: Sequence[str]
     fix: str
+    steps: Sequence[int] = ()
 
 
 def between(value: float, low: float, high: float, at_low: float, at_high: float) -> float:

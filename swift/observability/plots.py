@@ -39,11 +39,15 @@ _CUT_OFF, _CLIPPED = "share cut off", "clipped ratios"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What is marked beside the curves: the run's name, the steps of its alerts and of its checkpoints."""
+    """What is marked beside the curves: the run's name, the steps of its alerts and of its checkpoints.
+
+    regions: names of causes, each with the first and the last step of its evidence.
+    """
 
     name: str = ""
     alerts: Sequence[int] = ()
     checkpoints: Sequence[int] = ()
+    regions: Sequence[tuple[str, int, int]] = ()
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -55,8 +59,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
     """Draw every picture that rows of logging.jsonl have values for into `folder`, made when there is one."""
-    train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
-    evaluation = [row for row in rows if any(key.startswith("eval_") for key in row)]
+    train, evaluation = _split(rows)
     means = (key for row in train for key in row if key.startswith("rewards/") and key.endswith("/mean"))
     functions = {key: key.removeprefix("rewards/").removesuffix("/mean") for key in dict.fromkeys(means)}
     panels: dict[str, list[Panel]] = {
@@ -97,6 +100,29 @@ def write_plots(rows: Rows, folder: Path, marks: Marks = Marks()) -> None:
     for name, parts in panels.items():
         _draw_panels(folder / f"{name}.png", parts, train, evaluation, marks)
     _draw_time(folder / "time.png", train, marks)
+
+
+def write_diagnosis(rows: Rows, path: Path, marks: Marks) -> None:
+    """Draw the curves that a diagnosis speaks of into one picture, with the regions of `marks`."""
+    parts: list[Panel] = [
+        ("reward", {"reward": "mean"}, {"eval_reward": "evaluation"}),
+        ("share of groups with equal rewards", {"frac_reward_zero_std": "share"}, {}),
+        ("completion tokens", {"completions/mean_length": "mean"}, {}),
+        (_CUT_OFF, {"completions/clipped_ratio": "cut off"}, {}),
+        ("KL to the reference", {"kl": "kl"}, {}),
+        ("entropy", {"entropy": "entropy"}, {}),
+        ("sampler and trainer: difference of log-probs", {"mismatch/logp_abs_diff_mean": "mean"}, {}),
+        ("loss", {"loss": "loss"}, {"eval_loss": "evaluation"}),
+        ("gradient norm", {"grad_norm": "grad_norm"}, {}),
+        ("seconds per step", {"step_time": "step_time"}, {}),
+    ]
+    _draw_panels(path, parts, *_split(rows), marks)
+
+
+def _split(rows: Rows) -> tuple[Rows, Rows]:
+    """The rows of training and those of evaluation."""
+    train = [row for row in rows if not any(key.startswith("eval_") for key in row)]
+    return train, [row for row in rows if any(key.startswith("eval_") for key in row)]
 
 
 def _panels(count: int, height_in: float) -> list[Axes]:
@@ -212,7 +238,7 @@ def _finish(axes: Axes, title: str, steps: Sequence[int]) -> None:
 
 
 def _save(panels: Sequence[Axes], marks: Marks, path: Path) -> None:
-    """Writes a picture: the name of the run above, checkpoints below and alerts above each panel, at their steps."""
+    """Writes a picture: the name of the run above; in each panel regions, checkpoints below and alerts above."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     panels[0].set_title(_text(marks.name), loc="right", fontsize="small", color="gray")
@@ -220,6 +246,13 @@ def _save(panels: Sequence[Axes], marks: Marks, path: Path) -> None:
     kinds = (("checkpoints", marks.checkpoints, "^", 0.0, "gray"), ("alerts", marks.alerts, "v", 1.0, "red"))
     for axes in panels:
         low, high = axes.get_xlim()
+        for number, (cause, first, last) in enumerate(marks.regions):
+            colour = f"C{number + 1}"
+            axes.axvspan(first - 0.5, last + 0.5, color=colour, alpha=0.12, linewidth=0, gid="region")
+            if axes is panels[0]:
+                place = (first, 0.97 - 0.09 * number, cause)
+                axes.text(*place, transform=axes.get_xaxis_transform(), color=colour, fontsize="small", va="top")
+            axes.set_xlim(low, high)
         for name, steps, shape, height, colour in kinds:
             inside = sorted({step for step in steps if low <= step <= high})
             style: dict[str, Any] = {

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from swift.data.image_store import images_in
 from swift.observability.completions_log import CompletionsLog, completion_rows, sample_line
 from swift.observability.curves import ALERTS, LOGGING, Curves
 from swift.observability.health import Alert, HealthMonitor
@@ -81,7 +82,8 @@ class RunReport(contextlib.ExitStack):
         if scored.split == "train":
             prompts = {group.prompt.prompt_id for group in scored.groups}
             self.metrics.add_many({**scored.metrics, "completions/unique_prompts": float(len(prompts))})
-        rows = completion_rows(scored, attempt=self.attempt, reward_names=self.reward_names)
+        names = self.reward_names
+        rows = completion_rows(scored, attempt=self.attempt, reward_names=names, images_in=images_in)
         self.completions.write(rows)
         self._last_rows = rows
         for line in self.zero_rewards.update(rows) if scored.split == "train" else ():

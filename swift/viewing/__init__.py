@@ -8,9 +8,12 @@
     index       completions.jsonl: byte offsets, and the columns that filters need
     filters     which completions are meant, and their groups
     curves      logging.jsonl by metric, and what is marked beside it
+    diagnosis   the causes that `swift doctor` finds
     tokens      tokens of a completion, from the record of rollouts
+    images      images of prompts, from the files of the dataset
     difference  what differs between two texts
     page.html   the page: inline CSS and JavaScript, nothing from elsewhere
 
-No file of a run is written, no path comes from the browser: runs are numbers, completions a step, a group and an index.
+No file of a run is written, no path comes from the browser: runs are numbers, completions a step, a group and an index,
+images a digest.
 """

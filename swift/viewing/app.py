@@ -17,6 +17,7 @@ from swift.errors import SwiftError
 from swift.observability.jsonl import encode_row
 from swift.viewing.difference import differences
 from swift.viewing.filters import Filter, Order, groups
+from swift.viewing.images import image_of
 from swift.viewing.index import Table
 from swift.viewing.run import Run
 
@@ -75,7 +76,7 @@ def security_headers(page: str) -> dict[str, str]:
 
     policy = (
         f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return {
         "Content-Security-Policy": policy,
@@ -149,6 +150,14 @@ def add_completions(app: FastAPI, chosen: Chosen) -> None:
         row = place(run.index.table, step, split, group_id, index)
         tokens = run.tokens(step, group_id, index) if split == "train" else None
         return reply({"row": run.index.table.read(row), "tokens": tokens})
+
+    @app.get("/{token}/image")
+    def image(
+        run: Annotated[Run, Depends(chosen)], step: int, split: str, group_id: str, index: int, digest: str
+    ) -> Response:
+        table = run.index.table
+        content, kind = image_of(table.read(place(table, step, split, group_id, index)), digest)
+        return Response(content, media_type=kind)
 
     @app.get("/{token}/difference")
     def difference(

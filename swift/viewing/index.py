@@ -25,6 +25,8 @@ COMPLETIONS = "completions.jsonl"
 _PROMPT, _COMPLETION, _TURNS, _AFTER = b'"prompt": "', b'", "completion": "', b'", "turns": ', b', "prompt_tokens": '
 """What is around the texts of a line. None of it occurs in a text, in which quotes are escaped."""
 BACKSLASH = ord("\\")
+ESCAPE_BYTES = 6
+"""Of the longest escape, \\uXXXX."""
 SEARCH_BYTES = 1 << 20
 """Bytes that are searched at a time."""
 
@@ -157,20 +159,16 @@ class Table:
         starts = self.columns["offset"][first:last] - self.columns["offset"][first]
         names = ("prompt", "completion", "turns", "end", "size")
         places = [(starts + self.columns[name][first:last]).tolist() for name in names]
-        find, gap = data.find, len(_COMPLETION)
-        hits = [
-            place if (place := find(form, prompt, completion)) >= 0 else find(form, completion + gap, end)
-            for prompt, completion, _, end, _ in zip(*places, strict=True)
-        ]
-        for number, hit in enumerate(hits):
-            if hit < 0 or (hit < places[2][number] and b"\\" not in data[hit - 5 : hit]):
-                continue
-            prompt, completion, turns, end, size = (place[number] for place in places)
-            found = unescaped(data, form, prompt, completion) or unescaped(data, form, completion + gap, turns)
-            if not found and turns < end:
-                found = decoded(_texts, data[starts[number] : size]).have(text)
-            hits[number] = 0 if found else -1
-        return [hit >= 0 for hit in hits]
+        find, gap, found = data.find, len(_COMPLETION), []
+        for prompt, completion, turns, end, size, start in zip(*places, starts.tolist(), strict=True):
+            hit = find(form, prompt, completion)
+            if hit < 0:
+                hit = find(form, completion + gap, end)
+            if hit >= 0 and (hit >= turns or BACKSLASH in data[hit - ESCAPE_BYTES + 1 : hit]):  # perhaps no text
+                sure = unescaped(data, form, prompt, completion) or unescaped(data, form, completion + gap, turns)
+                hit = 0 if sure or (turns < end and decoded(_texts, data[start:size]).have(text)) else -1
+            found.append(hit >= 0)
+        return found
 
 
 def texts_at(line: bytes) -> tuple[int, int, int, int]:
@@ -188,13 +186,19 @@ def texts_at(line: bytes) -> tuple[int, int, int, int]:
 
 
 def unescaped(data: bytes, form: bytes, begin: int, end: int) -> bool:
-    """Whether a text in JSON occurs between two places without beginning inside of an escape."""
+    """Whether a text in JSON occurs between two places without beginning inside of an escape.
+
+    The quote of a key's name is before the first of these places, and no backslash close to it.
+    """
     place = data.find(form, begin, end)
     while place >= 0:
-        code = data.rfind(b"\\u", max(begin, place - 5), place)
-        inside = code + 1 if code >= 0 else place  # \uXXXX, if that backslash begins an escape
+        near = data[place - ESCAPE_BYTES + 1 : place]
+        if BACKSLASH not in near:
+            return True
+        code = near.rfind(b"\\u")
+        inside = place - len(near) + code + 1 if code >= 0 else place  # \uXXXX, if that backslash begins an escape
         before = inside
-        while before > begin and data[before - 1] == BACKSLASH:
+        while data[before - 1] == BACKSLASH:
             before -= 1
         if (inside - before) % 2 == 0:
             return True

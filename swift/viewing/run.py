@@ -15,6 +15,7 @@ from swift.errors import first_line
 from swift.observability.jsonl import read_jsonl
 from swift.observability.run_dir import ATTEMPTS
 from swift.viewing.curves import Log
+from swift.viewing.diagnosis import Diagnosis
 from swift.viewing.index import Index
 from swift.viewing.tokens import TokenTexts, tokens_of
 
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.problem = folder, name, ""
         self.index, self.log = Index(folder), Log(folder)
-        self.texts = TokenTexts(folder)
+        self.texts, self.diagnosis = TokenTexts(folder), Diagnosis(folder)
 
     def refresh(self) -> Iterator[None]:
         """Read what is new in the log, then in the completions, a block a step."""
@@ -59,6 +60,7 @@ class Run:
             "bytes": tail.size(),
             "unreadable": table.unreadable + self.log.unreadable,
             "problem": self.problem,
+            "diagnosis": self.diagnosis(self.log.last_step),
         }
 
     def tokens(self, step: int, group_id: str, index: int) -> dict[str, Any] | None:
@@ -74,7 +76,7 @@ class Run:
 
 
 class Reader:
-    """The thread that renews runs; a context manager that ends it."""
+    """The thread that renews runs; a context manager that ends it, and processes that diagnose them."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
@@ -88,6 +90,8 @@ class Reader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
+        for run in self._runs:
+            run.diagnosis.close()
 
     def _read(self) -> None:
         while not self._ended.is_set():

@@ -116,6 +116,7 @@ def test_a_run_is_that_of_rows(seeing, data, family, flags, capsys):
     assert {0, 1, 2} >= set(shown) != {0}
     assert main(["replay", str(streamed), "--model", str(cli.model)]) == 2
     assert "the images of this step are not on record; leave --model out" in capsys.readouterr().err
+    assert [len(row.get("images", ())) for row in completion_rows(streamed)] == shown, "with their places"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,14 @@ def test_the_cause_of_a_kept_run_comes_first(path):
     assert (findings[0].cause if findings else "healthy") == cause
 
 
+@pytest.mark.parametrize("path", sorted(SICK.glob("*.json.gz"))[::3], ids=lambda path: path.name[:-8])
+def test_a_finding_tells_the_steps_of_its_evidence(path):
+    evidence = kept(path)
+    logged = {row["step"] for row in (*evidence.log, *evidence.completions)}
+    for finding in diagnose(evidence):
+        assert len(finding.steps) == 2 and set(finding.steps) <= logged and finding.steps[0] <= finding.steps[1]
+
+
 def group(step, texts, rewards, truth="7", finish="stop", **parts):
     return [
         {

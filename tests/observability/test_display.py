@@ -239,6 +239,16 @@ def test_alerts_and_checkpoints_are_marked_beside_the_name_of_the_run(drawn):
     assert names.count(r"v0-\$run\$") == 5, "of each picture"
 
 
+def test_regions_of_causes_are_marked_in_each_panel(drawn):
+    panels = drawn(train_rows(range(1, 31)), regions=[("non_finite", 3, 9), ("truncation", 20, 30)])
+    for title, axes in panels.items():
+        spans = [patch for patch in axes.patches if patch.get_gid() == "region"]
+        ends = [(span.get_x(), span.get_x() + span.get_width()) for span in spans]
+        assert ends == [(2.5, 9.5), (19.5, 30.5)], title
+    texts = [text.get_text() for axes in panels.values() for text in axes.texts]
+    assert texts == ["non_finite", "truncation"] * 5, "once in each picture"
+
+
 def test_the_curves_of_a_run_have_its_alerts_and_checkpoints(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("swift.observability.plots.write_plots", lambda *given: drawn.append(given[-1]))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from swift.errors import ConfigError
-from swift.observability import doctor
+from swift.observability import doctor, plots
 from swift.observability.health import REPEAT_STEPS, HealthMonitor
 from swift.observability.health_rules import PENALTIES, RULES, load_rules
 from swift.observability.jsonl import JsonlWriter
@@ -210,6 +210,29 @@ def test_the_doctor_lists_the_alerts_that_count(tmp_path, capsys):
     assert shown == ["healthy", "step 5: kl: 1", "step 9: kl: 2", "2 alerts in 3 logged steps"]
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=True)))
     assert json.loads(capsys.readouterr().out) == {"causes": [], "time": {}, "alerts": [rows[0], rows[2]]}
+
+
+def test_the_doctor_draws_where_the_cause_is(tmp_path, capsys, monkeypatch):
+    JsonlWriter(tmp_path / "logging.jsonl").write(
+        *[{"attempt": 1, "step": step, "loss": None if 4 <= step <= 8 else 0.1, "kl": 0.1} for step in range(1, 13)]
+    )
+    JsonlWriter(tmp_path / "alerts.jsonl").write({**ALERT, "step": 4})
+    marked = []
+    write = plots.write_diagnosis
+    monkeypatch.setattr(plots, "write_diagnosis", lambda *given: (marked.append(given[-1]), write(*given)))
+    doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=True)))
+    (cause,) = json.loads(capsys.readouterr().out)["causes"]
+    assert (cause["cause"], cause["steps"]) == ("non_finite", [4, 8])
+    assert marked == [plots.Marks(tmp_path.name, [4], regions=[("non_finite", 4, 8)])]
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["doctor.png"]
+
+
+def test_a_folder_that_cannot_be_written_is_diagnosed(tmp_path, capsys):
+    JsonlWriter(tmp_path / "logging.jsonl").write({**LINE, "loss": 0.1})
+    (tmp_path / "images").touch()
+    assert doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("healthy\n") and shown.err.startswith("not drawn: disk: ")
 
 
 ALERT = {"attempt": 1, "step": 1, "rule": "kl", "value": 3.0, "sentence": "\x1b[2Jhigh"}

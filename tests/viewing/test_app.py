@@ -1,12 +1,14 @@
 """What the page asks for: the answers, and what nobody gets."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 from run_folders import completion, logged, read, recorded
 
+from swift.viewing import diagnosis
 from swift.viewing.app import make_app
 
 TOKEN = "secret-token"
@@ -154,3 +156,60 @@ def test_a_file_that_is_no_record_of_swift_is_told(folder):
     client = TestClient(make_app([folder.run()], TOKEN), base_url=f"http://127.0.0.1/{TOKEN}/")
     reply = client.get("curves")
     assert reply.status_code == 422 and "alerts.jsonl:1:" in json.loads(reply.text)["detail"]
+
+
+def diagnosed(client):
+    """The diagnosis of the run, once it is there."""
+    while (found := get(client, "runs")[0]["diagnosis"])["waits"]:
+        assert found["causes"] == []
+        time.sleep(0.02)
+    return found
+
+
+def test_the_causes_of_a_run_come_with_their_steps_and_sentences(client, folder):  # its losses are null
+    before = set(folder.path.rglob("*"))
+    (cause, *_) = diagnosed(client)["causes"]
+    assert (cause["cause"], cause["steps"]) == ("non_finite", [1, 2])
+    assert cause["sentence"] == "Updates are not finite and are skipped." and cause["evidence"] and cause["fix"]
+    assert set(folder.path.rglob("*")) == before
+
+
+def test_a_run_that_cannot_be_diagnosed_says_why(folder):
+    folder.write("logging.jsonl", logged(1))
+    folder.write("completions.jsonl", {"step": 1, "attempt": 1})
+    client = TestClient(make_app([folder.run()], TOKEN), base_url=f"http://127.0.0.1/{TOKEN}/")
+    assert "no line of swift's" in diagnosed(client)["problem"]
+
+
+def test_a_live_run_is_diagnosed_again_after_a_rest(folder, monkeypatch):
+    folder.write("logging.jsonl", logged(1))
+
+    def starts(*last_steps):
+        diagnose, children = diagnosis.Diagnosis(folder.path), []
+        for last_step in last_steps:
+            diagnose(last_step)
+            children += [diagnose._child] if diagnose._child is not None else []
+            while diagnose._child is not None:
+                diagnose(last_step)
+                time.sleep(0.02)
+        diagnose.close()
+        return len(children)
+
+    assert starts(None) == 0 and starts(1, 1, 2) == 1
+    monkeypatch.setattr(diagnosis, "REST", 0)
+    assert starts(1, 1, 2) == 2
+
+
+def test_a_diagnosis_that_is_killed_is_a_problem_and_an_end_leaves_no_process(folder):
+    folder.write("logging.jsonl", logged(1))
+    diagnose = diagnosis.Diagnosis(folder.path)
+    assert diagnose(1)["waits"]
+    diagnose._child.kill()
+    while (found := diagnose(1))["waits"]:
+        time.sleep(0.01)
+    assert found["problem"] == f"exit code -9; run `swift doctor {folder.path}`"
+    diagnose = diagnosis.Diagnosis(folder.path)
+    diagnose(1)
+    child = diagnose._child
+    diagnose.close()
+    assert child.returncode == -9

@@ -8,8 +8,12 @@ import pytest
 from browser import Browser, find_browser
 from cli_fixtures import material  # noqa: F401
 from cli_runs import Cli
+from hostile_images import encoded
+from run_folders import completion, logged, make_folder
 from view_process import ViewProcess
 
+from swift.data.images import digest_of
+from swift.observability.findings import CAUSES
 from swift.observability.jsonl import read_log
 
 pytestmark = [
@@ -17,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome (chromium, google-chrome) on the PATH"),
 ]
 FLAGS = {"beta": 0.04, "record_rollouts": "all", "log_entropy": "true", "num_iterations": 2}
+PNG = encoded()
 HOSTILE = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script><b id=bold>bold</b>"
 
 
@@ -230,7 +235,7 @@ def test_all_of_it_is_reached_by_keyboard(page):
             break
         assert focus[2] and focus[3] != "none", focus
         seen.append(focus[1] if focus[0] != "svg" else "svg")
-    assert {"Curves", "Groups", "run-0", "run-1", "smooth", "metrics", "more", "svg"} <= set(seen)
+    assert {"view-curves", "view-groups", "run-0", "run-1", "smooth", "metrics", "more", "svg"} <= set(seen)
     browser.run("[...document.querySelectorAll('#views a')].at(-1).focus()")
     browser.press("Enter")
     browser.until("document.querySelector('#filter')")
@@ -285,6 +290,60 @@ def test_a_live_run_grows_on_the_page_and_html_in_it_is_text(page, folders):
     finally:
         file.unlink()
         saved.rename(file)
+
+
+@pytest.fixture
+def sick(browser, tmp_path):
+    """The page of a run that is sick from step 4 to 8, and whose prompts have images."""
+    folder = make_folder(tmp_path / "sick")
+    folder.write("logging.jsonl", *(logged(step, loss=None if 4 <= step <= 8 else 0.5) for step in range(1, 21)))
+    image = {"digest": digest_of(PNG), "path": str(tmp_path / "a.png")}
+    (tmp_path / "a.png").write_bytes(PNG)
+    prompt = f"[user]\n<image {digest_of(PNG)}>What is <image {'0' * 32}>?"
+    turns = [{"role": "tool", "content": [{"type": "image", "image": digest_of(PNG)}]}]
+    folder.completions(*(completion(5, index=index, prompt=prompt, images=[image], turns=turns) for index in (0, 1)))
+    with ViewProcess(folder.path) as process:
+        browser.open("about:blank")
+        browser.open(process.url)
+        browser.until("document.querySelector('#cause-0-non_finite')")
+        yield browser
+        browser.open("about:blank")  # which asks for nothing more
+        assert browser.errors == []
+
+
+def test_regions_of_a_cause_are_marks_that_are_chosen_by_key_and_by_mouse(sick):
+    browser = sick
+    chosen = "#region-Reward-0-non_finite"
+    (label,) = browser.run(f"[document.querySelector('{chosen}').getAttribute('aria-label')]")
+    assert label == f"non_finite (95 %), steps 4 to 8: {CAUSES['non_finite']}"
+    browser.run("document.querySelector('figure[data-title=Reward] svg').focus()")
+    browser.press("Tab")
+    assert browser.run(f"document.activeElement.matches('{chosen}')")
+    browser.press("Enter")
+    browser.until("document.querySelector('#cause')")
+    ready(browser)
+    (shown,) = texts(browser, "#cause")
+    assert CAUSES["non_finite"] in shown and "the loss is not finite at steps 4 to 8" in shown and "Fix: " in shown
+    assert state(browser) == {"cause": "0-non_finite"}
+    assert browser.run(f"document.activeElement.matches('{chosen}.chosen')")
+    browser.run("location.hash = ''")
+    browser.until("!document.querySelector('#cause')")
+    ready(browser)
+    browser.click(f"{chosen} rect")
+    browser.until("document.querySelector('#cause')")
+    browser.click("#cause a")
+    browser.until("document.querySelector('#filter')")
+    assert state(browser) == {"view": "groups", "run": "0", "first_step": "4", "last_step": "8"}
+
+
+def test_a_prompt_is_shown_with_its_images(sick):
+    browser = sick
+    browser.run("location.hash = 'view=completion&step=5&group_split=train&group_id=p0-5&index=0'")
+    loaded = "[...document.querySelectorAll('main img')].filter(e => e.complete && e.naturalWidth).length"
+    browser.until(f"{loaded} === 2")  # in the prompt, and in the turn
+    assert texts(browser, "#prompt")[0].endswith(f"What is <image {'0' * 32}>?")
+    browser.run("location.hash = 'view=group&step=5&group_split=train&group_id=p0-5'")
+    browser.until(f"{loaded} === 3")
 
 
 def test_a_link_to_what_is_not_there_is_told(page, browser):
