@@ -36,8 +36,8 @@ OPTIMIZER_PACKAGES = {
 }
 """The packages that optimizers come from, other than PyTorch."""
 
-CUT_BY_ZERO = ("adamw_torch_fused", "adamw_torch")
-"""Optimizers whose state DeepSpeed can cut for another number of processes."""
+CUT_AGAIN = ("adamw_torch_fused", "adamw_torch")
+"""Optimizers whose state can be cut in another way, and by ZeRO for another number of processes."""
 
 
 @dataclass(kw_only=True)
@@ -215,7 +215,7 @@ class OptimizationArguments:
             f"--deepspeed {self.deepspeed} cuts the state of --optim {self.optim} once; use --optim adamw": bool(
                 self.deepspeed
             )
-            and self.optim not in CUT_BY_ZERO,
+            and self.optim not in CUT_AGAIN,
             "--save_only_model true leaves nothing to continue from; leave it out": getattr(
                 self, "save_only_model", False
             ),

@@ -60,7 +60,7 @@ from swift.trainers.checkpoint import commit_checkpoint, entries, loading, rotat
 from swift.trainers.distributed import Collectives
 from swift.trainers.optimizers.master_weights import keep_master_weights
 from swift.trainers.optimizers.stochastic_rounding import StochasticRounding
-from swift.trainers.parallel import shards
+from swift.trainers.parallel import resharding, shards, zero_checkpoints
 
 if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
@@ -103,6 +103,7 @@ class AtomicTrainer(Trainer):
         self._background: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "save") if async_save else None
         self._pending: Future[None] | None = None
         self._saved_step = -1
+        self._trained: dict[str, nn.Parameter] = {}
         self._reset_random = random_state()
         super().__init__(**trainer_arguments)
         self._savers = collectives.again() if async_save else collectives
@@ -118,12 +119,29 @@ class AtomicTrainer(Trainer):
                 for group in part.get_all_groups():
                     _set_pg_timeout(timedelta(seconds=self.args.ddp_timeout), group)
 
-    def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
-        """Trainer's, for a model that is already sharded."""
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """Trainer's, for a model that is already sharded; a checkpoint may be of a run that sharded in another way."""
+        folder = Path(resume_from_checkpoint or "")
+        recuts = resume_from_checkpoint is not None and resharding.way_of(folder) != self._way
+        if recuts and self._way:
+            with loading(folder):
+                self._load_whole(folder)
         if is_sharding(self.accelerator):
             keep_quant_states(self.model, self.accelerator.device)
             shard(self.model, self.accelerator)
-        return super()._prepare_for_training(*arguments, **named)
+        kept = None if recuts else resume_from_checkpoint
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, kept)
+        if recuts:
+            with loading(folder):
+                self._load_recut(folder)
+        return prepared
+
+    @property
+    def _way(self) -> str:
+        """How this run shards, as `resharding.way_of` names it."""
+        if self.is_deepspeed_enabled:
+            return "zero3" if self.accelerator.state.deepspeed_plugin.zero_stage == 3 else "zero"
+        return "fsdp" if self.is_fsdp_enabled else ""
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         """Trainer's; small updates of 16-bit weights are not rounded away."""
@@ -131,6 +149,9 @@ class AtomicTrainer(Trainer):
         optimizer: Optimizer = super().create_optimizer(model)
         if made:
             self.rates.give(optimizer, self.model)
+            names = {parameter: name for name, parameter in self.model.named_parameters()}
+            groups = optimizer.param_groups
+            self._trained = {names[parameter]: parameter for group in groups for parameter in group["params"]}
         # fp16's loss scaling needs gradients at the weights that the optimizer holds; ZeRO and FSDP have own masters
         if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
             rounding = StochasticRounding(self.args.seed) if self.stochastic_rounding else None
@@ -242,21 +263,41 @@ class AtomicTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Trainer's."""
-        folder = Path(resume_from_checkpoint) / shards.FOLDER
+        folder = Path(resume_from_checkpoint)
         with loading(resume_from_checkpoint):
-            if folder.is_dir():
-                shards.load_weights(folder, self.model)
-            elif hasattr(self.model, "adapter_start"):
-                load_relative(self.model, Path(resume_from_checkpoint))
-            elif self._is_rearranged(Path(resume_from_checkpoint)):
-                load_rearranged(self.model, Path(resume_from_checkpoint))
+            if self._way == resharding.way_of(folder) == "fsdp":
+                shards.load_weights(folder / shards.FOLDER, self.model)
             else:
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+                self._load_whole(folder)
+
+    def _load_whole(self, folder: Path) -> None:
+        """The weights of a checkpoint into a model that is not sharded, or not yet."""
+        sharded, self.is_fsdp_enabled = self._way == "fsdp", False  # it would seek FSDP's own files
+        try:
+            if hasattr(self.model, "adapter_start"):
+                load_relative(self.model, folder)
+            elif not is_peft(self.model) and is_rearranged(self.model, folder):
+                load_rearranged(self.model, folder)
+            else:
+                super()._load_from_checkpoint(str(folder))
+        finally:
+            self.is_fsdp_enabled = sharded
+
+    def _load_recut(self, folder: Path) -> None:
+        """The state of optimizer and schedule of a run that sharded in another way."""
+        ranks = self.collectives
+        with resharding.read(folder, list(self._trained), ranks) as saved:
+            if self.is_deepspeed_enabled:
+                with zero_checkpoints.scratch(folder, "cut", ranks) as room:
+                    resharding.load_zero(self.model_wrapped.optimizer, self._trained, saved, room, ranks)
+            else:
+                resharding.load(self.optimizer.optimizer, self._trained, saved)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # of accelerate's
+        resharding.load_schedule(schedule, torch.load(folder / "scheduler.pt", weights_only=True))
 
     def _is_rearranged(self, folder: Path) -> bool:
         """Whether the files have other names than the model, such as of fused experts, by which Trainer would load."""
-        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
-        return not sharded and not is_peft(self.model) and is_rearranged(self.model, folder)
+        return not self._way and not is_peft(self.model) and is_rearranged(self.model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Trainer's."""

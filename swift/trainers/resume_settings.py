@@ -5,9 +5,9 @@ Each setting says it of itself (`resume` of `swift.flags.Details`). *Fixed* ones
 *Free* ones decide where the run is watched and how fast it goes, not what it computes; some of them only while weights
 are synced after every update. All others may change, with a note: from there it is no longer the run that was started.
 
-The number of processes may change, and how they share batches with it, as long as the batches stay what they are.
-FSDP's state may be cut in another way, too. Batch sizes count the processes of the run; those of an elastic run count
-`batch_processes`, which stay the same whatever processes there are.
+The number of processes may change, and how they share batches with it, as long as the batches stay what they are. The
+state of optimizers may be cut in another way: by FSDP, by ZeRO, or not at all. Batch sizes count the processes of the
+run; those of an elastic run count `batch_processes`, which stay the same whatever processes there are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from swift.data.system import resolve_system
 from swift.errors import ConfigError, counted
 from swift.flags import flags_of, typed
 from swift.observability.secrets import MASK
-from swift.trainers.arguments import CUT_BY_ZERO
+from swift.trainers.arguments import CUT_AGAIN
 
 SHARING = frozenset(
     {
@@ -96,12 +96,12 @@ def compare_settings(
             change.problems.append(f"{line}{reason} start {counted(then, 'process')}, or start a new run")
         elif name == "batch_processes":  # the other settings, or the processes, say what is wrong
             pass
-        elif kind == "fixed" and not (name == "fsdp" and then and now):
+        elif kind == "fixed" and not (name in ("fsdp", "deepspeed") and _can_be_cut_otherwise(saved, current)):
             change.problems.append(
                 f"--{name}: {typed(now)}: the checkpoint was made with {typed(then)} and this setting may not "
                 f"change on resume; use --{name} {typed(then)}, or start a new run"
             )
-        elif kind == "noted":
+        elif kind in ("noted", "fixed"):
             change.notes.append(f"resume: {name} changes from {typed(then)} to {typed(now)} at this step")
         elif interval > 1 and name in OUT_OF_TURN:
             change.notes.append(
@@ -111,10 +111,18 @@ def compare_settings(
     return change
 
 
+def _can_be_cut_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether a run may shard in another way than the one that made its checkpoint."""
+    if saved.get("fsdp") and current.get("fsdp"):
+        return True
+    whole = current.get("optim") in CUT_AGAIN and current.get("torch_dtype") != "float16"
+    return whole and not current.get("load_best_model_at_end")
+
+
 def _why_not_shared_otherwise(saved: Mapping[str, Any], current: Mapping[str, Any], divides: bool) -> str | None:
     """Why processes cannot share the batches in another way, and what to do; None if they can."""
     other_number, optim = current.get("world_size") != saved.get("world_size"), current.get("optim")
-    if other_number and current.get("deepspeed") and optim not in CUT_BY_ZERO:
+    if other_number and current.get("deepspeed") and optim not in CUT_AGAIN:
         return f", and ZeRO's state of --optim {optim} is cut for that number;"
     if "num_generations" not in current:  # rows are dealt by a data loader
         for name in ("group_by_length", "dataloader_drop_last"):

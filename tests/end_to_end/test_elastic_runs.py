@@ -49,6 +49,28 @@ def test_three_processes_then_two_go_on_with_the_run_of_four(cli, sharding):
         source = folder
 
 
+FSDP, ZERO2, ZERO3 = {"fsdp": "full_shard"}, {"deepspeed": "zero2"}, {"deepspeed": "zero3"}
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_a_run_goes_on_sharded_in_any_other_way(cli, tuner):
+    """Each checkpoint is read by the next way, and the first by the last; with other processes, too."""
+    flags = {**FLAGS, **ADAM, "tuner_type": tuner, "save_total_limit": None, "lr_scheduler_type": "constant"}
+    flags["per_device_train_batch_size"] = 4
+    straight = source = cli.finish("straight", variables={"NPROC_PER_NODE": 2}, **flags, max_steps=15)
+    ways = [FSDP, ZERO3, ZERO2, {}, ZERO3, FSDP, ZERO2]
+    for number, way in enumerate(ways, 1):
+        folder, step = cli.folder / f"{number}", 2 * number - 1
+        shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        more = {"resume_from_checkpoint": "last", "max_steps": step + 2, **way}
+        cli.finish(folder.name, variables={"NPROC_PER_NODE": 1 + number % 2}, **flags, **more)
+        assert sampled(folder) == [row for row in sampled(straight) if step < row[0] <= step + 2]
+        for mine, other in zip(log_rows(folder), log_rows(straight)[step:], strict=False):
+            for name in ("loss", "grad_norm"):
+                assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (way, name)
+        source = folder
+
+
 def workers(run):
     """The training processes by rank."""
     found = {}

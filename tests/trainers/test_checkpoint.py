@@ -358,6 +358,11 @@ def test_fsdp_may_cut_in_another_way_but_not_begin():
     assert compare_settings(saved, {"fsdp": "shard_grad_op", "fsdp_replicas": 2}).problems == []
     assert compare_settings({"fsdp": None}, {"fsdp": "full_shard"}).problems
     assert compare_settings(saved, {"fsdp": None}).problems
+    adam = {"optim": "adamw_torch", "torch_dtype": "bfloat16"}
+    change = compare_settings({**saved, "deepspeed": None}, {**adam, "fsdp": None, "deepspeed": "zero3"})
+    assert not change.problems and len(change.notes) == 2
+    for obstacle in ({"load_best_model_at_end": True}, {"torch_dtype": "float16"}, {"optim": "sgd"}):
+        assert compare_settings(saved, {**adam, "fsdp": None, **obstacle}).problems
 
 
 @pytest.mark.parametrize("then, now", [(1, 4), (4, 1), (4, 4)])
