@@ -155,4 +155,52 @@ OK = (
     Case(HEALTHY, "data", "--reward_funcs accuracy format --learning_rate 5e-5", data="mixed"),
 )  # fmt: skip
 
-CASES: Sequence[Case] = (*SICK, *OK)
+TELLS_BADLY = reward("1 - 2 * (f'<answer>{truth}</answer>' in text)")
+KEEPS = reward("(kept.append(b'x' * 400_000 + bytes(len(kept))) or f'>{truth}<' in text)", setup="kept = []")
+
+BLIND = (
+    Case("reward_constant", "plugin", OWN, reward("len(truth) % 2")),
+    Case("reward_unparsed", "plugin", OWN, reward("text.split('####')[-1].strip() == truth")),
+    Case("reward_failing", "plugin", OWN, reward("__import__('json').loads(text)['answer'] == truth")),
+    Case("reward_hacked", "plugin", "--reward_funcs accuracy own --reward_weights 0.1 1", reward("text.count('1')")),
+    Case("rewards_cancel", "plugin", "--reward_funcs accuracy own", TELLS_BADLY),
+    Case("zero_variance_easy", "data", "--learning_rate 1e-5 --temperature 0.5 --num_generations 4", data="easy"),
+    Case("zero_variance_hard", "data", "--num_generations 4 --beta 0.02", data="hard"),
+    Case("learning_rate_high", "settings", "--learning_rate 2e-2 --reward_funcs accuracy format"),
+    Case("learning_rate_high", "settings", "--learning_rate 5e-2 --loss_type dr_grpo --scale_rewards none"),
+    Case("learning_rate_low", "settings", "--learning_rate 3e-8 --temperature 0.9"),
+    Case("learning_rate_low", "settings", "--learning_rate 5e-8 --lr_scheduler_type cosine --warmup_ratio 0.05"),
+    Case("dead_adapter", "plugin", f"{LORA} --beta 0.02 --reward_funcs accuracy format", STILL),
+    Case("entropy_collapse", "settings", "--temperature 0.15 --beta 0.01"),
+    Case("length_hacking", "plugin", f"{OWN} --max_completion_length 96", reward("len(text) / 150")),
+    Case("truncation", "settings", "--max_completion_length 6 --num_generations 4"),
+    Case("never_stops", "template", f"{LORA} --max_completion_length 32", model="no end"),
+    Case("template_wrong", "template", "--reward_funcs accuracy format", model="open roles"),
+    Case("sampler_mismatch", "plugin", "--parity_check off --temperature 0.9", drawn("logits / 1.6")),
+    Case("sampler_mismatch", "plugin", "--parity_check off", drawn("logits + 0.3 * logits.roll(1, -1)")),
+    Case("reference_drift", "settings", "--beta 8 --learning_rate 5e-5"),
+    Case("data_repeated", "data", "--num_generations 16 --reward_funcs accuracy format", data="two prompts"),
+    Case("non_finite", "plugin", f"{LORA} --loss_type broken", BROKEN),
+    Case("slow_reward", "plugin", f"{OWN} accuracy --max_steps 20", reward("(time.sleep(0.1), 0.1 * len(text))[1]")),
+    Case("slow_engine", "plugin", "--max_steps 20 --beta 0.04", drawn("(time.sleep(0.25), logits)[1]")),
+    Case("memory_growth", "plugin", OWN, KEEPS),
+    Case(HEALTHY, "settings", "--loss_type dapo --epsilon_high 0.28 --overlong_filter true"),
+    Case(HEALTHY, "settings", "--loss_type bnpo --learning_rate 7e-5"),
+    Case(HEALTHY, "settings", "--loss_type cispo --epsilon_high 5"),
+    Case(HEALTHY, "settings", "--loss_type sapo --seed 3"),
+    Case(HEALTHY, "settings", "--temperature 1.2"),
+    Case(HEALTHY, "settings", "--temperature 0.8 --num_generations 4"),
+    Case(HEALTHY, "settings", "--torch_dtype bfloat16"),
+    Case(HEALTHY, "settings", f"{LORA} --lora_rank 32 --seed 5"),
+    Case(HEALTHY, "settings", "--top_entropy_quantile 0.5"),
+    Case(HEALTHY, "settings", "--entropy_coef 0.001"),
+    Case(HEALTHY, "settings", "--scale_rewards batch --beta 0.01"),
+    Case(HEALTHY, "settings", "--beta 0.02 --sync_ref_model true --ref_model_sync_steps 10"),
+    Case(HEALTHY, "settings", "--max_steps 80 --learning_rate 5e-5"),
+    Case(HEALTHY, "settings", "--split_dataset_ratio 0.1 --eval_strategy steps --eval_steps 10"),
+    Case(HEALTHY, "plugin", OWN, reward("1 if f'>{truth}<' in text else -1")),
+    Case(HEALTHY, "plugin", OWN, reward("(f'>{truth}<' in text) + 0.05 * random.random()")),
+)  # fmt: skip
+"""Written after the rules; a rule that is changed because of one of them makes it no longer blind."""
+
+CASES: Sequence[Case] = (*SICK, *OK, *BLIND)
