@@ -150,8 +150,8 @@ class AtomicTrainer(Trainer):
         if made:
             self.rates.give(optimizer, self.model)
             names = {parameter: name for name, parameter in self.model.named_parameters()}
-            groups = optimizer.param_groups
-            self._trained = {names[parameter]: parameter for group in groups for parameter in group["params"]}
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._trained = {names[one]: one for one in parameters if one in names}  # not masters on another device
         # fp16's loss scaling needs gradients at the weights that the optimizer holds; ZeRO and FSDP have own masters
         if made and not (self.args.fp16 or self.is_deepspeed_enabled or self.is_fsdp_enabled):
             rounding = StochasticRounding(self.args.seed) if self.stochastic_rounding else None

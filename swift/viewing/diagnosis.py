@@ -70,8 +70,9 @@ class Diagnosis:
     def _end(self, code: int, now: float) -> None:
         self._child, self._rests_until = None, now + REST * (now - self._began)
         self._printed.seek(0)
+        lines = self._printed.read().splitlines()  # libraries may print, too
         failed = {"causes": [], "problem": f"exit code {code}; run `swift doctor {self._folder}`"}
-        self._found = {**(failed if code else json.load(self._printed)), "waits": False}
+        self._found = {**(failed if code or not lines else json.loads(lines[-1])), "waits": False}
 
 
 def causes_of(folder: Path) -> dict[str, Any]:

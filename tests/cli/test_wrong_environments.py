@@ -30,7 +30,7 @@ ENVIRONMENTS = {
     "environment nobody registered": ("--gym_env game", "--gym_env: game: not a choice; valid: math_env"),
     "environment with a typo": (
         lambda d: d.rlhf("--gym_env gane", *plugin(d, "envs['game'] = Env")),
-        "--gym_env: gane: not a choice; valid: math_env, game",
+        "--gym_env: gane: not a choice; valid: math_env",
     ),
     "an environment that is not named": (
         "--use_gym_env true",

@@ -311,7 +311,7 @@ def test_the_last_engine_of_several_is_alone(pool_of):
     pool = pool_of(Member(fail_after=0), Member())
     assert [client.alone for client in pool.engines] == [False, False]
     run(pool, group("a"))
-    assert [client.alone for client in pool.engines] == [True]
+    assert wait_for(lambda: [client.alone for client in pool.engines] == [True])  # once the failure is told
 
 
 def test_what_an_engine_cannot_even_queue_fails_with_its_cause(pool_of):

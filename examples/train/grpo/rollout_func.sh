@@ -25,7 +25,7 @@ swift rlhf \
     --max_length 64 \
     --max_completion_length 32 \
     --per_device_train_batch_size 32 \
-    --learning_rate 1e-3 \
+    --learning_rate 3e-4 \
     --beta 0 \
     --max_steps 20 \
     --logging_steps 5 \
