@@ -64,12 +64,12 @@ SCRIPTS = {
     "a loop, a secret, two commands": (
         """if [ ! -d out ]; then mkdir out; fi
         for lr in 1e-4 1e-5; do
-          WANDB_API_KEY=hunter2 MAX_PIXELS=9 swift pt --model nano --dataset text.jsonl --learning_rate $lr \\
+          WANDB_API_KEY=hunter2 MAX_PIXELS=1003520 swift pt --model nano-VL --dataset text.jsonl --learning_rate $lr \\
             --max_length $(expr 1024 / 2) --bf16 true; done
         swift infer --model x
         """,
         "pt",
-        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "max_length": 512, "max_pixels": 9},
+        {"dataset": ["text.jsonl"], "torch_dtype": "bfloat16", "max_length": 512, "max_pixels": 1003520},
         {"learning_rate", "WANDB_API_KEY", "swift infer"},
     ),
     "a text of several lines, arithmetic": (
