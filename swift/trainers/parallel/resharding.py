@@ -65,7 +65,7 @@ def _read_plain(checkpoint: Path, names: Sequence[str]) -> Saved:
     places = {name: place for place, name in enumerate(names)}
 
     def state_of(name: str, shape: torch.Size) -> State:
-        state = dict(saved["state"][places[name]])
+        state = dict(saved["state"].get(places[name], {}))  # nothing of what has never had a gradient
         return state | ({WEIGHT: state.pop(MASTER)} if MASTER in state else {})
 
     return Saved(saved["param_groups"], state_of)
@@ -110,7 +110,7 @@ def load(optimizer: Optimizer, weights: Mapping[str, nn.Parameter], saved: Saved
         if target is not weight:
             state[MASTER] = state.pop(WEIGHT)
         elif WEIGHT in state:
-            _own_part(weight).copy_(_own_part(_cut_as(state.pop(WEIGHT), weight)))
+            weight.detach().copy_(_cut_as(state.pop(WEIGHT), weight))
         states[place] = {key: _cut_as(value, weight) if value.ndim else value for key, value in state.items()}
     groups = optimizer.state_dict()["param_groups"]
     for group, then in zip(filter(_has_parameters, groups), filter(_has_parameters, saved.groups), strict=True):
@@ -159,8 +159,3 @@ def _cut_as(whole: Tensor, weight: Tensor) -> Tensor:
     cut: Any = weight
     part = distribute_tensor(whole, cut.device_mesh, cut.placements, src_data_rank=None)
     return part.to(cut.device)
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()

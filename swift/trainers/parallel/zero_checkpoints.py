@@ -82,8 +82,8 @@ def scratch(checkpoint: Path, name: str, ranks: Collectives) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir()
         yield folder
+        ranks.barrier()  # not after a failure, which others may not share
     finally:
-        ranks.barrier()
         if ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
 
