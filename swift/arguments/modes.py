@@ -127,10 +127,7 @@ UNUSED_BY_SERVERS = (
 class RolloutServerArguments(CommonArguments, EngineArguments, GenerationArguments, ImageArguments):
     """`swift rollout`: a generation server for trainers on other machines."""
 
-    @property
-    def SEES(self) -> bool:  # type: ignore[override]  # noqa: N802
-        """Whether prompts may have images; LMDeploy takes texts."""
-        return self.infer_backend != "lmdeploy"
+    SEES: ClassVar[bool] = True
 
     use_vllm: bool | None = flag(  # type: ignore[assignment]
         group="Engine", unset="true unless another backend is named"

@@ -55,6 +55,12 @@ def placeholder_ids(config: Any) -> list[int]:
     return sorted({value for value in values if isinstance(value, int) and 0 <= value < size})
 
 
+def placeholder_of(config: Any) -> int:
+    """The token that a model replaces by an embedding of an image; -1 if its config names none."""
+    known = (getattr(config, name, None) for name in PLACEHOLDERS[:2])
+    return next((value for value in known if value is not None), -1)
+
+
 def forbid_placeholders(model: nn.Module, logits_RV: Tensor) -> Tensor:
     """Logits in which the placeholders of `model` have no probability."""
     banned = placeholder_ids(transformers_model(model).config)
@@ -104,8 +110,7 @@ class Vision:
         self.processor, self.max_pixels = processor, max_pixels
         self._render = render
         self._banned = set(placeholder_ids(config))
-        known = (getattr(config, name, None) for name in PLACEHOLDERS[:2])
-        self.placeholder: int = next((value for value in known if value is not None), -1)
+        self.placeholder = placeholder_of(config)
         if self.placeholder < 0:
             raise ConfigError(
                 f"--model: {folder}: config.json names no token that stands for an image; use a model of another family"
@@ -362,6 +367,12 @@ def as_written(ids: Sequence[int], images: Sequence[ShownImage]) -> list[int]:
         written += [*ids[done:start], shown.mark]
         done = start + len(shown.token_ids)
     return [*written, *ids[done:]]
+
+
+def once_per_image(ids: Sequence[int], placeholder: int) -> list[int]:
+    """Token ids of a prompt with one placeholder in place of those of an image, which must not touch another's."""
+    runs = itertools.groupby(ids, key=lambda token: token < 0)
+    return [token for named, run in runs for token in ([placeholder] if named else run)]
 
 
 def copy_files(model: Path, folder: Path) -> None:

@@ -20,8 +20,6 @@ from swift.models.tower_passes import always_see
 from swift.models.vision import TOKEN_KINDS, Vision, vision_of
 from swift.trainers.rows import IGNORED
 
-WHOLE = "a model that sees images"
-
 
 def vision_problems(args: Any) -> list[str]:
     """What does not work yet in the training of a model that is loaded with its vision tower, one line each."""

@@ -97,7 +97,6 @@ def test_what_training_without_rollouts_cannot_do_yet_is_refused(mode, flags, pr
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--use_lmdeploy true", "--use_lmdeploy: true: takes texts only"),
         ("--vit_lr 0.1", "--vit_lr: 0.1: nothing is trained there; use --freeze_vit false"),
         ("--rollout_func mine", "--rollout_func: mine: makes completions of texts only"),
         ("--max_length 20", "--max_length: 20: a prompt with images of | cannot be cut"),

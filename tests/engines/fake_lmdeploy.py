@@ -15,6 +15,7 @@ import contextlib
 import enum
 import importlib.machinery
 import itertools
+import json
 import sys
 import threading
 import types
@@ -108,6 +109,7 @@ class Recorder:
     ignores_updates: bool = False
     fail_update_at: int | None = None
     start_error: BaseException | None = None
+    blind: bool = False
     gate: threading.Event | None = None
     step_s: float = 0.0
     hang_close: threading.Event | None = None
@@ -178,9 +180,12 @@ class _Handle:
         self.cancelled.add(session_id)
 
     async def async_stream_infer(
-        self, session_id, input_ids, gen_config=None, adapter_name=None, stream_output=False, **kwargs
+        self, session_id, input_ids, gen_config=None, multimodal=None, adapter_name=None, stream_output=False, **kwargs
     ):
-        RECORDER.add("infer", ids=list(input_ids), config=gen_config, adapter=adapter_name, stream=stream_output)
+        RECORDER.add(
+            "infer", ids=list(input_ids), config=gen_config, adapter=adapter_name, stream=stream_output,
+            multimodal=multimodal,
+        )  # fmt: skip
         ids, step = list(input_ids), 0
         generator = torch.Generator().manual_seed(gen_config.random_seed % 2**63)
         try:
@@ -266,8 +271,47 @@ class _SessionManager:
         self.sessions.pop(session.session_id, None)
 
 
+class MultimodalProcessor:
+    """Of `VLAsyncEngine`, for ids with images: `preprocess` and `to_pytorch_with_input_ids` of Qwen2-VL."""
+
+    def __init__(self, model_path):
+        from transformers import AutoConfig, AutoTokenizer
+
+        from swift.models.vision import load_processor
+
+        config = AutoConfig.from_pretrained(model_path)
+        self.image_token_id = config.image_token_id
+        processor = load_processor(Path(model_path), config, AutoTokenizer.from_pretrained(model_path))
+        self.image_processor = processor.image_processor
+
+    async def get_prompt_input(self, prompt, do_preprocess, **kwargs):
+        assert not do_preprocess
+        text, *items = prompt[0]["content"]
+        assert text["type"] == "text"
+        assert all(item["type"] == "image_data" for item in items)
+        preps = []
+        for item in items:
+            made = self.image_processor(images=[item["image_data"]["data"]], return_tensors="pt")
+            tokens = int(made["image_grid_thw"].prod()) // self.image_processor.merge_size**2
+            preps.append({**made, "image_tokens": tokens, "image_token_id": self.image_token_id})
+        found = text["text"].count(self.image_token_id)
+        assert found == len(preps), f"the number of image token id is not equal: {found} vs {len(preps)}"
+        ids, rest = [], iter(preps)
+        for token in text["text"]:
+            if token != self.image_token_id:
+                ids.append(token)
+                continue
+            prep = next(rest)
+            prep["offset"] = len(ids)
+            ids += [token] * prep["image_tokens"]
+        return {"prompt": None, "input_ids": ids, "multimodal": preps}
+
+
 class AsyncEngine:
     def __init__(self, model_path, config):
+        if "vision_config" in json.loads((Path(model_path) / "config.json").read_text()) and not RECORDER.blind:
+            self.vl_encoder = object()
+            self.prompt_processor = MultimodalProcessor(model_path)
         self.session_len = config.session_len or 1024
         self.engine = _Backend(model_path, config)
         self.sleeping_tags = set()

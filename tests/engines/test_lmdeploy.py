@@ -11,10 +11,17 @@ from dataclasses import replace
 import fake_lmdeploy
 import pytest
 import torch
+from image_rows import data_url, turn
 from oracle import load
 from sources import asking, leave, nothing_left, on_a_loop, source_of
+from transformers import AutoConfig
 
-from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, ResourceError, SyncFailed
+from swift.data.image_store import remember
+from swift.data.images import ImageSource, read_image
+from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, RequestRefused, ResourceError, SyncFailed
+from swift.models import load_chat
+from swift.models.arguments import SeeingArguments
+from swift.models.vision import placeholder_ids
 from swift.rollout.engines import lmdeploy
 from swift.rollout.engines.spec import EngineSpec, build_engine
 from swift.rollout.weights.base import WeightStream
@@ -416,6 +423,48 @@ def test_a_kv_cache_without_room_does_not_keep_the_weights_awake(start, monkeypa
     with pytest.raises(EngineAsleep):
         run(engine, requests(1))
     assert engine.wake() is True
+
+
+# --- images ---------------------------------------------------------------------------------------------------
+
+
+def prompt_with_images(template, count):
+    images = [read_image(data_url(seed), ImageSource()) for seed in range(count)]
+    remember(images)
+    parts = [{"type": "image", "image": one.digest} for one in images]
+    return template.encode_prompt([turn("user", [*parts, {"type": "text", "text": "What?"}])])
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_lmdeploy_makes_the_tensors_of_images(start, vlm_folders, images):
+    folder = vlm_folders("qwen2_5_vl")
+    template = load_chat(SeeingArguments(model=str(folder)))
+    ids = prompt_with_images(template, images)
+    engine = start(model=str(folder), sees=True, max_model_len=256)
+    assert engine.capabilities.images
+    found = run(engine, [Request("seen", ids, PLAIN), Request("text", [5, 6, 7], PLAIN)])
+    assert all(one.finish_reason in ("stop", "length") for one in found.values())
+    calls = {call["multimodal"] is not None: call for call in start.recorder.of("infer")}
+    config = AutoConfig.from_pretrained(folder)
+    assert calls[True]["ids"] == [config.image_token_id if token < 0 else token for token in ids]
+    wanted = template.vision.features([ids], "cpu")
+    for name in ("pixel_values", "image_grid_thw"):
+        assert torch.equal(torch.cat([one[name] for one in calls[True]["multimodal"]]), wanted[name])
+    assert all(call["config"].bad_token_ids == placeholder_ids(config) for call in calls.values())
+
+
+def test_images_of_another_size_than_the_trainers_are_refused(start, vlm_folders):
+    folder = vlm_folders("qwen2_5_vl")
+    template = load_chat(SeeingArguments(model=str(folder), max_pixels=1024))
+    engine = start(model=str(folder), sees=True, max_model_len=256)
+    with pytest.raises(RequestRefused, match=r"LMDeploy makes \d+ tokens of its prompt with images, the trainer"):
+        run(engine, [Request("seen", prompt_with_images(template, 1), PLAIN)])
+    assert run(engine, requests(1))
+
+
+def test_a_model_of_which_lmdeploy_knows_no_tower_is_refused(start, vlm_folders):
+    with pytest.raises(ConfigError, match=r"LMDeploy takes no images for .*; use --use_vllm true"):
+        start(model=str(vlm_folders("qwen2_5_vl")), sees=True, blind=True)
 
 
 # --- the end --------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ rank. It confirms nothing, and after a failure the model has a part of the bucke
 before an update, and a fixed prompt is sampled after it (the probe): its log-probs must be finite, and change with the
 weights. LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
 
+Of prompts with images LMDeploy makes the tensors, from ids with one placeholder per image; it must come to the tokens
+of the trainer. Completions have no placeholder, but the raw log-probs leave a probability to it.
+
 A call into LMDeploy that exceeds its time limit makes the engine dead; the thread of the call is abandoned. The
 engine's owner watches its progress, as for every engine.
 """
@@ -27,8 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swift.errors import EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
+from swift.data.image_store import images_shown
+from swift.data.images import open_image
+from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.models.tokenizer import read_tokenizer
+from swift.models.vision import has_images, once_per_image, placeholder_ids, placeholder_of, resized
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.events import START_S
@@ -55,8 +61,9 @@ UNCHANGED_LIMIT = 3
 
 @dataclass(slots=True)
 class _Running(Running):
-    """A request. session: LMDeploy's, None before the first try. serving: its completion."""
+    """A request. prompt: as LMDeploy takes it. session: its own, None before the first try. serving: its completion."""
 
+    prompt: dict[str, Any] = field(default_factory=dict)
     aborted: bool = False
     session: Any = None
     serving: Future[Completion] = field(default_factory=Future)
@@ -90,6 +97,8 @@ class LMDeployEngine(StatefulEngine):
         self._tokenizer = read_tokenizer(spec.model, trust_remote_code=spec.trust_remote_code)
         config = model_config(spec)
         self.vocab_size = config.get_text_config().vocab_size
+        self.placeholders = placeholder_ids(config) if spec.sees else []
+        self._placeholder = placeholder_of(config) if spec.sees else -1
         self.expected = ExpectedWeights.of_model(spec.model, config)
         try:
             self._open()
@@ -127,6 +136,11 @@ class LMDeployEngine(StatefulEngine):
             raise EngineError(
                 f"engine: lmdeploy: it failed to start ({type(error).__name__}: {first_line(error)})"
             ) from error
+        if spec.sees and not hasattr(self._engine, "vl_encoder"):
+            raise ConfigError(
+                f"--use_lmdeploy: true: LMDeploy takes no images for {spec.model}; use --use_vllm true, or "
+                "--infer_backend transformers"
+            )
         limits = [self._engine.session_len, getattr(self._engine.engine, "max_session_len", None)]
         self.capabilities = Capabilities(
             name="lmdeploy",
@@ -138,6 +152,7 @@ class LMDeployEngine(StatefulEngine):
             tensor_parallel_size=spec.tensor_parallel_size,
             sleep_levels=(0, 1, 2),
             guided=True,
+            images=spec.sees,
             sampling_fields=api_.SAMPLING_FIELDS,
         )
         if spec.adapters:
@@ -181,18 +196,51 @@ class LMDeployEngine(StatefulEngine):
             raise EngineError(f"request: {name}: is outstanding already; give each an id of its own")
         running = self._running[name] = _Running(request)
         try:
-            running.serving = self._spawn(self._serve(running))
-            waited = asyncio.wrap_future(running.serving)
-            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
-                self._check_valid()
-        except asyncio.CancelledError:
-            self.abort([name])
-            await asyncio.wait([waited], timeout=CLOSE_S)
-            raise
+            running.prompt = await self._prompt(request)
+            self._check_usable()
+            return await self._served(running)
         finally:
             if self._running.get(name) is running:
                 del self._running[name]
+
+    async def _served(self, running: _Running) -> Completion:
+        """Let LMDeploy sample a request, and wait for it."""
+        running.serving = self._spawn(self._serve(running))
+        waited = asyncio.wrap_future(running.serving)
+        try:
+            while not (await asyncio.wait([waited], timeout=LOOK_S))[0]:
+                self._check_valid()
+        except asyncio.CancelledError:
+            self.abort([running.request.request_id])
+            await asyncio.wait([waited], timeout=CLOSE_S)
+            raise
         return running.completion("abort") if waited.cancelled() else waited.result()
+
+    async def _prompt(self, request: Request) -> dict[str, Any]:
+        """A prompt as LMDeploy takes it. Raises RequestRefused: it makes other tokens of images than the trainer."""
+        if not has_images(request.prompt_ids):
+            return {"input_ids": list(request.prompt_ids)}
+        images = request.images or images_shown(request.prompt_ids)
+        pixels = await asyncio.to_thread(
+            lambda: [resized(open_image(shown.image), self.spec.max_pixels) for shown in images]
+        )
+        written = {"type": "text", "text": once_per_image(request.prompt_ids, self._placeholder)}
+        parts = [written, *({"type": "image_data", "image_data": {"data": image}} for image in pixels)]
+        name = request.request_id
+        try:
+            made = await self._engine.prompt_processor.get_prompt_input(
+                [{"role": "user", "content": parts}], do_preprocess=False
+            )
+        except Exception as error:  # its processors fail in types of their own
+            raise RequestRefused(name, f"request: {name}: LMDeploy refuses its images ({first_line(error)})") from error
+        ids = [self._placeholder if token < 0 else token for token in request.prompt_ids]
+        if list(made["input_ids"]) != ids:
+            raise RequestRefused(
+                name,
+                f"request: {name}: LMDeploy makes {len(made['input_ids'])} tokens of its prompt with images, the "
+                f"trainer {len(ids)}; give both the same --max_pixels, or use --infer_backend transformers",
+            )
+        return {"input_ids": ids, "multimodal": made["multimodal"]}
 
     def check_length(self, request: Request) -> None:
         """Also refuses a temperature above LMDeploy's maximum."""
@@ -222,7 +270,9 @@ class LMDeployEngine(StatefulEngine):
     async def _sample(self, running: _Running) -> FinishReason:
         """On LMDeploy's loop: one try of a request. Raises _TooLong."""
         engine, request = self._engine, running.request
-        config = api_.generation_config(self._api, request.sampling, self.room(request), self.spec.eos_token_ids)
+        config = api_.generation_config(
+            self._api, request.sampling, self.room(request), self.spec.eos_token_ids, self.placeholders
+        )
         running.session = engine.session_mgr.get()
         reason: FinishReason | None = None
         loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
@@ -233,7 +283,7 @@ class LMDeployEngine(StatefulEngine):
                 async with engine.safe_run(
                     handle,
                     session=running.session,
-                    input_ids=list(request.prompt_ids),
+                    **running.prompt,
                     gen_config=config,
                     stream_output=True,
                 ) as outputs:
@@ -324,7 +374,8 @@ class LMDeployEngine(StatefulEngine):
         """Sample the probe after an update with this digest. Raises SyncFailed: the weights did not arrive."""
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        running = _Running(Request("probe", list(range(8)), sampling))
+        ids = list(range(8))
+        running = _Running(Request("probe", ids, sampling), prompt={"input_ids": ids})
         try:
             reason = self._wait_for(self._sample(running), self.spec.limit_s, "probe")
         except EngineDead:

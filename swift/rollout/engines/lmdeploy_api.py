@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,7 +131,9 @@ def engine_config(api: SimpleNamespace, spec: EngineSpec) -> Any:
         raise ConfigError(share if spec.memory_share >= 1 else other) from error
 
 
-def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int, ends: tuple[int, ...]) -> Any:
+def generation_config(
+    api: SimpleNamespace, sampling: SamplingParams, room: int, ends: tuple[int, ...], banned: Sequence[int] = ()
+) -> Any:
     """A request's `GenerationConfig`; it sets every field whose default would change the distribution.
 
     Without `do_sample` the temperature is ignored; the default of `top_k` is 50; without `include_stop_str_in_output`
@@ -141,7 +144,11 @@ def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int,
         sampling: of the request.
         room: maximum number of new tokens.
         ends: end tokens of the spec.
+        banned: tokens that are never sampled; see `swift.models.vision.placeholder_ids`.
     """
+    extra = dict(sampling.extra)
+    if bad := sorted({*extra.get("bad_token_ids", ()), *banned}):
+        extra["bad_token_ids"] = bad
     greedy = sampling.temperature == 0
     return api.GenerationConfig(
         n=1,
@@ -160,5 +167,5 @@ def generation_config(api: SimpleNamespace, sampling: SamplingParams, room: int,
         logprobs=1,
         min_new_tokens=sampling.min_tokens or None,
         response_format=None if sampling.regex is None else {"type": "regex_schema", "regex_schema": sampling.regex},
-        **sampling.extra,
+        **extra,
     )

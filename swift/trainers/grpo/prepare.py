@@ -222,12 +222,10 @@ def _check_vision(args: Any, placement: Placement, reward_models: RewardModels |
     """Raises ConfigError: what does not work yet with a model that is loaded with its vision tower, one line each."""
     from swift.rollout.arguments import in_use
     from swift.rollout.engines.vllm import require_images
-    from swift.trainers.images import WHOLE, vision_problems
+    from swift.trainers.images import vision_problems
 
     makers = in_use(args, ("rollout_source", "rollout_func"))
     problems = [f"{name}: makes completions of texts only; leave it out" for name in makers]
-    if args.use_lmdeploy:
-        problems.append(f"--use_lmdeploy: true: takes texts only; sample {WHOLE} with --use_vllm true")
     join_problems([*problems, *vision_problems(args)])
     if args.use_vllm and placement.mode not in ("in_process", "server"):
         require_images()
