@@ -12,13 +12,27 @@ from swift.observability.answers import MARKED
 from swift.observability.evidence import Evidence, Row, Series, is_short
 from swift.observability.findings import Finding, between, percent, steps_of
 from swift.observability.health_rules import PENALTIES
+from swift.types import EXTRACTED
 
-FAULTS = ("timeout", "exception", "contract", "crash", "not_finite")
+FAULTS = ("timeout", "exception", "contract", "crash", "not_finite", "no_reward")
 OF_FORM = (*PENALTIES, "format", "format_strict")
 """Shipped functions that do not ask whether an answer is right."""
-TRUTHFUL = re.compile(r"acc|correct|right|answer|match|math|solution|exact|verif|gsm|code", re.IGNORECASE)
+TRUTHFUL = re.compile(
+    r"^(?!.*(?:len|cost|time|count|penal)).*(?:acc|correct|right|answer|match|math|solution|exact|verif|gsm|code)",
+    re.IGNORECASE,
+)
 """Names of functions that ask whether an answer is right."""
-TEST = "swift reward-test --reward_funcs {names} --completions <run>/completions.jsonl"
+TRUTHS = re.compile(r"solution|answer|label|target|truth|gold|expected|reference|result", re.IGNORECASE)
+"""Names of columns that have the ground truth."""
+KEYS = re.compile(r"^(?:.*_)?(?:id|idx|index|uid|uuid|key|hash|row|source|no|number)$", re.IGNORECASE)
+"""Names of columns that number rows, and say nothing of their tasks."""
+
+
+def to_test(e: Evidence, names: str) -> str:
+    """The command line that shows what functions read in the completions of a run."""
+    plugins = " ".join(map(str, e.arg("external_plugins", [])))
+    given = f"--external_plugins {plugins} " if plugins else ""
+    return f"swift reward-test {given}--reward_funcs {names} --completions <run>/completions.jsonl"
 
 
 def values_of(e: Evidence, name: str) -> list[float | None]:
@@ -36,15 +50,16 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     kinds: Counter[str] = Counter()
     steps: list[int] = []
     for row in e.completions:
-        kind, colon, name = str(row.get("excluded") or "").partition(": ")
-        if colon and kind in FAULTS:
-            kinds[f"{name}: {kind}"] += 1
+        kind, _, name = str(row.get("excluded") or "").partition(": ")
+        if kind in FAULTS:
+            kinds[f"{name or ' '.join(e.names)}: {kind}"] += 1
             steps.append(row["step"])
     failed = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_failed/")}
     late = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_timeout/")}
     all_rows = max(1, len(e.completions))
-    share = max([sum(kinds.values()), *failed.values()]) / all_rows
-    ended = [reason for reason in e.reasons if re.search(r"reward|failed on every sample", reason)]
+    per_step = all_rows / max(1, len({row["step"] for row in e.completions}))
+    share = max(sum(kinds.values()) / all_rows, max(failed.values(), default=0) / max(1, per_step * e.num_steps))
+    ended = [reason for reason in e.reasons if re.search(r"--reward_funcs: .*fail|failed on every sample", reason)]
     if share < 0.01 and not ended:
         return
     evidence = [f"{name} for {counted(count, 'completion')} of {all_rows}" for name, count in kinds.most_common(3)]
@@ -52,8 +67,8 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     evidence += [f"the run ended with: {reason}" for reason in ended[:1]]
     names = [name for name, count in failed.items() if count] or [one.partition(":")[0] for one in kinds]
     slow = sum(late.values()) > 0.5 * sum(failed.values()) > 0
-    fix = "--reward_timeout 120, or a faster function" if slow else TEST.format(names=" ".join(names) or "<name>")
-    strength = max(between(share, 0.01, 0.2, 0.5, 0.97), 0.9 if ended else 0)
+    fix = "--reward_timeout 120, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
+    strength = max(between(share, 0.01, 0.15, 0.3, 0.97), 0.9 if ended else 0)
     yield Finding("reward_failing", strength, evidence, fix, steps)
 
 
@@ -80,7 +95,11 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
         if constant and others_see and not TRUTHFUL.search(name):
             continue
         share = len(unseen) / len(hits)
-        if not constant and (sees[name] < 0.05 or share < 0.25):
+        blind = abs(sees[name]) < 0.05 and len(hits) > 19 < len(scored) - len(hits) and any(_inside(e, name))
+        if not constant and blind and not (others_see or e.learns) and (len(e.names) == 1 or TRUTHFUL.search(name)):
+            yield Finding("reward_unparsed", 0.8, _as_much_as_wrong(name, hits, scored), to_test(e, name))
+            continue
+        if not constant and (sees[name] < 0.05 or share < 0.25 or _stops_to_see(hits, lowest)):
             continue
         example = unseen[0]
         yield Finding(
@@ -91,9 +110,29 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
                 f"step {example['step']}: {e.truth} {str(example['columns'][e.truth])!r}, completion ends "
                 f"{example['completion'][-60:]!r}",
             ],
-            f"{TEST.format(names=name)}; ask for the form that it reads (--system), or change the function",
+            f"{to_test(e, name)}; ask for the form that it reads (--system), or change the function",
             [row["step"] for row in unseen],
         )
+
+
+def _stops_to_see(hits: Sequence[tuple[Row, float]], lowest: float) -> bool:
+    """Whether right answers got a reward until some step, and none later."""
+    seen, unseen = ([row["step"] for row, v in hits if (v > lowest) is paid] for paid in (True, False))
+    return max(seen, default=0) < min(unseen, default=0)
+
+
+def _as_much_as_wrong(
+    name: str, hits: Sequence[tuple[Row, float]], scored: Sequence[tuple[Row, bool, float]]
+) -> list[str]:
+    """That a function gives right answers no more than wrong ones."""
+    right, wrong = (
+        statistics.fmean(v for _, v in hits),
+        statistics.fmean(v for _, is_right, v in scored if not is_right),
+    )
+    return [
+        f"{name} is {right:.3f} for the {len(hits)} completions that have the right answer, "
+        f"{wrong:.3f} for the {len(scored) - len(hits)} others"
+    ]
 
 
 def _contrast(e: Evidence, name: str) -> float:
@@ -106,7 +145,9 @@ def _contrast(e: Evidence, name: str) -> float:
 
 def zero_variance(e: Evidence) -> Iterator[Finding]:
     """Groups with equal rewards: because of the function or its column, or because all are wrong, or all right."""
-    groups = [g for rows in e.groups if len(g := [row for row in rows if row.get("reward") is not None]) > 1]
+    dropped = e.arg("dynamic_sample", False)  # their rewards are equal, and they were drawn again
+    groups = [[row for row in rows if row.get("reward") is not None] for rows in e.groups]
+    groups = [rows for rows in groups if len(rows) > 1 and not (dropped and not any(row["used"] for row in rows))]
     flat = equal_groups(e, groups)
     if len(groups) < 4 or len(flat) < 0.7 * len(groups):
         return
@@ -123,14 +164,19 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     steps = f"{percent(share)} of {len(groups)} groups have equal rewards ({steps_of(at)})"
     if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= set(OF_FORM):
         said = f"right and wrong answers have the same reward in {len(mixed)} of these groups"
-        yield Finding("reward_constant", 0.9, [steps, said], TEST.format(names=" ".join(e.names)), at)
+        yield Finding("reward_constant", 0.9, [steps, said], to_test(e, " ".join(e.names)), at)
     elif share > 0.95 and (why := _no_truth(e, values)):
-        yield Finding("reward_constant", 0.75, [steps, *why], TEST.format(names=" ".join(e.names)), at)
+        yield Finding("reward_constant", 0.75, [steps, *why], to_test(e, " ".join(e.names)), at)
+    elif share > 0.95 and not same_texts and len(levels := {rows[0]["reward"] for rows in flat}) > 2:
+        said = f"{len(levels)} rewards are there, but never two for one prompt, whatever the text"
+        yield Finding("reward_constant", 0.8, [steps, said], to_test(e, " ".join(e.names)), at)
     low, high = min(values), max(values)
     top = high if high > low else (low if low > 0 else low + 1)
     bottom = sum(rows[0]["reward"] < top for rows in flat)
     reward = f"their rewards are from {min(r[0]['reward'] for r in flat):g} to {max(r[0]['reward'] for r in flat):g}"
     hard = bottom >= 0.5 * len(flat)
+    if not hard and e.learns and len(equal_groups(e, early := groups[: len(groups) // 8 + 1])) < 0.5 * len(early):
+        strength *= 0.5  # the run has solved it
     if same_texts and hard:
         strength *= 0.5
         reward += "; the completions of a group are mostly the same text"
@@ -146,12 +192,45 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
         yield Finding("zero_variance_easy", strength, [steps, reward], "harder prompts, or --dynamic_sample true", at)
 
 
+def reward_stops(e: Evidence) -> Iterator[Finding]:
+    """Rewards that were unequal, and from some step on are all the same, for texts that are as they were."""
+    by_step: dict[int, set[float]] = {}
+    for row in e.completions:
+        if row["reward"] is not None:
+            by_step.setdefault(row["step"], set()).add(row["reward"])
+    steps = sorted(by_step)
+    varied = [step for step in steps if len(by_step[step]) > 1]
+    since = [step for step in steps if step > max(varied, default=0)]
+    if not varied or len(since) < max(4, 0.2 * len(steps)) or len(set.union(*(by_step[step] for step in since))) != 1:
+        return
+    (value,) = by_step[since[0]]
+    if value > 0 and value == max(set.union(*by_step.values())):
+        return  # solved
+    before, after = _able(e, steps[: steps.index(since[0])]), _able(e, since)
+    if not before or min(before, after) < 0.7 * max(before, after):
+        return
+    said = [f"every reward is {value:g} from step {since[0]} on, before that they differ", "the texts are as before"]
+    yield Finding("reward_constant", 0.85, said, to_test(e, " ".join(e.names)), since)
+
+
+def _able(e: Evidence, steps: Sequence[int]) -> float:
+    """Of these steps, the share of right answers; where no ground truth is known, the mean length of texts."""
+    able = e.rightness if any(e.rightness.values) else e.by_step(lambda row: float(len(row["completion"])))
+    chosen = [value for step, value in zip(able.steps, able.values, strict=True) if step in set(steps)]
+    return statistics.fmean(chosen) if chosen else 0.0
+
+
 def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
     """Why equal rewards are the function's fault; [] if they may as well be the model's."""
     columns = {name for row in e.completions[:64] for name in row["columns"] if not name.endswith("_extracted")}
     for name in columns:
         found = {str(row["columns"].get(name)) for row in e.completions}
-        if len(found) == 1 and len({row["prompt"] for row in e.completions}) > 1:
+        if (
+            e.truth is None
+            and TRUTHS.search(name)
+            and len(found) == 1
+            and len({row["prompt"] for row in e.completions}) > 1
+        ):
             shown = next(iter(found))
             return [
                 f"column {name} is {shown[:40]!r} in every row"
@@ -177,7 +256,7 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
         values = [v for v in values_of(e, name) if v is not None]
         if weight >= 0 or not values:
             continue
-        wanted = name in OF_FORM or TRUTHFUL.search(name) or _contrast(e, name) > 0.3 or max(values) <= 0
+        wanted = name in OF_FORM or _tells_right(e, name) or max(values) <= 0
         evidence = [f"--reward_weights gives {name} {weight:g}, and its values are {min(values):g} to {max(values):g}"]
         if wanted:
             evidence.append("higher values of it are better, so the run is trained towards the worse ones")
@@ -196,7 +275,7 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
                 continue
             yield Finding(
                 "rewards_cancel",
-                between(-likeness, 0.5, 0.95, 0.45, 0.95),
+                between(-likeness, 0.5, 0.95, 0.45, 0.95) * (0.5 if e.learns else 1.0),
                 [
                     f"inside of groups {first} and {second} have a correlation of {likeness:.2f}",
                     f"their sum keeps {percent(kept / whole)} of the variance that they have apart",
@@ -230,7 +309,8 @@ def reward_hacked(e: Evidence) -> Iterator[Finding]:
         return
     rose = f"reward from {reward.first:.3f} to {reward.last:.3f}"
     watched = {"the share of right answers in the texts": e.rightness, "eval_reward": _evaluated(e)}
-    watched |= {f"rewards/{name}/mean": e.series(f"rewards/{name}/mean") for name in e.names}
+    counts = [name for name in e.names if e.weights.get(name, 1.0) > 0 or _tells_right(e, name)]
+    watched |= {f"rewards/{name}/mean": e.series(f"rewards/{name}/mean") for name in counts}
     fix = "add a reward for what falls, or a larger weight for it (--reward_weights); --beta 0.1 holds the policy"
     for name, series in watched.items():
         if series and series.trend < -3 and series.first > 0 and series.last < 0.8 * series.first:
@@ -259,6 +339,11 @@ def reward_hacked(e: Evidence) -> Iterator[Finding]:
             [rose, f"different texts among all completions from {percent(spread.first)} to {percent(spread.last)}"],
             "a reward that depends on the prompt",
         )
+
+
+def _tells_right(e: Evidence, name: str) -> bool:
+    """Whether a function asks whether an answer is right, by its name or by its values."""
+    return bool(TRUTHFUL.search(name)) or _contrast(e, name) > 0.3
 
 
 def repeated(row: Row) -> float | None:
@@ -302,12 +387,14 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
     better = {name for name in e.names if paid[name] < 0.6 and e.series(f"rewards/{name}/mean").trend > 3}
     if better or e.rightness.trend > 3:
         return
+    binary = {name for name in e.names if len({v for v in values_of(e, name) if v is not None}) == 2}
     grown = f"completions/mean_length from {length.first:.0f} to {length.last:.0f} tokens ({steps_of(length.steps)})"
     evidence, strength = [grown], between(length.last / length.first, 1.25, 2.0, 0.5, 0.8)
     for name, likeness in paid.items():
         if likeness >= 0.6:
             evidence.append(f"{name} pays for length: a correlation of {likeness:.2f} inside of groups")
-            strength = max(strength, between(likeness, 0.9, 0.99, 0.6, 0.95))
+            sure = 0.5 if name in binary and e.rightness.trend >= 0 else 1.0
+            strength = max(strength * sure, between(likeness, 0.9, 0.99, 0.6, 0.95) * sure)
     if not any(likeness >= 0.6 for likeness in paid.values()):
         evidence.append(
             f"reward from {e.reward.first:.3f} to {e.reward.last:.3f}" if e.reward else "no reward rises with it"
@@ -333,7 +420,7 @@ def _paid_by_length(e: Evidence, name: str) -> float:
 
 def data_repeated(e: Evidence) -> Iterator[Finding]:
     """Few different prompts."""
-    prompts = Counter(rows[0]["prompt"] for rows in e.groups)
+    prompts = Counter(_task(rows[0]) for rows in e.groups)
     if not prompts or len(e.groups) < 16:
         return
     times, ids = len(e.groups) / len(prompts), len({rows[0].get("prompt_id") for rows in e.groups})
@@ -353,6 +440,12 @@ def data_repeated(e: Evidence) -> Iterator[Finding]:
     )
 
 
+def _task(row: Row) -> str:
+    """A prompt, with the columns that make another task of the same text, as in a game."""
+    columns = {name: value for name, value in row["columns"].items() if not name.endswith(EXTRACTED)}
+    return repr((row["prompt"], [(name, value) for name, value in columns.items() if not KEYS.search(name)]))
+
+
 def closed_answers(row: Row) -> bool:
     """Whether a text goes on after its marked answer."""
     ends = [found.end() for way in MARKED[:3] for found in way.finditer(row["completion"])]
@@ -363,6 +456,7 @@ RULES = (
     reward_failing,
     reward_unparsed,
     zero_variance,
+    reward_stops,
     rewards_cancel,
     reward_hacked,
     length_hacking,

@@ -30,12 +30,12 @@ def non_finite(e: Evidence) -> Iterator[Finding]:
     ended = [reason for reason in e.reasons if re.search(r"non-finite|not finite|\bnan\b", reason, re.IGNORECASE)]
     if not (skipped or null or ended):
         return
-    share = max(skipped, len(null)) / max(1, len(e.log))
+    share = max(skipped / max(1, e.num_steps), len(null) / max(1, len(e.log)))
     evidence = [f"health/nan_skips adds up to {skipped:.0f}"] if skipped else []
     evidence += [f"the loss is not finite at {steps_of(null)}"] if null else []
     evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
     fix = "--torch_dtype bfloat16, a lower --learning_rate; a plugin's loss or reward may divide by 0"
-    strength = max(between(share, 0.0, 0.2, 0.6, 0.95), 0.9 if ended else 0)
+    strength = max(between(share, 0.005, 0.1, 0.4, 0.95), 0.9 if ended else 0)
     yield Finding("non_finite", strength, evidence, fix, [*null, *at])
 
 
@@ -58,11 +58,14 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     signs += [(0.55, broken, since)] if broken else []
     clear, share = reward.fall if len(reward.values) > 12 else (0.0, 0.0)
     fell = clear > 5 and share > 0.2
-    if fell:
+    if lost := _lost_at_once(e):
+        signs.append((0.55, lost, reward.steps))
+    elif fell:
         falls = f"reward falls by {percent(share)}, to {reward.last:.3f}, and stays there"
-        signs.append((0.35, falls, reward.late.steps))
+        alone = not signs and (e.rightness.trend > -3 or bool(e.arg("curriculum_column", "")))
+        signs.append((0.2 if alone else 0.35, falls, reward.late.steps))
     total = sum(weight for weight, _, _ in signs)
-    if not signs or not rate or (not fell and not broken and total < 0.6):
+    if not signs or not rate or (not fell and not broken and not lost and total < 0.6):
         return
     evidence = [said for _, said, _ in signs] + [f"learning_rate is up to {max(rate.values):.1e}"]
     yield Finding(
@@ -71,6 +74,20 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
         evidence,
         f"--learning_rate {max(rate.values) / 10:.0e} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
         [step for _, _, steps in signs for step in steps],
+    )
+
+
+def _lost_at_once(e: Evidence) -> str:
+    """What the first step could, and none of the later ones: the first updates have destroyed the policy."""
+    able = e.rightness if any(e.rightness.values) else e.reward
+    if len(able.values) < 8 or e.num_steps < 12 or min(able.values) < 0:
+        return ""
+    first, later = able.values[0], able.values[2:]
+    if first < 0.1 or max(later) > 0.5 * first or statistics.fmean(later) > 0.1 * first:
+        return ""
+    what = "the share of right answers" if able is e.rightness else "reward"
+    return (
+        f"{what} is {first:.2f} at step {able.steps[0]}, and {statistics.fmean(later):.3f} from step {able.steps[2]} on"
     )
 
 
@@ -92,10 +109,14 @@ def learning_rate_low(e: Evidence) -> Iterator[Finding]:
     """Rewards differ and gradients flow, and the policy stays what it was."""
     rate, kl, norm, entropy = (e.series(key) for key in ("learning_rate", "kl", "grad_norm", "entropy"))
     flat = e.series("frac_reward_zero_std")
-    if not rate or len(rate.values) < 10 or e.learns or (flat and flat.mean > 0.8) or (norm and max(norm.values) == 0):
+    if len(rate.values) < 4 or e.num_steps < 20 or e.learns or (flat and flat.mean > 0.8):
+        return
+    if norm and max(norm.values) == 0:
         return
     per_line = statistics.fmean([b - a for a, b in zip([0, *rate.steps], rate.steps, strict=False)])
     total, bound = sum(rate.values) * per_line, MOVED["full" if e.arg("tuner_type", "full") == "full" else "adapter"]
+    if e.arg("max_steps", 0) > 2 * e.num_steps and rate.values[-1] == max(rate.values) > rate.values[0]:
+        return  # still in its warm-up
     still = bool(kl) and abs(kl.last) < 1e-5
     if entropy and len(entropy.values) > 1 and abs(entropy.values[-1] / (entropy.values[0] or 1) - 1) > 0.1:
         return
@@ -123,6 +144,9 @@ def dead_adapter(e: Evidence) -> Iterator[Finding]:
     moved = bool(norm) and max(norm.values) > 0
     if e.adapter and max(e.adapter) == 0 and moved:
         yield Finding("dead_adapter", 0.96, [f"all {len(e.adapter)} B matrices of the newest checkpoint are 0"], fix)
+    elif moved and e.adapter and list(e.adapter) == list(e.adapter_before):
+        said = f"the {len(e.adapter)} B matrices of the newest checkpoint are those of the oldest"
+        yield Finding("dead_adapter", 0.9, [said], fix)
     elif norm and max(norm.values) == 0 and (not differ or differ.mean < 1):
         yield Finding("dead_adapter", 0.9, [f"grad_norm is 0 at {steps_of(norm.steps)} although rewards differ"], fix)
     elif len(kl.values) > 8 and max(map(abs, kl.values)) < 1e-7 and rate and sum(rate.values) > MOVED["adapter"]:
@@ -152,8 +176,8 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
         shares[rows[0]["step"]].append(len({row["completion"] for row in rows}) / len(rows))
     distinct = Series(list(shares), [statistics.fmean(values) for values in shares.values()])
     low = bool(entropy) and entropy.values[-1] < 0.05 and entropy.values[-1] < 0.25 * entropy.values[0]
-    cold = e.arg("temperature", 1.0) < 0.4
-    same = bool(distinct) and distinct.last < 0.4 and (cold or distinct.last < 0.6 * distinct.first)
+    cold = _sampled_cold(e)
+    same = bool(distinct) and distinct.last < 0.4 and (bool(cold) or distinct.last < 0.6 * distinct.first)
     if not (low or same):
         return
     highest = max((row["reward"] for row in e.completions if isinstance(row.get("reward"), int | float)), default=0.0)
@@ -162,15 +186,22 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
     if same:
         evidence.append(f"different texts inside of a group from {percent(distinct.first)} to {percent(distinct.last)}")
     strength = (0.65 if low and same else 0.5) + between(distinct.last if distinct else 1.0, 0.4, 0.15, 0.05, 0.25)
-    evidence += [f"--temperature is {e.arg('temperature', 1.0):g}"] if cold else []
+    evidence += [f"{cold} leaves little to draw"] if cold else []
     fix = (
-        "--temperature 1.0"
+        "--temperature 1.0 --top_p 1 --top_k -1"
         if cold
         else "--temperature 1.0, a lower --learning_rate, --beta 0.04 or --entropy_coef 0.01"
     )
     at = entropy.where(lambda value: value < 0.25 * entropy.values[0]) if low else []
     at += distinct.where(lambda share: share < 0.4) if same else []
     yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix, at)
+
+
+def _sampled_cold(e: Evidence) -> str:
+    """The setting of sampling that leaves almost one text to a prompt; "" if there is none."""
+    values = {"temperature": e.arg("temperature", 1.0), "top_p": e.arg("top_p", 1.0), "top_k": e.arg("top_k", -1)}
+    cold = {"temperature": values["temperature"] < 0.4, "top_p": values["top_p"] < 0.2, "top_k": values["top_k"] == 1}
+    return next((f"--{name} {values[name]:g}" for name, is_cold in cold.items() if is_cold), "")
 
 
 def endings(e: Evidence) -> Iterator[Finding]:
@@ -188,12 +219,14 @@ def endings(e: Evidence) -> Iterator[Finding]:
     untrained = bool(entropy) and entropy.values[0] > 3
     limit = e.arg("max_completion_length", 0)
     fact = f"{percent(cut.late.mean)} of the completions are cut at {limit} tokens ({steps_of(cut.late.steps)})"
-    goes_on = max(past, inside, turns)
-    weaker = (0.6 if untrained else 1.0) * min(1.0, len(e.log) / 8)
+    silent = statistics.fmean(row["completion_tokens"] > 5 * len(row["completion"]) for row in rows)
+    signs = {
+        "go on after their answer": past, "write another turn": turns, "have an end token inside": inside,
+        "are mostly special tokens, which texts do not show": silent,
+    }  # fmt: skip
+    said, goes_on = max(signs.items(), key=lambda item: item[1])
+    weaker = (0.6 if untrained else 1.0) * min(1.0, e.num_steps / 8)
     if stopped < 0.1 and goes_on > 0.2:
-        said = {past: "go on after their answer", turns: "write another turn", inside: "have an end token inside"}[
-            goes_on
-        ]
         yield Finding(
             "never_stops",
             between(goes_on, 0.2, 0.6, 0.6, 0.92) * weaker,
@@ -202,7 +235,10 @@ def endings(e: Evidence) -> Iterator[Finding]:
             cut.late.steps,
         )
     evidence = [fact, f"{percent(opened)} of these end inside of an open tag, box or number"]
-    strength = between(cut.late.mean, 0.5, 0.9, 0.35, 0.55) + between(opened, 0.3, 0.8, 0.1, 0.35)
+    strength = between(cut.late.mean, 0.5, 1.0, 0.35, 0.6) + between(opened, 0.3, 0.8, 0.1, 0.3)
+    if (worse := _worse_when_cut(e)) > 0.3:
+        evidence.append(f"their rewards are lower than the others' by {percent(worse)} of the range")
+        strength = min(0.92, strength + 0.2)
     yield Finding(
         "truncation",
         strength * weaker * (0.5 if e.learns else 1.0) * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
@@ -210,6 +246,14 @@ def endings(e: Evidence) -> Iterator[Finding]:
         f"--max_completion_length {2 * (limit or 512)}; --overlong_filter true or soft_overlong meanwhile",
         cut.late.steps,
     )
+
+
+def _worse_when_cut(e: Evidence) -> float:
+    """How much less completions get that are cut, as a share of the range of rewards."""
+    scored = [(row["finish_reason"] == "length", row["reward"]) for row in e.completions if row["reward"] is not None]
+    cut, others = [v for was_cut, v in scored if was_cut], [v for was_cut, v in scored if not was_cut]
+    span = max((v for _, v in scored), default=0.0) - min((v for _, v in scored), default=0.0)
+    return (statistics.fmean(others) - statistics.fmean(cut)) / span if cut and others and span else 0.0
 
 
 def _is_open(text: str) -> bool:
@@ -223,13 +267,17 @@ def _is_open(text: str) -> bool:
 def template_wrong(e: Evidence) -> Iterator[Finding]:
     """Prompts on record that begin twice, leave a turn open, or do not begin the answer."""
     problems: list[tuple[float, str]] = []
-    prompts = [list(row["prompt_ids"]) for row in e.record if len(row["prompt_ids"]) > 3]
+    prompts = [list(row["prompt_ids"]) for row in e.record if len(row["prompt_ids"]) > 3 and row["prompt_ids"][0] >= 0]
+    texts = {row["prompt"] for row in e.completions}
+    if len(prompts) > 8 and len({tuple(prompt) for prompt in prompts}) == 1 and len(texts) > 8:
+        problems.append((0.9, f"{len(texts)} different prompts have the same tokens: the template leaves texts out"))
     if prompts and len({tuple(prompt) for prompt in prompts}) > 1 and all(prompt[0] == prompt[1] for prompt in prompts):
         problems.append((0.9, f"every prompt begins with token {prompts[0][0]} twice (double BOS)"))
     text = str(e.about.get("prompt", ""))
     opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
     last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
-    if opened and last_end > last_start:
+    roles = _ROLES.findall(text)
+    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant"):
         problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
     elif opened > closed + 1:
         problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
@@ -248,6 +296,8 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
         )
 
 
+_ROLES = re.compile(r"<\|(user|assistant|system)\|>")
+"""Headers of turns of Phi, GLM and others, which do not all have ends."""
 _STARTS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>")
 
 
@@ -264,13 +314,18 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
     evidence += [f"mismatch/kl is {ratio.mean:.2g}"] if ratio else []
     evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
     fresh, at = _fresh_gap(e), gap.where(lambda value: value >= bound)
-    grows = gap and gap.values[0] < 0.3 * gap.mean and old
+    grows = gap and gap.values[0] < 0.3 * gap.mean
+    if grows and not old and gap.trend > 3 and e.arg("tuner_type", "full") == "full":
+        evidence.append("it grows from about 0 although no token is old: new weights do not reach the engine")
+        fix = "`--parity_check every:10` shows when; read logs/attempt-<k>/engine-<n>.log"
+        yield Finding("stale_weights", between(gap.mean, bound, 5 * bound, 0.6, 0.92), evidence, fix, at)
+        return
     if old and (grows or (fresh is not None and fresh < 0.5 * gap.mean)):
         evidence.append(f"tokens are {age.mean:.1f} steps old in the mean, up to {max(age.values):.0f}")
         evidence += [f"those of the newest version differ by {fresh:.2g} only"] if fresh is not None else []
         yield Finding(
             "stale_weights",
-            between(gap.mean, bound, 5 * bound, 0.6, 0.92),
+            between(gap.mean, bound, 5 * bound, 0.6, 0.92) * (0.5 if _as_planned(e, age) else 1.0),
             evidence,
             "--max_staleness 1, --vllm_sync_interval 1, --prefetch_depth 1, or --off_policy_sequence_mask_delta 0.5",
             at,
@@ -285,6 +340,15 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
         "--parity_check start names the layer; same --torch_dtype, template and temperature on both sides",
         at,
     )
+
+
+def _as_planned(e: Evidence, age: Series) -> bool:
+    """Whether tokens are as old as the settings make them, and updates are too large for that age."""
+    updates = e.arg("steps_per_generation", 1) * e.arg("num_iterations", 1)
+    ahead = e.arg("prefetch_depth", 1) if e.arg("async_generate", False) else 0
+    if max(age.values) > (ahead + 1) * updates:
+        return False
+    return any(finding.confidence > 0.6 for finding in learning_rate_high(e))
 
 
 def _fresh_gap(e: Evidence) -> float | None:
@@ -307,7 +371,7 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
     evidence = [
         f"kl is {kl.late.mean:.3g} in the second half: times beta {beta:g} it is {pull:.2g}; advantages are about 1"
     ]
-    if first > 0.05:
+    if first > 0.05 and beta * max(first, kl.late.mean) > 0.005:
         evidence.append(
             f"kl is {first:.2g} at step {kl.steps[0]} already: the reference is not the model that the run began with"
         )
@@ -340,7 +404,7 @@ def engine_flapping(e: Evidence) -> Iterator[Finding]:
         evidence = [f"{total:.0f} restarts, at {steps_of(at)}"] if total else []
         yield Finding(
             "engine_flapping",
-            max(between(total, 1, 4, 0.5, 0.95), 0.9 if ended else 0),
+            max(between(total / max(1, e.num_steps), 0.005, 0.05, 0.35, 0.95), 0.9 if ended else 0),
             [*evidence, *ended[:1]],
             "read logs/attempt-<k>/engine-<n>.log; often out of memory: a lower --vllm_gpu_memory_utilization",
             at,

@@ -12,6 +12,8 @@ from swift.observability.findings import Finding
 
 SICK = 0.5
 """Confidence from which a run is sick."""
+WEAKER = 0.4
+"""A cause explains an effect that is at most so much surer than itself."""
 CANDIDATE = 0.2
 NEXT = 2
 """Candidates that are told beside the most likely cause."""
@@ -48,7 +50,7 @@ EXPLAINS = {
     "engine_flapping": ("slow_engine",),
     "data_repeated": (),
 }
-"""Cause -> what follows from it. If both are found, the cause comes first, whatever their confidence."""
+"""Cause -> what follows from it. If both are found, the cause comes first."""
 
 RULES = (*causes_of_rewards.RULES, *causes_of_training.RULES, *time_spent.RULES)
 
@@ -78,9 +80,10 @@ def weighed(found: dict[str, Finding]) -> list[Finding]:
     """The findings, those lowered that another one explains."""
     confidence = {cause: finding.confidence for cause, finding in found.items()}
     for cause, effects in EXPLAINS.items():
+        sure = found[cause].confidence if cause in found else 0.0
         for effect in effects:
-            if found.get(cause, Finding("", 0.0, (), "")).confidence >= SICK and effect in confidence:
-                confidence[effect] = min(confidence[effect], 0.8 * found[cause].confidence)
+            if effect in confidence and sure >= max(SICK, found[effect].confidence - WEAKER):
+                confidence[effect] = min(confidence[effect], 0.8 * sure)
     return [replace(finding, confidence=round(confidence[cause], 2)) for cause, finding in found.items()]
 
 

@@ -20,7 +20,7 @@ from swift.observability.jsonl import read_jsonl
 from swift.observability.leftovers import leftovers
 from swift.observability.machine import Check, accelerators, disks, hubs, memory, ports, python, torch_build
 from swift.observability.packages import packages
-from swift.observability.run_dir import list_versions
+from swift.observability.run_dir import ATTEMPTS, list_versions
 from swift.observability.time_spent import time_of
 
 if TYPE_CHECKING:
@@ -87,23 +87,25 @@ class Examined:
 def examined(folder: Path) -> Examined:
     """The diagnosis of a run's folder, of which nothing is changed.
 
-    Raises ConfigError: no step is logged yet, or a file is none of swift's.
+    Raises ConfigError: no step is logged yet and no cause is found, or a file is none of swift's.
     """
     log = newest_attempts(list(checked_rows(folder / LOGGING, _PLACE)))
-    if not log:
-        raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run")
     attempts = {row["step"]: row["attempt"] for row in log}
     rows = checked_rows(folder / ALERTS, _ALERT)
     alerts = newest_attempts([alert for alert in rows if alert["attempt"] >= attempts.get(alert["step"], 0)])
     completions = ends_of(folder / COMPLETIONS, lambda path: list(checked_rows(path, _COMPLETION)))
     with unusable(f"--run: {folder}: args.json, attempts.jsonl or rollouts cannot be read", "; choose another run"):
         evidence = gather(folder, log, newest_attempts(completions))
-    return Examined(evidence, diagnose(evidence), alerts, len(attempts))
+    findings = diagnose(evidence)
+    if not log and not findings:
+        ended = "".join(f"; the run ended with: {printable(reason)}" for reason in evidence.reasons[-1:])
+        raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run{ended}")
+    return Examined(evidence, findings, alerts, len(attempts))
 
 
 def of_run(given: str, *, as_json: bool) -> int:
     """Prints the diagnosis of a run and its alerts, and draws `images/doctor.png`."""
-    folder = newest_run(given, LOGGING)
+    folder = newest_run(given, LOGGING, ATTEMPTS)
     run = examined(folder)
     findings, alerts, spent = run.findings, run.alerts, time_of(run.evidence)
     try:
@@ -154,12 +156,16 @@ def newest_attempts(rows: Sequence[Row]) -> list[Row]:
     return sorted((row for row in rows if row["attempt"] == newest[row["step"]]), key=lambda row: row["step"])
 
 
-def newest_run(given: str, file: str) -> Path:
-    """The folder of a run, which has this file; of a folder of runs the newest one."""
+def newest_run(given: str, *files: str) -> Path:
+    """The folder of a run, which has one of these files; of a folder of runs the newest one."""
     folder = Path(given).expanduser()
-    found = [path for path in (folder, *reversed(list_versions(folder))) if (path / file).exists()]
+    found = [
+        path for path in (folder, *reversed(list_versions(folder))) if any((path / file).exists() for file in files)
+    ]
     if not found:
-        raise ConfigError(f"--run: {given}: no {file} in it; give the folder of a run, such as output/<model>/v0-...")
+        raise ConfigError(
+            f"--run: {given}: no {files[0]} in it; give the folder of a run, such as output/<model>/v0-..."
+        )
     return found[0]
 
 

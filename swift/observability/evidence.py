@@ -114,8 +114,8 @@ class Evidence:
     """A run.
 
     log: training lines. evals: evaluation lines. completions: rows of training completions, by step. record: rows of
-    `read_rollouts` on some steps. about: metadata of the newest recorded step. reasons: how earlier and this attempt
-    ended. adapter: norms of the LoRA B matrices in the newest checkpoint.
+    `read_rollouts` on some steps. about: metadata of the newest recorded step. reasons: how the newest attempt ended.
+    adapter, adapter_before: the largest values of the LoRA B matrices in the newest and in the oldest checkpoint.
     """
 
     log: Sequence[Row]
@@ -126,6 +126,7 @@ class Evidence:
     args: Row = field(default_factory=dict)
     reasons: Sequence[str] = ()
     adapter: Sequence[float] = ()
+    adapter_before: Sequence[float] = ()
 
     def series(self, key: str) -> Series:
         """A metric of the training lines, where it is a finite number."""
@@ -207,9 +208,16 @@ class Evidence:
         return self.by_step(lambda row: float(known[id(row)]) if id(row) in known else None)
 
     @cached_property
+    def num_steps(self) -> int:
+        """The steps that the log covers."""
+        return self.log[-1]["step"] if self.log else 0
+
+    @cached_property
     def reward(self) -> Series:
-        """The mean reward."""
-        return self.series("reward")
+        """The mean reward, of each step if all its completions are there."""
+        logged = self.series("reward")
+        scored = self.by_step(lambda row: row.get("reward") if row.get("used", True) else None)
+        return scored if len(scored.values) > len(logged.values) else logged
 
     @property
     def learns(self) -> bool:
@@ -236,8 +244,8 @@ def sound(row: Row) -> Row:
 
 
 def is_short(value: Any) -> bool:
-    """Whether a column's value can be a ground truth."""
-    return isinstance(value, str | int | float) and 0 < len(str(value)) <= 200
+    """Whether a column's value can be a ground truth; of a solution with its steps the last line counts (GSM8K)."""
+    return isinstance(value, str | int | float) and 0 < len(str(value).rpartition("####")[2].strip()) <= 200
 
 
 def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evidence:
@@ -245,6 +253,7 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
     args_file, attempts = folder / "args.json", folder / "attempts.jsonl"
     args = parse_json(args_file.read_text(encoding="utf-8")) if args_file.is_file() else {}
     record, about = _recorded(folder)
+    adapter, adapter_before = _adapters(folder)
     log = [sound(row) for row in log if abs(row["step"]) < LARGEST_STEP]
     is_eval = [any(key.startswith("eval_") for key in row) for row in log]
     return Evidence(
@@ -260,9 +269,17 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
         args={name: value for name, value in args.items() if is_number(value) or not isinstance(value, int | float)}
         if isinstance(args, dict)
         else {},
-        reasons=[str(row.get("reason") or "") for row in read_jsonl(attempts)] if attempts.is_file() else [],
-        adapter=_adapter(folder),
+        reasons=_reasons(attempts),
+        adapter=adapter,
+        adapter_before=adapter_before,
     )
+
+
+def _reasons(attempts: Path) -> list[str]:
+    """How the newest attempt ended; what ended earlier ones may have been mended since."""
+    rows = list(read_jsonl(attempts)) if attempts.is_file() else []
+    newest = max((row.get("attempt") or 0 for row in rows), default=0)
+    return [str(row["reason"]) for row in rows if (row.get("attempt") or 0) == newest and row.get("reason")]
 
 
 def ends_of(path: Path, rows: Callable[[Path], Sequence[Row]]) -> list[Row]:
@@ -286,10 +303,16 @@ def _recorded(folder: Path) -> tuple[list[Row], Row]:
     return list(read_rollouts(folder, chosen)), read_step(folder, chosen[-1])[1]
 
 
-def _adapter(folder: Path) -> list[float]:
-    """The largest absolute value of each LoRA B in the newest checkpoint."""
-    saved = {int(path.name.partition("-")[2]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}
-    file = saved[max(saved)] / "adapter_model.safetensors" if saved else folder
+def _adapters(folder: Path) -> tuple[list[float], list[float]]:
+    """The largest absolute value of each LoRA B in the newest checkpoint, and in an older one."""
+    numbers = [path.name.partition("-")[2] for path in folder.glob("checkpoint-*")]
+    steps = sorted(int(number) for number in numbers if number.isdigit())
+    newest, *_, oldest = [*reversed(steps), 0, 0][: max(2, len(steps))]
+    return _largest_of_b(folder, newest), _largest_of_b(folder, oldest)
+
+
+def _largest_of_b(folder: Path, step: int) -> list[float]:
+    file = folder / f"checkpoint-{step}" / "adapter_model.safetensors"
     if not file.is_file():
         return []
     from safetensors import safe_open

@@ -47,7 +47,8 @@ def time_of(e: Evidence) -> dict[str, Any]:
 def _advice(e: Evidence, parts: dict[str, float]) -> tuple[str, str]:
     flat = e.series("frac_reward_zero_std")
     largest = max(parts, key=parts.__getitem__)
-    if flat and flat.mean > 0.5 and flat.mean > parts[largest] and not e.series("teacher_kl"):
+    drawn = e.arg("dynamic_sample", False) or bool(e.series("teacher_kl"))
+    if flat and flat.mean > 0.5 and flat.mean > parts[largest] and not drawn:
         return "--dynamic_sample true", f"{percent(flat.mean)} of the groups have equal rewards and teach nothing"
     if largest == "reward":
         workers = int(e.arg("reward_workers", 1))
@@ -62,6 +63,8 @@ def _advice(e: Evidence, parts: dict[str, float]) -> tuple[str, str]:
                 f"generation takes {percent(parts[largest])} of a step with the transformers engine",
             )
         saved = min(parts.get("generate", 0.0), parts.get("train", 0.0))
+        if e.arg("async_generate", False):
+            return "--num_infer_workers 2", f"training waits for samples in {percent(parts[largest])} of a step"
         return (
             "--vllm_mode dedicated --async_generate true",
             f"sampling beside training saves up to {percent(saved)} of a step",
@@ -122,10 +125,13 @@ def _slow_engine(e: Evidence, parts: dict[str, float]) -> Iterator[Finding]:
         return
     ratios = [a / b for a, b in _pairs(e, "time/generate", "time/train")]
     ratio = statistics.median(ratios) if len(ratios) > 4 else 0.0
-    if ratio > 5:
+    usual = (
+        15 if e.arg("use_vllm", False) or e.arg("use_lmdeploy", False) else 5
+    )  # a GPU trains far faster than it decodes
+    if ratio > usual:
         longer = f"{ratio:.0f} times as long as training on the same completions"
         fix = "--use_vllm true, larger batches, more engines (--num_infer_workers); --vllm_enforce_eager false"
-        yield Finding("slow_engine", between(ratio, 5, 15, 0.45, 0.9), [said, longer], fix)
+        yield Finding("slow_engine", between(ratio, usual, 3 * usual, 0.45, 0.9), [said, longer], fix)
 
 
 def _pairs(e: Evidence, first: str, second: str) -> list[tuple[float, float]]:
@@ -139,9 +145,8 @@ def slow_rank(e: Evidence) -> Iterator[Finding]:
     """Ranks that wait for each other, if the run says so."""
     ended = [reason for reason in e.reasons if "made no progress" in reason or "ddp_timeout" in reason]
     if ended:
-        yield Finding(
-            "slow_rank", 0.9, ended[:1], "read the stacks in logs/attempt-<k>/rank-<r>.log of the rank that is named"
-        )
+        fix = "read the stacks in logs/attempt-<k>/rank-<r>.log of the rank that is named"
+        yield Finding("slow_rank", 0.9, ended[:1], fix)
 
 
 RULES = (slow_parts, slow_rank)

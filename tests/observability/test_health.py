@@ -196,6 +196,21 @@ def test_a_file_that_cannot_be_read(tmp_path):
         load_rules(str(tmp_path))
 
 
+def test_a_run_that_ended_before_its_first_step_has_a_cause(tmp_path, capsys):
+    def write(reason):
+        (tmp_path / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "reason": reason}) + "\n")
+        return reason
+
+    asked = SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False))
+    reason = write("parity: engine and trainer disagree about the log-probs of 64 tokens by 0.8")
+    assert doctor.run(asked) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("sampler_mismatch (90%)") and reason in said
+    write("--model: gone")
+    with pytest.raises(ConfigError, match=r"no step is logged; .*; the run ended with: --model: gone"):
+        doctor.run(asked)
+
+
 def test_the_doctor_lists_the_alerts_that_count(tmp_path, capsys):
     rows = [
         {"attempt": a, "step": s, "rule": "kl", "value": 3.0, "sentence": f"{a}"} for a, s in [(1, 5), (1, 9), (2, 9)]
