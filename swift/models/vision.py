@@ -382,13 +382,20 @@ def copy_files(model: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / name)
 
 
+def image_processor(folder: Path) -> Any:
+    """The processor of images in a model's folder, which computes with Pillow."""
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
 def load_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
     """The processor in a model's folder, of texts and images only; Pillow makes images ready, on any machine alike.
 
     Raises:
         ConfigError: files are missing.
     """
-    from transformers import PROCESSOR_MAPPING, AutoImageProcessor
+    from transformers import PROCESSOR_MAPPING
 
     kind = PROCESSOR_MAPPING.get(type(config), None)
     if kind is None:
@@ -407,7 +414,7 @@ def load_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
 
     TextAndImages.__name__ = kind.__name__
     with unusable(f"--model: {folder}: its processor of images cannot be loaded"):
-        images = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+        images = image_processor(folder)
         return TextAndImages.from_pretrained(folder, local_files_only=True)
 
 

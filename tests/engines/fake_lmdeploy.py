@@ -186,7 +186,7 @@ class _Handle:
             "infer", ids=list(input_ids), config=gen_config, adapter=adapter_name, stream=stream_output,
             multimodal=multimodal,
         )  # fmt: skip
-        ids, step = list(input_ids), 0
+        ids, step, self.sees = list(input_ids), 0, multimodal is not None
         generator = torch.Generator().manual_seed(gen_config.random_seed % 2**63)
         try:
             while True:
@@ -212,7 +212,8 @@ class _Handle:
             raise
 
     def _draw(self, ids, config, generator):
-        total = sum(float(one.double().sum()) for one in self.owner.weights.values())
+        weights = self.owner.weights.items()
+        total = sum(float(one.double().sum()) for name, one in weights if self.sees or "visual" not in name)
         seed = hash((round(total, 6), tuple(ids[-4:]))) % 2**31
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed))
         tempered = logits / config.temperature
@@ -283,9 +284,11 @@ class MultimodalProcessor:
         self.image_token_id = config.image_token_id
         processor = load_processor(Path(model_path), config, AutoTokenizer.from_pretrained(model_path))
         self.image_processor = processor.image_processor
+        self.made = 0
 
     async def get_prompt_input(self, prompt, do_preprocess, **kwargs):
         assert not do_preprocess
+        self.made += 1
         text, *items = prompt[0]["content"]
         assert text["type"] == "text"
         assert all(item["type"] == "image_data" for item in items)
@@ -310,8 +313,8 @@ class MultimodalProcessor:
 class AsyncEngine:
     def __init__(self, model_path, config):
         if "vision_config" in json.loads((Path(model_path) / "config.json").read_text()) and not RECORDER.blind:
-            self.vl_encoder = object()
             self.prompt_processor = MultimodalProcessor(model_path)
+            self.vl_encoder = types.SimpleNamespace(model=types.SimpleNamespace(processor=self.prompt_processor))
         self.session_len = config.session_len or 1024
         self.engine = _Backend(model_path, config)
         self.sleeping_tags = set()

@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from swift.data.image_store import remember
 from swift.data.images import ImageSource, read_image
 from swift.errors import ConfigError, EngineAsleep, EngineDead, EngineError, RequestRefused, ResourceError, SyncFailed
-from swift.models import load_chat
+from swift.models import load_chat, load_for_inference
 from swift.models.arguments import SeeingArguments
 from swift.models.vision import placeholder_ids
 from swift.rollout.engines import lmdeploy
@@ -442,8 +442,9 @@ def test_lmdeploy_makes_the_tensors_of_images(start, vlm_folders, images):
     ids = prompt_with_images(template, images)
     engine = start(model=str(folder), sees=True, max_model_len=256)
     assert engine.capabilities.images
-    found = run(engine, [Request("seen", ids, PLAIN), Request("text", [5, 6, 7], PLAIN)])
+    found = run(engine, [Request(name, ids, PLAIN) for name in "abc"] + [Request("text", [5, 6, 7], PLAIN)])
     assert all(one.finish_reason in ("stop", "length") for one in found.values())
+    assert engine._engine.prompt_processor.made == 2  # the probe, and all requests of this prompt
     calls = {call["multimodal"] is not None: call for call in start.recorder.of("infer")}
     config = AutoConfig.from_pretrained(folder)
     assert calls[True]["ids"] == [config.image_token_id if token < 0 else token for token in ids]
@@ -460,6 +461,46 @@ def test_images_of_another_size_than_the_trainers_are_refused(start, vlm_folders
     with pytest.raises(RequestRefused, match=r"LMDeploy makes \d+ tokens of its prompt with images, the trainer"):
         run(engine, [Request("seen", prompt_with_images(template, 1), PLAIN)])
     assert run(engine, requests(1))
+
+
+def test_an_update_of_the_tower_alone_shows_in_the_probe(start, vlm_folders):
+    folder = vlm_folders("qwen2_5_vl")
+    engine = start(model=str(folder), sees=True, max_model_len=256)
+    args = SeeingArguments(model=str(folder))
+    model = load_for_inference(args, device="cpu")
+    for version in range(1, 5):
+        with torch.no_grad():
+            for name, one in model.named_parameters():
+                if "visual" in name:
+                    one.mul_(1.1)
+        engine.load_weights(PolicyWeights(model, move_model_batches=1), version)
+    assert engine.version == 4
+
+
+@pytest.mark.parametrize("how", ["rebuild", "abort"])
+def test_a_request_whose_images_are_made_ready_can_be_ended(start, vlm_folders, how):
+    folder = vlm_folders("qwen2_5_vl")
+    ids = prompt_with_images(load_chat(SeeingArguments(model=str(folder))), 1)
+    engine = start(model=str(folder), sees=True, max_model_len=256)
+    processor = engine._engine.prompt_processor
+    make, ready = processor.get_prompt_input, asyncio.Event()
+
+    async def slow(*given, **named):
+        await ready.wait()
+        return await make(*given, **named)
+
+    processor.get_prompt_input = slow
+
+    async def ended():
+        asked = asyncio.ensure_future(engine.generate(Request("seen", ids, PLAIN)))
+        await asyncio.sleep(0.1)
+        engine.rebuild() if how == "rebuild" else engine.abort(["seen"])
+        ready.set()
+        return await asked
+
+    assert asyncio.run(ended()).finish_reason == "abort"
+    assert not engine._running
+    assert start.recorder.names().count("infer") == 0
 
 
 def test_a_model_of_which_lmdeploy_knows_no_tower_is_refused(start, vlm_folders):

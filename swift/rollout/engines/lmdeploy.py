@@ -8,8 +8,9 @@ rank. It confirms nothing, and after a failure the model has a part of the bucke
 before an update, and a fixed prompt is sampled after it (the probe): its log-probs must be finite, and change with the
 weights. LoRA adapters are synced merged, because LMDeploy reads adapters at its start only.
 
-Of prompts with images LMDeploy makes the tensors, from ids with one placeholder per image; it must come to the tokens
-of the trainer. Completions have no placeholder, but the raw log-probs leave a probability to it.
+Of prompts with images LMDeploy makes the tensors, from ids with one placeholder per image and with the trainer's
+processor of images; it must come to the tokens of the trainer. The probe has an image, too. Completions have no
+placeholder, but the raw log-probs leave a probability to it.
 
 A call into LMDeploy that exceeds its time limit makes the engine dead; the thread of the call is abandoned. The
 engine's owner watches its progress, as for every engine.
@@ -25,16 +26,25 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from swift.data.image_store import images_shown
 from swift.data.images import open_image
 from swift.errors import ConfigError, EngineDead, EngineError, RequestRefused, SwiftError, SyncFailed, first_line
 from swift.models.tokenizer import read_tokenizer
-from swift.models.vision import has_images, once_per_image, placeholder_ids, placeholder_of, resized
+from swift.models.vision import (
+    has_images,
+    image_processor,
+    once_per_image,
+    placeholder_ids,
+    placeholder_of,
+    resized,
+)
 from swift.rollout.engines import lmdeploy_api as api_
 from swift.rollout.engines.base import ALL_TAGS, Capabilities, EngineCounters, SleepLevel, Tag
 from swift.rollout.engines.events import START_S
@@ -53,8 +63,8 @@ CLOSE_S = 30.0
 """Timeout of the end of the engine, in seconds."""
 LOOK_S = 0.5
 """Interval at which a request checks that the engine is usable, in seconds."""
-PROBE_TOKENS = 16
-"""Number of tokens of the probe."""
+PROBE, PROBE_TOKENS = list(range(8)), 16
+"""Token ids of the probe, and how many are sampled."""
 UNCHANGED_LIMIT = 3
 """Number of updates in a row with changed bytes and equal log-probs of the probe at which the sync has failed."""
 
@@ -110,6 +120,7 @@ class LMDeployEngine(StatefulEngine):
     def _reset(self) -> None:
         self._reset_states()
         self._running: dict[str, _Running] = {}
+        self._making: dict[tuple[int, ...], asyncio.Task[dict[str, Any]]] = {}  # prompts with images
         self._probed: tuple[str, Any] = "", None  # weights and sample of the last probe
         self._unchanged_probes = 0  # in a row, after changed weights
         self._unconfirmed = ""  # digest of an update without a probe yet
@@ -136,11 +147,7 @@ class LMDeployEngine(StatefulEngine):
             raise EngineError(
                 f"engine: lmdeploy: it failed to start ({type(error).__name__}: {first_line(error)})"
             ) from error
-        if spec.sees and not hasattr(self._engine, "vl_encoder"):
-            raise ConfigError(
-                f"--use_lmdeploy: true: LMDeploy takes no images for {spec.model}; use --use_vllm true, or "
-                "--infer_backend transformers"
-            )
+        self._probe = self._seen_probe() if spec.sees else {"input_ids": PROBE}
         limits = [self._engine.session_len, getattr(self._engine.engine, "max_session_len", None)]
         self.capabilities = Capabilities(
             name="lmdeploy",
@@ -157,6 +164,21 @@ class LMDeployEngine(StatefulEngine):
         )
         if spec.adapters:
             self.load_weights(merged_adapters(spec), 0)
+
+    def _seen_probe(self) -> dict[str, Any]:
+        """The probe, with a drawn image. Raises ConfigError: LMDeploy takes no images for this model."""
+        drawn = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+        try:
+            encoder = self._engine.vl_encoder.model
+            encoder.processor.image_processor = image_processor(Path(self.spec.model))
+            return self._wait_for(self._with_tensors([*PROBE, self._placeholder, *PROBE], [drawn]), START_S, "images")
+        except EngineDead:
+            raise
+        except Exception as error:  # LMDeploy fails in types of its own
+            raise ConfigError(
+                f"--use_lmdeploy: true: LMDeploy takes no images for {self.spec.model} "
+                f"({type(error).__name__}: {first_line(error)}); use --use_vllm true, or --infer_backend transformers"
+            ) from error
 
     @property
     def _engine(self) -> Any:
@@ -197,7 +219,8 @@ class LMDeployEngine(StatefulEngine):
         running = self._running[name] = _Running(request)
         try:
             running.prompt = await self._prompt(request)
-            self._check_usable()
+            if self._running.get(name) is not running:  # made anew, or closed meanwhile
+                return running.completion("abort")
             return await self._served(running)
         finally:
             if self._running.get(name) is running:
@@ -217,30 +240,46 @@ class LMDeployEngine(StatefulEngine):
         return running.completion("abort") if waited.cancelled() else waited.result()
 
     async def _prompt(self, request: Request) -> dict[str, Any]:
-        """A prompt as LMDeploy takes it. Raises RequestRefused: it makes other tokens of images than the trainer."""
+        """A prompt as LMDeploy takes it; requests of equal prompts with images that wait at once share their tensors.
+
+        Raises RequestRefused: it makes other tokens of images than the trainer.
+        """
         if not has_images(request.prompt_ids):
             return {"input_ids": list(request.prompt_ids)}
-        images = request.images or images_shown(request.prompt_ids)
-        pixels = await asyncio.to_thread(
-            lambda: [resized(open_image(shown.image), self.spec.max_pixels) for shown in images]
-        )
-        written = {"type": "text", "text": once_per_image(request.prompt_ids, self._placeholder)}
-        parts = [written, *({"type": "image_data", "image_data": {"data": image}} for image in pixels)]
-        name = request.request_id
+        key = tuple(request.prompt_ids)
+        if key not in self._making:
+            self._making[key] = making = asyncio.ensure_future(self._shown(request))
+            making.add_done_callback(lambda _: self._making.pop(key, None))
         try:
-            made = await self._engine.prompt_processor.get_prompt_input(
-                [{"role": "user", "content": parts}], do_preprocess=False
+            return await asyncio.shield(self._making[key])
+        except ValueError as error:
+            name = request.request_id
+            raise RequestRefused(name, f"request: {name}: {error}") from error
+
+    async def _shown(self, request: Request) -> dict[str, Any]:
+        """A prompt with images as LMDeploy takes it. Raises ValueError: it does not make what the trainer makes."""
+        images = request.images or images_shown(request.prompt_ids)
+        try:
+            pixels = await asyncio.to_thread(
+                lambda: [resized(open_image(shown.image), self.spec.max_pixels) for shown in images]
             )
+            made = await self._with_tensors(once_per_image(request.prompt_ids, self._placeholder), pixels)
         except Exception as error:  # its processors fail in types of their own
-            raise RequestRefused(name, f"request: {name}: LMDeploy refuses its images ({first_line(error)})") from error
+            raise ValueError(f"LMDeploy refuses its images ({first_line(error)})") from error
         ids = [self._placeholder if token < 0 else token for token in request.prompt_ids]
-        if list(made["input_ids"]) != ids:
-            raise RequestRefused(
-                name,
-                f"request: {name}: LMDeploy makes {len(made['input_ids'])} tokens of its prompt with images, the "
-                f"trainer {len(ids)}; give both the same --max_pixels, or use --infer_backend transformers",
+        if made["input_ids"] != ids:
+            raise ValueError(
+                f"LMDeploy makes {len(made['input_ids'])} tokens of its prompt with images, the trainer {len(ids)}; "
+                "give both the same --max_pixels, or use --infer_backend transformers"
             )
-        return {"input_ids": ids, "multimodal": made["multimodal"]}
+        return made
+
+    async def _with_tensors(self, ids: list[int], images: list[Image.Image]) -> dict[str, Any]:
+        """Ids with one placeholder per image -> what LMDeploy samples with."""
+        parts = [{"type": "image_data", "image_data": {"data": image}} for image in images]
+        message = {"role": "user", "content": [{"type": "text", "text": ids}, *parts]}
+        made = await self._engine.prompt_processor.get_prompt_input([message], do_preprocess=False)
+        return {"input_ids": list(made["input_ids"]), "multimodal": made["multimodal"]}
 
     def check_length(self, request: Request) -> None:
         """Also refuses a temperature above LMDeploy's maximum."""
@@ -374,8 +413,7 @@ class LMDeployEngine(StatefulEngine):
         """Sample the probe after an update with this digest. Raises SyncFailed: the weights did not arrive."""
         where = f"weights: version {version} for lmdeploy"
         sampling = SamplingParams(max_new_tokens=PROBE_TOKENS, temperature=1.0, seed=1)
-        ids = list(range(8))
-        running = _Running(Request("probe", ids, sampling), prompt={"input_ids": ids})
+        running = _Running(Request("probe", self._probe["input_ids"], sampling), prompt=self._probe)
         try:
             reason = self._wait_for(self._sample(running), self.spec.limit_s, "probe")
         except EngineDead:
