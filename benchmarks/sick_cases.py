@@ -156,12 +156,13 @@ OK = (
 )  # fmt: skip
 
 TELLS_BADLY = reward("1 - 2 * (f'<answer>{truth}</answer>' in text)")
+SHORT = reward("__import__('math').sqrt(38 - len(text)) >= 0 and f'>{truth}<' in text")
 KEEPS = reward("(kept.append(b'x' * 400_000 + bytes(len(kept))) or f'>{truth}<' in text)", setup="kept = []")
 
 BLIND = (
     Case("reward_constant", "plugin", OWN, reward("len(truth) % 2")),
     Case("reward_unparsed", "plugin", OWN, reward("text.split('####')[-1].strip() == truth")),
-    Case("reward_failing", "plugin", OWN, reward("__import__('json').loads(text)['answer'] == truth")),
+    Case("reward_failing", "plugin", OWN, SHORT),
     Case("reward_hacked", "plugin", "--reward_funcs accuracy own --reward_weights 0.1 1", reward("text.count('1')")),
     Case("rewards_cancel", "plugin", "--reward_funcs accuracy own", TELLS_BADLY),
     Case("zero_variance_easy", "data", "--learning_rate 1e-5 --temperature 0.5 --num_generations 4", data="easy"),

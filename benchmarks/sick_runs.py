@@ -180,16 +180,17 @@ def made(case: Case, work: Path) -> Path:
 
 def evidence_of(folder: Path) -> Evidence:
     """The evidence in a run's folder."""
-    log = newest_attempts(list(read_jsonl(folder / "logging.jsonl")))
-    return gather(folder, log, newest_attempts(list(read_jsonl(folder / "completions.jsonl"))))
+    files = (folder / "logging.jsonl", folder / "completions.jsonl")
+    log, completions = (newest_attempts(list(read_jsonl(file)) if file.exists() else []) for file in files)
+    return gather(folder, log, completions)
 
 
 def score(work: Path, cases: list[Case]) -> None:
     """Prints what the doctor says of each run, and how often it is right."""
     right: Counter[str] = Counter()
     for case in cases:
-        if not (work / case.name / "logging.jsonl").exists():
-            print(f"{case.name:28} {case.how:9} no log")
+        if not (work / case.name / "attempts.jsonl").exists():
+            print(f"{case.name:28} {case.how:9} refused at its start, see out.txt: not counted")
             continue
         findings = diagnose(evidence_of(work / case.name))
         said = findings[0].cause if findings else HEALTHY

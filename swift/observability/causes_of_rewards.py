@@ -99,7 +99,8 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
         if not constant and blind and not (others_see or e.learns) and (len(e.names) == 1 or TRUTHFUL.search(name)):
             yield Finding("reward_unparsed", 0.8, _as_much_as_wrong(name, hits, scored), to_test(e, name))
             continue
-        if not constant and (sees[name] < 0.05 or share < 0.25 or _stops_to_see(hits, lowest)):
+        differs = any(_inside(e, name)) and not _stops_to_see(hits, lowest)
+        if not constant and (sees[name] < 0.05 or share < 0.25 or not differs):
             continue
         example = unseen[0]
         yield Finding(
@@ -264,6 +265,8 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
             "rewards_cancel", 0.9 if wanted else 0.35, evidence, f"--reward_weights with {abs(weight):g} for {name}"
         )
     parts = {name: _inside(e, name) for name in e.names if e.weights.get(name, 1.0)}
+    trends = [e.rightness.trend, *(e.series(f"rewards/{name}/mean").trend for name in parts)]
+    agreed = e.learns and min(trends) > -2  # the sum is learned, and neither is given up for it
     for first, a in parts.items():
         for second, b in parts.items():
             if first >= second or not a or len(a) != len(b):
@@ -275,7 +278,7 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
                 continue
             yield Finding(
                 "rewards_cancel",
-                between(-likeness, 0.5, 0.95, 0.45, 0.95) * (0.5 if e.learns else 1.0),
+                between(-likeness, 0.5, 0.95, 0.45, 0.95) * (0.5 if agreed else 1.0),
                 [
                     f"inside of groups {first} and {second} have a correlation of {likeness:.2f}",
                     f"their sum keeps {percent(kept / whole)} of the variance that they have apart",

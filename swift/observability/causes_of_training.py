@@ -412,8 +412,12 @@ def engine_flapping(e: Evidence) -> Iterator[Finding]:
 
 
 def memory_growth(e: Evidence) -> Iterator[Finding]:
-    """Main memory of rank 0 that grows all the time."""
-    rss = e.series("perf/rss_gib")
+    """Main memory of rank 0, or of its reward workers and engines, that grows all the time."""
+    for name in ("perf/rss_gib", "perf/children_rss_gib"):
+        yield from _growth(name, e.series(name))
+
+
+def _growth(name: str, rss: Series) -> Iterator[Finding]:
     late = Series(rss.steps[len(rss.steps) // 3 :], rss.values[len(rss.values) // 3 :])
     if len(late.values) < 6 or late.values[0] <= 0:
         return
@@ -423,7 +427,7 @@ def memory_growth(e: Evidence) -> Iterator[Finding]:
     )
     steady = rising / (len(late.values) - 1)
     if grown > 0.05 and steady > 0.7 and correlation(list(late.steps), list(late.values)) > 0.95:
-        said = f"perf/rss_gib from {late.values[0]:.2f} to {late.values[-1]:.2f} ({steps_of(late.steps)})"
+        said = f"{name} from {late.values[0]:.2f} to {late.values[-1]:.2f} ({steps_of(late.steps)})"
         yield Finding(
             "memory_growth",
             between(grown, 0.05, 0.3, 0.6, 0.95),

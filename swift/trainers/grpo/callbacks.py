@@ -24,7 +24,9 @@ class PipelineCallback(TrainerCallback):
         pipeline = trainer.pipeline
         if trainer.collectives.is_main:
             trainer.metrics.add_many(pipeline.staleness(state.global_step - 1) | pipeline.engine_health())
-            trainer.metrics.add("perf/rss_gib", psutil.Process().memory_info().rss / 2**30)
+            own = psutil.Process()
+            trainer.metrics.add("perf/rss_gib", own.memory_info().rss / 2**30)
+            trainer.metrics.add("perf/children_rss_gib", sum(map(_rss, own.children())) / 2**30)
             if pipeline.overlaps:
                 trainer.metrics.add_phase("wait_train", pipeline.idle_s())
                 trainer.metrics.add_phase("wait_rollout", trainer.metrics.seconds("generate", "reward"))
@@ -35,6 +37,14 @@ class PipelineCallback(TrainerCallback):
         if trainer.report is not None:
             trainer.report.progress.advance(state.global_step)
         return control
+
+
+def _rss(process: psutil.Process) -> int:
+    """Bytes of main memory of a process; 0 if it has ended."""
+    try:
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return 0
 
 
 class AtTheStart(TrainerCallback):
