@@ -13,6 +13,7 @@ builds the files, which are complete or do not exist.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,8 @@ from swift.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 ARRAYS = {
@@ -66,6 +69,7 @@ class RolloutRecord:
         self.folder, self.setting, self.reward_names = run_dir / FOLDER, setting, list(reward_names)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="rollout-record")
         self._pending: Future[None] | None = None
+        self._told = False
 
     def write(self, step: int, rows: Sequence[Row], metrics: Mapping[str, float]) -> None:
         """Hand over the rows of a step, whose arrays must not be changed; waits for the step before."""
@@ -99,10 +103,22 @@ class RolloutRecord:
         with ipc.new_file(str(partial), table.schema, options=ipc.IpcWriteOptions(compression="zstd")) as file:
             file.write_table(table)
         partial.replace(path)
+        if not self._told and rows:
+            self._tell(step, path.stat().st_size, sum(len(row["token_ids"]) for row in rows))
         if self.setting.startswith("last:"):
             for old in self.folder.glob("step-*.arrow"):
                 if not keeps(self.setting, number_of(old), step):
                     old.unlink()
+
+    def _tell(self, step: int, size: int, tokens: int) -> None:
+        """Say once how much a step takes."""
+        self._told = True
+        setting, _, number = self.setting.partition(":")
+        whole = f", all that is kept about {size * int(number) / 1e6:.1f} MB" if setting == "last" else ""
+        each = f" ({size / tokens:.1f} bytes a completion token)" if tokens else ""
+        logger.info(
+            "rollouts: step %d takes %.2f MB%s%s; --record_rollouts %s", step, size / 1e6, each, whole, self.setting
+        )
 
 
 def table_of(rows: Sequence[Row]) -> pyarrow.Table:

@@ -1,6 +1,8 @@
 """The record of rollouts holds what it was given, and keeps the steps that the setting names."""
 
+import datasets
 import numpy as np
+import pyarrow.parquet
 import pytest
 
 from swift import read_rollouts
@@ -41,6 +43,30 @@ def test_rows_come_back_as_they_were_given(record, tmp_path):
         assert (first[name] == row(0)[name]).all() and first[name].dtype == row(0)[name].dtype
     assert len(empty["token_ids"]) == 0
     assert rollout_record.read_step(tmp_path, 7)[1]["metrics"] == {"loss": 0.125}
+
+
+def test_a_step_becomes_a_dataset_and_a_parquet_file(record, tmp_path):
+    file = record()
+    file.write(3, [row(0), row(1, 2)], {})
+    file.close()
+    table, _ = rollout_record.read_step(tmp_path, 3)
+    assert datasets.Dataset(table)[1]["token_ids"] == [0, 1]
+    pyarrow.parquet.write_table(table, tmp_path / "step.parquet")
+    assert datasets.Dataset.from_parquet(str(tmp_path / "step.parquet"))["finish_reason"] == ["stop", "stop"]
+
+
+def test_the_size_is_told_once(record, tmp_path, caplog):
+    caplog.set_level("INFO")
+    file = record("last:50")
+    for step in (4, 5):
+        file.write(step, [row(0)], {})
+    file.close()
+    (line,) = (one.message for one in caplog.records if one.message.startswith("rollouts: "))
+    size = rollout_record.step_file(tmp_path / "rollouts", 4).stat().st_size
+    assert line == (
+        f"rollouts: step 4 takes {size / 1e6:.2f} MB ({size / 3:.1f} bytes a completion token), all that is kept about "
+        f"{size * 50 / 1e6:.1f} MB; --record_rollouts last:50"
+    )
 
 
 @pytest.mark.parametrize(
