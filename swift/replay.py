@@ -73,7 +73,8 @@ def run(resolved: Resolved) -> int:
     found, again = replayed(rows, names, own, about, advantages=False, policy=policy)
     metrics = {"logged": about["metrics"], "again": found}
     if words:
-        metrics["changed"], _ = replayed(rows, names, other, about, advantages=True, policy=policy)
+        made = advantages_of(rows, names, other) != advantages_of(rows, names, own)
+        metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, policy=policy)
     gaps = differences(about["metrics"], found)
     group = [_told(row) for row in again if row["group_id"] == args.group]
     told = {"step": step, "metrics": metrics, "differences": gaps, "group": group}

@@ -113,6 +113,16 @@ def test_what_cannot_be_replayed_is_told(recorded, capsys, words, problem):
     assert problem in capsys.readouterr().err
 
 
+def test_advantages_are_made_again_only_by_settings_that_make_them(recorded, capsys, monkeypatch):
+    of_this_step = {"group": 7.0, "none": 5.0}  # as if those of the run had come from more steps
+    monkeypatch.setattr(
+        "swift.replay.advantages_of", lambda rows, _, args: [of_this_step[args.scale_rewards]] * len(rows)
+    )
+    metrics = again(recorded, 4, capsys, "epsilon_high=0.2")["metrics"]
+    assert metrics["changed"] == metrics["again"]
+    assert again(recorded, 4, capsys, "scale_rewards=none")["metrics"]["changed"] != metrics["again"]
+
+
 @pytest.mark.parametrize("kind", ["other tokens", "fewer tokens"])
 def test_a_model_of_another_vocabulary_is_refused(recorded, capsys, tmp_path, kind):
     checkpoint = shutil.copytree(recorded / "checkpoint-4", tmp_path / "other")
