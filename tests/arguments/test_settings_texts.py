@@ -37,6 +37,7 @@ def test_settings_are_not_listed_as_known_elsewhere():
         "task_type",
         "use_chat_template",
         "truncation_strategy",
+        "load_from_cache_file",
     }  # of one mode; in others a value changes nothing
     assert {name for name in names if is_known(name)} == known
 
