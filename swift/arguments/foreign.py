@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments import known
+from swift.arguments import absent
 from swift.arguments.layers import Given
 from swift.arguments.modes import METHODS
 from swift.arguments.values import Raw, show
@@ -39,7 +39,7 @@ def translation(given: Given, mode: str, where: str, beside: Mapping[str, Raw]) 
     tables = {"ms-swift": ms_swift.RULES, "TRL": trl.RULES, "Axolotl": axolotl.RULES}
     project = next((name for name, rules in tables.items() if given.spelling in rules), None)
     modes = TRAINING + (SAMPLING if given.spelling == "enable_thinking" else ())
-    if project is None or mode not in modes or (project != "ms-swift" and known.is_replaced(given.spelling)):
+    if project is None or mode not in modes or (project != "ms-swift" and absent.is_replaced(given.spelling)):
         return None
     draft = Draft(mode, beside)
     try:

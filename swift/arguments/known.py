@@ -57,18 +57,6 @@ _REFUSED = _names(
 _KNOWN = frozenset(absent.flags())
 _FAMILIES = absent.families()
 
-_REPLACED = {
-    "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE",
-    "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
-    "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
-    "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
-    "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
-    "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-    "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine samples",
-    "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
-}
-"""Known flags -> what to do instead."""
-
 _WHY = {
     "tuner_backend": "adapters are PEFT's here",
     "lisa_activated_layers": "layers are trained or frozen for a whole run (--freeze_parameters)",
@@ -106,12 +94,7 @@ _MODES = {
 
 def is_known(name: str) -> bool:
     """Whether a name that is no setting here is a flag elsewhere."""
-    return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() | _REPLACED.keys() or name.startswith(_FAMILIES)
-
-
-def is_replaced(name: str) -> bool:
-    """Whether the error line about a known flag names an alternative."""
-    return name in _REPLACED
+    return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() or name.startswith(_FAMILIES)
 
 
 def changes_nothing(name: str, text: str) -> bool:
@@ -144,7 +127,7 @@ def refusal(name: str) -> str:
     """The text of an error line about a known flag."""
     if name in _WHY:
         return f"{_WHY[name]}; leave it out"
-    return f"known in ms-swift, not supported here; {_REPLACED.get(name) or absent.fix_of(name)}"
+    return f"known in ms-swift, not supported here; {absent.fix_of(name)}"
 
 
 def is_known_value(name: str, text: str) -> bool:
