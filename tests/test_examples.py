@@ -116,7 +116,19 @@ def shell_of(script: Path) -> str:
 
 def test_there_are_scripts_and_pages_to_look_at():
     assert len(SCRIPTS) >= 10
-    assert len(PAGES) >= 8
+    assert len([page for page in PAGES if shown_commands(page)]) >= 16
+
+
+def test_the_readme_of_the_examples_names_each_script():
+    """A name without its folder is in the folder of the name before it."""
+    examples, named = ROOT / "examples", set()
+    folder = examples
+    for line in (examples / "README.md").read_text().splitlines():
+        for file in re.findall(r"`([\w/]+\.(?:sh|py))`", line.split("|")[1] if line.startswith("|") else ""):
+            path = next(path for path in (examples / file, folder / file) if path.is_file())
+            folder = path.parent
+            named.add(path)
+    assert not set(SCRIPTS) - named
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=name)
@@ -213,7 +225,9 @@ def test_a_script_ends_well_in_small(script, nano_folders, tmp_path):
 # --- commands in documents ----------------------------------------------------------------------------------
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PLACEHOLDER = re.compile(r"^\.\.\.|^<\w+>|^\[--|\.\.\.\]$|^--help|^--version")
+PLACEHOLDER = re.compile(r"^<\w+>$|^\[--|\.\.\.\]$|^--help|^--version")
+LEFT_OUT = {"--rlhf_type": "grpo", "--model": "m", "--dataset": "d", "--reward_funcs": "accuracy"}
+"""What `...` stands for in a command, as far as it is not there."""
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 
 
@@ -226,8 +240,18 @@ def shown_commands(page: Path) -> list[list[str]]:
         for line in block.replace("\\\n", " ").splitlines():
             words = without_assignments(line)
             if words[:1] == ["swift"] and not any(PLACEHOLDER.search(word) for word in words):
-                commands.append(words[1:])
+                commands.append(filled(words[1:]))
     return commands
+
+
+def filled(words: list[str]) -> list[str]:
+    """A command, with a model, rows and a reward for `...`."""
+    if "..." not in words:
+        return words
+    at = words.index("...")
+    needed = {"rlhf": LEFT_OUT, "rollout": {"--model": "m"}}[words[0]]
+    given = [word for name, value in needed.items() if name not in words for word in (name, value)]
+    return [*words[:at], *(["m"] if words[at - 1] == "--model" else given), *words[at + 1 :]]
 
 
 def without_assignments(line: str) -> list[str]:
@@ -251,7 +275,7 @@ def write_shown_configs(page: Path, folder: Path) -> None:
             (folder / title[1]).write_text(block)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if shown_commands(page)], ids=name)
 def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shown_configs(page, tmp_path)
@@ -259,7 +283,7 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch):
         if words[0] == "plan":  # the words of another mode, and some of its own
             _, mode, rest = split(words[1:])
             words = [mode, *rest]
-        assert parse(words[0], with_first(words[0], words[1:]), {}).command == words[0]
+        assert parse(words[0], with_first(words[0], words[1:]), {"SWIFT_API_KEY": "secret"}).command == words[0]
 
 
 def test_the_readme_shows_whole_commands():

@@ -14,13 +14,15 @@ class Feature:
     """A feature elsewhere.
 
     about: why it is not here, or what is, for the page. fix: what to do instead, at the end of an error line. flags:
-    names of its flags. families: beginnings of names. values: of flags that swift has. modes: commands elsewhere.
+    names of its flags. instead: names of further flags -> what to do instead of each. families: beginnings of names.
+    values: of flags that swift has. modes: commands elsewhere.
     """
 
     title: str
     about: str
     fix: str = "leave it out"
     flags: str = ""
+    instead: dict[str, str] = field(default_factory=dict)
     families: tuple[str, ...] = ()
     values: dict[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] = ()
@@ -67,9 +69,9 @@ FEATURES = (
         "Tuners outside of PEFT, AdaLoRA, and unsloth",
         "AdaLoRA moves ranks between layers during a run; LongLoRA, LLaMA-Pro, ReFT and adapters are code of ms-swift.",
         "use --tuner_type lora, vera, boft, ia3 or miss",
-        "unsloth lora_modules lora_bias lora_dtype",
+        "unsloth tuner_backend lora_modules lora_bias lora_dtype",
         families=("adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_"),
-        values={"tuner_type": "adalora longlora llamapro fourierft reft adapter"},
+        values={"tuner_type": "adalora longlora llamapro fourierft reft adapter", "init_weights": "lora-ga"},
     ),
     Feature(
         "GaLore and LISA",
@@ -107,10 +109,26 @@ FEATURES = (
         "swanlab_exp_name swanlab_mode swanlab_project swanlab_token swanlab_workspace",
     ),
     Feature(
+        "Generated answers and benchmarks during training",
+        "An evaluation measures the loss of `--val_dataset`; in grpo it samples answers and scores them.",
+        instead={
+            "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
+            "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
+        },
+    ),
+    Feature(
+        "Packed rows of preferences and reward models",
+        "Batches of these methods are padded, and `--padding_free` changes nothing. sft, pt and grpo pack rows.",
+        modes=("rlhf --rlhf_type dpo --packing true",),
+    ),
+    Feature(
         "Other sources and shapes of data",
         "[Data](data.md) has the formats; ms-swift's registered data sets and preprocessors are Python of its own.",
         flags="custom_dataset_info dataset_sample train_dataset_sample val_dataset_shuffle download_mode tools_prompt "
         "train_on_prompt truncation response_prefix channels write_batch_size",
+        instead={
+            "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE"
+        },
         values={"loss_scale": "agentflan alpha_umi ignore_think_prefix"},
     ),
     Feature(
@@ -119,6 +137,12 @@ FEATURES = (
         flags="load_args load_data_args local_repo_path max_memory max_model_len merge_device_map model_kwargs "
         "ref_adapters ref_model_revision ref_model_type reward_model_type rope_scaling teacher_adapters "
         "teacher_model_revision teacher_model_type exist_ok max_concurrency",
+        instead={
+            "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
+            "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
+            "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine "
+            "samples",
+        },
     ),
     Feature(
         "Further settings of transformers' trainer",
@@ -127,6 +151,10 @@ FEATURES = (
         "eval_accumulation_steps eval_delay fsdp_config ignore_data_skip include_num_input_tokens_seen label_names "
         "label_smoothing_factor liger_loss logging_dir metric no_cuda profile resume_only_model save_on_each_node "
         "sequence_classification top_entropy torch_empty_cache_steps use_cpu zero_hpz_partition_size",
+        instead={
+            "hub_strategy": "leave it out; --push_to_hub uploads the model at the end",
+            "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
+        },
     ),
 )
 
@@ -134,7 +162,7 @@ FEATURES = (
 def flags() -> Iterator[str]:
     """Names of all flags."""
     for feature in FEATURES:
-        yield from feature.flags.split()
+        yield from (*feature.flags.split(), *feature.instead)
 
 
 def families() -> tuple[str, ...]:
@@ -147,7 +175,14 @@ def fix_of(name: str) -> str:
     for feature in FEATURES:
         if name in feature.flags.split() or name.startswith(feature.families or ("\0",)):
             return feature.fix
+        if name in feature.instead:
+            return feature.instead[name]
     return "leave it out"
+
+
+def is_replaced(name: str) -> bool:
+    """Whether a flag has an alternative of its own."""
+    return any(name in feature.instead for feature in FEATURES)
 
 
 def values_of(name: str) -> list[str]:
@@ -168,5 +203,7 @@ line, in the dry run; a value that switches the feature off is only noted.
         names += [f"`--{beginning}*`" for beginning in feature.families]
         names += [f"`--{name} {value}`" for name, given in feature.values.items() for value in given.split()]
         names += [f"`swift {mode}`" for mode in feature.modes]
-        parts.append(f"## {feature.title}\n\n{feature.about}\n\n{', '.join(names)}\n")
+        lines = [", ".join(names)] if names else []
+        lines += ["\n".join(f"* `--{name}`: {fix}" for name, fix in feature.instead.items())] if feature.instead else []
+        parts.append("\n\n".join([f"## {feature.title}", feature.about, *lines]) + "\n")
     return "\n".join(parts)

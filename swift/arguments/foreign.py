@@ -8,14 +8,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from swift.arguments import known
+from swift.arguments import absent
 from swift.arguments.layers import Given
 from swift.arguments.modes import METHODS
 from swift.arguments.values import Raw, show
 from swift.errors import ConfigError
 
+SAMPLING = ("infer", "rollout")
 TRAINING = ("rlhf", "sft", "seq_cls", "pt", *METHODS)
-"""Modes whose settings other projects name."""
+"""Modes whose settings other projects name; `SAMPLING` has of these names that of `--chat_template_kwargs` alone."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ def translation(given: Given, mode: str, where: str, beside: Mapping[str, Raw]) 
 
     tables = {"ms-swift": ms_swift.RULES, "TRL": trl.RULES, "Axolotl": axolotl.RULES}
     project = next((name for name, rules in tables.items() if given.spelling in rules), None)
-    if project is None or mode not in TRAINING or (project != "ms-swift" and known.is_replaced(given.spelling)):
+    modes = TRAINING + (SAMPLING if given.spelling == "enable_thinking" else ())
+    if project is None or mode not in modes or (project != "ms-swift" and absent.is_replaced(given.spelling)):
         return None
     draft = Draft(mode, beside)
     try:

@@ -6,7 +6,13 @@ has, or any value of a flag that changes speed alone. Every other value is refus
 
 from __future__ import annotations
 
+import contextlib
+
 from swift.arguments import absent
+from swift.arguments.modes import METHODS, MODES, command_of
+from swift.arguments.plugins import settings_class
+from swift.arguments.values import Raw, convert, show
+from swift.flags import flags_of, spellings_of
 
 
 def _names(text: str) -> frozenset[str]:
@@ -14,13 +20,16 @@ def _names(text: str) -> frozenset[str]:
 
 
 _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.0"))
+_NEUTRAL = _OFF | {"1", "1.0", "-1"}
+"""Values that switch a flag off, or are a factor, a count or a limit that changes nothing."""
 
 _SAME = {
     flag: value
     for value, flags in {
         "true": "save_safetensors use_chat_template add_non_thinking_prefix "
-        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync",
-        "1": "vllm_pipeline_parallel_size max_batch_size",
+        "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
+        "load_from_cache_file",
+        "1": "vllm_pipeline_parallel_size",
         "peft": "tuner_backend",
         "causal_lm": "task_type",
         "delete": "truncation_strategy",
@@ -33,7 +42,7 @@ _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
     "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args "
-    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset"
+    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset max_batch_size"
 )
 """Flags that change no result here, whatever their value; some belong to a flag that is refused."""
 
@@ -47,18 +56,6 @@ _REFUSED = _names(
 
 _KNOWN = frozenset(absent.flags())
 _FAMILIES = absent.families()
-
-_REPLACED = {
-    "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE",
-    "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
-    "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
-    "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
-    "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
-    "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-    "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine samples",
-    "enable_thinking": "use --chat_template_kwargs '{\"enable_thinking\": false}', or true",
-}
-"""Known flags -> what to do instead."""
 
 _WHY = {
     "tuner_backend": "adapters are PEFT's here",
@@ -97,12 +94,7 @@ _MODES = {
 
 def is_known(name: str) -> bool:
     """Whether a name that is no setting here is a flag elsewhere."""
-    return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() | _REPLACED.keys() or name.startswith(_FAMILIES)
-
-
-def is_replaced(name: str) -> bool:
-    """Whether the error line about a known flag names an alternative."""
-    return name in _REPLACED
+    return name in _KNOWN | _SPEED | _REFUSED | _SAME.keys() or name.startswith(_FAMILIES)
 
 
 def changes_nothing(name: str, text: str) -> bool:
@@ -114,6 +106,18 @@ def changes_nothing(name: str, text: str) -> bool:
     return name not in _REFUSED and text.lower() in _OFF
 
 
+def asks_nothing(name: str, raw: Raw) -> bool:
+    """Whether a value of a setting of other modes leaves it off there, or is a neutral default."""
+    if show(raw).lower() not in _NEUTRAL:
+        return False
+    for cls in map(settings_class, MODES):
+        if flag := flags_of(cls).get(spellings_of(cls).get(name, "")):
+            with contextlib.suppress(ValueError):
+                if convert(flag, raw) == flag.default:
+                    return True
+    return False
+
+
 def no_effect(name: str) -> str:
     """The text of a note about a known flag whose value `changes_nothing`."""
     return f"known in ms-swift; {_INSTEAD.get(name, 'this value changes nothing here')}"
@@ -123,7 +127,7 @@ def refusal(name: str) -> str:
     """The text of an error line about a known flag."""
     if name in _WHY:
         return f"{_WHY[name]}; leave it out"
-    return f"known in ms-swift, not supported here; {_REPLACED.get(name) or absent.fix_of(name)}"
+    return f"known in ms-swift, not supported here; {absent.fix_of(name)}"
 
 
 def is_known_value(name: str, text: str) -> bool:
@@ -133,6 +137,4 @@ def is_known_value(name: str, text: str) -> bool:
 
 def nearest_mode(name: str) -> str | None:
     """The command of swift that replaces a mode of another command line."""
-    from swift.arguments.modes import METHODS, command_of
-
     return f"swift {command_of(name)}" if name in METHODS else _MODES.get(name)

@@ -296,7 +296,7 @@ class Reader:
             self.notes.append(f"{where}: {known.no_effect(name)}")
         elif elsewhere and self.mode == "rollout" and given.source == "file":  # one file for trainer and server
             self.of_trainer.append(name)
-        elif elsewhere and _is_default(settings_class(elsewhere[0]), given):
+        elif known.asks_nothing(name, one_value(given)):
             self.notes.append(f"{where}: not used by swift {command_of(self.mode)}")
         elif elsewhere:
             others = ", ".join([*map(command_of, elsewhere[:MOST_MODES]), *["others"][: len(elsewhere) > MOST_MODES]])
@@ -331,14 +331,6 @@ def _for_flag(flag: Flag, given: Given) -> Any:
     if flag.is_list:
         return [word for word in words if word != ""]
     return words[0] if len(words) == 1 else words
-
-
-def _is_default(cls: type, given: Given) -> bool:
-    flag = flags_of(cls)[spellings_of(cls)[given.spelling]]
-    try:
-        return bool(convert(flag, _for_flag(flag, given)) == flag.default)
-    except ValueError:
-        return False
 
 
 def _collect(args: Any, method: Literal["problems", "notes"]) -> Iterator[str]:

@@ -191,28 +191,28 @@ class TunerArguments(ImageArguments, QuantArguments):
     """Other ranks by module name or regular expression, such as `{"q_proj": 16}`."""
 
     alpha_pattern: dict[str, Any] = flag({}, everyday=False, needs="tuner_type=lora", resume="fixed")
-    """Other values of lora_alpha, likewise."""
+    """Other values of lora_alpha by module name or regular expression, such as `{"q_proj": 64}`."""
 
     vera_rank: int = flag(256, at_least=1, everyday=False, needs="tuner_type=vera", resume="fixed")
-    """Rank of the two shared random matrices."""
+    """Rank of VeRA: of the two random matrices that all layers share (arXiv:2310.11454)."""
 
     vera_projection_prng_key: int = flag(0, everyday=False, needs="tuner_type=vera", resume="fixed")
-    """Seed of these matrices."""
+    """Seed of the random matrices of VeRA."""
 
     vera_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=vera")
-    """Dropout before them."""
+    """Dropout of the inputs of VeRA's random matrices."""
 
     vera_d_initial: float = flag(0.1, everyday=False, needs="tuner_type=vera", resume="fixed")
-    """Start of the trained vector between them."""
+    """Initial value of the trained scaling vector between the two random matrices of VeRA."""
 
     boft_block_size: int = flag(4, at_least=0, everyday=False, needs="tuner_type=boft", resume="fixed")
-    """Size of the orthogonal blocks; 0 leaves it to boft_block_num."""
+    """Size of the orthogonal blocks of BOFT; 0 leaves it to boft_block_num."""
 
     boft_block_num: int = flag(0, at_least=0, everyday=False, needs="tuner_type=boft", resume="fixed")
-    """Number of blocks per layer; 0 leaves it to boft_block_size."""
+    """Number of orthogonal blocks of BOFT per layer; 0 leaves it to boft_block_size."""
 
     boft_dropout: float = flag(0.0, at_least=0, below=1, everyday=False, needs="tuner_type=boft")
-    """Share of blocks that are left out in a forward pass."""
+    """Share of the blocks of BOFT that are left out in a forward pass."""
 
     freeze_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full", resume="fixed")
     """Beginnings of the names of parameters that are not trained."""
@@ -223,26 +223,27 @@ class TunerArguments(ImageArguments, QuantArguments):
     freeze_parameters_ratio: float = flag(
         0.0, at_least=0, at_most=1, everyday=False, needs="tuner_type=full", resume="fixed"
     )
-    """Share of the numbers, from the first layer on, that are not trained."""
+    """Share of the model's parameters, from the first layer on, that are not trained."""
 
     trainable_parameters: list[str] = flag([], everyday=False, needs="tuner_type=full", resume="fixed")
     """Beginnings of the names of parameters that are trained although the freeze settings name them."""
 
     trainable_parameters_regex: str | None = flag(everyday=False, needs="tuner_type=full", unset="none", resume="fixed")
-    """The same as a regular expression."""
+    """Regular expression found in the names of parameters that are trained although the freeze settings name them."""
 
     freeze_vit: bool = flag(True, everyday=False, resume="fixed")
     """Whether a model's vision tower stays as it is; for adapters, whether they leave it out."""
 
     freeze_aligner: bool = flag(True, everyday=False, resume="fixed")
-    """The same for the layers between the tower and the language model."""
+    """Whether the layers between vision tower and language model stay as they are; for adapters, whether they leave
+    them out."""
 
     freeze_llm: bool = flag(False, everyday=False, resume="fixed")
-    """The same for the language model of a model that sees."""
+    """Whether the language model of a model that sees stays as it is; for adapters, whether they leave it out."""
 
     full_towers: bool = flag(False, everyday=False, needs="tuner_type=lora", resume="fixed")
-    """Whether tower and aligner are trained in full, beside LoRA on the language model. `--tuner_type lora_llm` of
-    ms-swift is lora with this, and with freeze_vit and freeze_aligner false."""
+    """Whether vision tower and aligner are trained in full, beside LoRA on the language model. `--tuner_type lora_llm`
+    of ms-swift is lora with this, and with freeze_vit and freeze_aligner false."""
 
     vit_lr: float | None = flag(above=0, everyday=False, unset="learning_rate", resume="fixed")
     """Peak learning rate of the vision tower."""

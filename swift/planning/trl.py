@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 2048
 """Of a row, if nothing says."""
 
-PAIRED = ("dpo", "ipo", "orpo", "simpo", "cpo", "rm")
-"""Modes whose rows are two answers."""
-
 
 def plan_trl(
     mode: str,
@@ -56,8 +53,9 @@ def plan_trl(
         world=world_of(args, processes),
     )
     rows = shape.rows * data_ranks(args, processes) * args.gradient_accumulation_steps
-    noun = "pair" if mode in PAIRED else "packed row" if shape.packed > 1 else "document" if shape.anchors else "row"
-    if noun == "pair":
+    noun = "packed row" if shape.packed > 1 else "document" if shape.anchors else "row"
+    if (method.rows or noun).endswith("pair"):
+        noun = "pair"
         what = f"pairs of answers, each {shape.tokens:,} tokens with its prompt"
     else:
         what = f"{noun if shape.anchors else 'row'}s of {shape.tokens:,} tokens"

@@ -139,31 +139,32 @@ class ObjectiveArguments:
     adapter."""
 
     ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
-    """Number of steps between two moves."""
+    """Number of steps between two updates of a reference model that follows the policy."""
 
     ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
-    """Share of the policy in a move."""
+    """Share of the policy in an update of a reference model that follows it; the rest is the reference model."""
 
     kl_bias_correction: bool = flag(False, aliases=("use_bias_correction_kl",), everyday=False)
-    """Whether the KL is multiplied by the token's ratio, for an unbiased gradient (arXiv:2512.02556)."""
+    """Whether the KL penalty of a token is multiplied by its probability ratio of new to old policy, for an
+    unbiased gradient (arXiv:2512.02556)."""
 
     entropy_coef: float = flag(0.0, at_least=0, everyday=False)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus in the loss."""
 
     use_adaptive_entropy: bool = flag(False, everyday=False)
     """Whether a controller steers the entropy bonus towards a target (arXiv:2505.22312)."""
 
     entropy_target: float = flag(0.2, at_least=0, everyday=False, needs="use_adaptive_entropy")
-    """Target entropy per token, in nats."""
+    """Entropy per token, in nats, that the adaptive entropy bonus aims at."""
 
     entropy_coef_min: float = flag(0.0, at_least=0, everyday=False, needs="use_adaptive_entropy")
-    """Minimum weight of the controller."""
+    """Minimum weight of the adaptive entropy bonus."""
 
     entropy_coef_max: float = flag(1.0, at_least=0, everyday=False, needs="use_adaptive_entropy")
-    """Maximum weight of the controller."""
+    """Maximum weight of the adaptive entropy bonus."""
 
     entropy_coef_delta: float = flag(0.005, at_least=0, everyday=False, needs="use_adaptive_entropy")
-    """Change of the weight per step."""
+    """Change per step of the weight of the adaptive entropy bonus."""
 
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] | None = flag(everyday=False)
     """Order of summing and normalising several rewards. normalize_then_sum is `--scale_rewards gdpo`."""

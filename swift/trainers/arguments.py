@@ -254,7 +254,7 @@ class EvaluationArguments:
     """Number of evaluations without a better `--metric_for_best_model` that end the run."""
 
     early_stopping_threshold: float = flag(0.0, at_least=0, everyday=False, needs="early_stopping_patience")
-    """Least improvement that counts."""
+    """Minimum improvement of `--metric_for_best_model` with which an evaluation counts as better for early stopping."""
 
     def problems(self) -> Iterator[str]:
         if getattr(self, "eval_strategy", "no") == "no":

@@ -406,6 +406,7 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             {},
             "--vllm_server_pass_dataset: true: known in ms-swift; here the trainer plays the turns",
         ),
+        ("infer", "--max_batch_size 16", {}, "--max_batch_size: 16: known in ms-swift; this value changes nothing"),
         ("rlhf", "--vllm_use_async_engine true", {}, "--vllm_use_async_engine: true: known in ms-swift; this value"),
         ("rlhf", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
         (
@@ -509,6 +510,15 @@ IDLE = [
     ),
     ("dpo", "--loss_type sft --ref_model r", "--ref_model: r: no effect on --loss_type sft alone"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("sft", "--beta 0"), ("sft", "--num_iterations 1"), ("pt", "--reroll_max_groups 1"), ("pt", "--use_vllm false")],
+)
+def test_a_neutral_value_of_a_flag_of_another_mode_is_noted(mode, words):
+    notes = parse(mode, ["--model", "m", "--dataset", "d", *words.split()], {}).notes
+    assert f"{words.replace(' ', ': ')}: not used by swift {mode}" in notes
 
 
 @pytest.mark.parametrize(("mode", "words", "note"), IDLE)

@@ -122,8 +122,9 @@ def test_a_rollout_function_goes_with_weights_that_every_rank_holds_whole():
     assert rlhf("--rollout_func", "f.py:g", "--deepspeed", "zero2").args.rollout_func == "f.py:g"
 
 
+@pytest.mark.parametrize("words", ['--chat_template_kwargs {"enable_thinking":false}', "--enable_thinking false"])
 @pytest.mark.parametrize("mode", ["sft", "infer", "rollout", "rlhf"])
-def test_the_chat_templates_variables_are_a_setting_of_every_mode_that_renders(mode):
-    words = ["--model", "m", "--chat_template_kwargs", '{"enable_thinking": false}']
+def test_the_chat_templates_variables_are_a_setting_of_every_mode_that_renders(mode, words):
+    words = ["--model", "m", *words.split()]
     words += {"sft": ["--dataset", "d"], "rlhf": RLHF[:2] + RLHF[4:]}.get(mode, [])
     assert parse(mode, words, {}).args.chat_template_kwargs == {"enable_thinking": False}

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from swift.arguments import absent, docs
+from swift.arguments import absent, docs, parse
 from swift.arguments.common import GROUPS
 from swift.arguments.derived import RULES
 from swift.arguments.help import render, render_flag
@@ -37,6 +37,7 @@ def test_settings_are_not_listed_as_known_elsewhere():
         "task_type",
         "use_chat_template",
         "truncation_strategy",
+        "load_from_cache_file",
     }  # of one mode; in others a value changes nothing
     assert {name for name in names if is_known(name)} == known
 
@@ -51,11 +52,34 @@ def test_the_page_is_current():
     assert docs.NOT_SUPPORTED.read_text(encoding="utf-8") == absent.page(), "the same command"
 
 
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("sft", "to_cached_dataset", "true"),
+        ("sft", "predict_with_generate", "true"),
+        ("sft", "eval_use_evalscope", "true"),
+        ("sft", "new_special_tokens", "<a>"),
+        ("sft", "max_epochs", "3"),
+        ("sft", "device_map", "auto"),
+        ("rlhf --rlhf_type gkd --teacher_model m", "offload_teacher_model", "true"),
+        ("sft", "tuner_backend", "unsloth"),
+        ("sft", "hub_strategy", "checkpoint"),
+        ("sft", "init_weights", "lora-ga"),
+        ("rlhf --rlhf_type dpo", "packing", "true"),
+    ],
+)
+def test_what_is_refused_is_on_the_page_of_what_is_not_supported(command, flag, value):
+    mode, *words = command.split()
+    with pytest.raises(ConfigError, match=f"^--{flag}: {value}: "):
+        parse(mode, [*words, "--model", "m", "--dataset", "d", f"--{flag}", value], {})
+    assert any(shown in absent.page() for shown in (f"--{flag}`", f"--{flag} {value}`"))
+
+
 def test_a_feature_that_is_here_is_on_no_list_of_what_is_not():
     classes = [settings_class(mode) for mode in MODES]
     assert not {spelling for cls in classes for spelling in spellings_of(cls)} & set(absent.flags())
     for feature in absent.FEATURES:
-        assert feature.flags or feature.families or feature.values
+        assert feature.flags or feature.instead or feature.families or feature.values or feature.modes
         for name, values in feature.values.items():
             of_modes = [flags_of(cls)[name].choices for cls in classes if name in flags_of(cls)]
             assert of_modes and not set(values.split()) & {str(one) for choices in of_modes for one in choices}

@@ -415,6 +415,8 @@ MODES = [
         "--lr_scheduler_type: reduce_lr_on_plateau: follows evaluations, and nothing is evaluated",
     ),
     ("sft", "--model m --dataset d --num_generations 4", "--num_generations: 4: not a flag of swift sft"),
+    ("sft", "--model m --dataset d --beta 0.04", "--beta: 0.04: not a flag of swift sft"),
+    ("sft", "--model m --dataset d --max_completion_length 512", "--max_completion_length: 512: not a flag of"),
     ("infer", "--val_dataset d", "--model: missing"),
     ("infer", "--model m --infer_backend lmdeploy", "--infer_backend: lmdeploy: not a choice"),
     ("infer", "--model m --infer_backend vllm --quant_method bnb --quant_bits 4", "--quant_method: bnb: vLLM gets"),

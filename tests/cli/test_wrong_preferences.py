@@ -33,6 +33,10 @@ TABLE = {
         method("dpo", "--num_generations 4"),
         "--num_generations: 4: not a flag of swift rlhf --rlhf_type",
     ),
+    "a treatment of long rows": (
+        method("dpo", "--truncation_strategy left"),
+        "--truncation_strategy: left: not a flag of swift rlhf --rlhf_type dpo; a flag of: rlhf,",
+    ),
     "reference without one": (method("simpo", "--ref_model x"), "--ref_model: x: not a flag of | a flag of: rlhf,"),
     "unknown flag": (method("dpo", "--bata 0.1"), "--bata: 0.1: unknown flag; nearest: beta"),
     "beta of zero": (method("ipo", "--beta 0"), "--beta: 0: | above 0"),

@@ -65,7 +65,7 @@ def test_a_run_goes_on_sharded_in_any_other_way(cli, tuner):
         more = {"resume_from_checkpoint": "last", "max_steps": step + 2, **way}
         cli.finish(folder.name, variables={"NPROC_PER_NODE": 1 + number % 2}, **flags, **more)
         assert sampled(folder) == [row for row in sampled(straight) if step < row[0] <= step + 2]
-        for mine, other in zip(log_rows(folder), log_rows(straight)[step:], strict=False):
+        for mine, other in zip(log_rows(folder), log_rows(straight)[step : step + 2], strict=True):
             for name in ("loss", "grad_norm"):
                 assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), (way, name)
         source = folder

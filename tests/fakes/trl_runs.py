@@ -145,9 +145,10 @@ def assert_goes_on_exactly(run_dir, make, at=2, run=trained):
 
 
 def untimed(run_dir) -> list[dict]:
-    """The log lines without what measures time."""
+    """The log lines without what measures time; there are some."""
     timed = ("step_time", "_runtime", "_second", "tokens_per_s", "rss_gib")
     found = rows(run_dir / "logging.jsonl")
+    assert found
     return [
         {name: value for name, value in row.items() if not name.endswith(timed) and not name.startswith("time/")}
         for row in found
@@ -168,7 +169,9 @@ def rows(path: Path) -> list[dict]:
 
 
 def losses(run_dir) -> list[tuple[int, float]]:
-    return [(row["step"], row["loss"]) for row in rows(run_dir / "logging.jsonl") if "loss" in row]
+    found = [(row["step"], row["loss"]) for row in rows(run_dir / "logging.jsonl") if "loss" in row]
+    assert found
+    return found
 
 
 def logged(run_dir, key="loss"):

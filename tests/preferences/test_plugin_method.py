@@ -38,6 +38,12 @@ def test_its_settings_are_flags(settings, plugin):
     assert "swift rlhf --rlhf_type shared_dpo: a share of DPO." in text and "--share FLOAT" in text
 
 
+def test_it_is_planned_in_pairs(settings, plugin, capsys):
+    run = f"rlhf --rlhf_type shared_dpo {plugin} --dataset d --model {settings('dpo').args.model}"
+    assert main(["plan", *run.split(), "--device", "h100-80gb", "--row_tokens", "64", "--max_steps", "2"]) == 0
+    assert "; pairs of answers, each 64 tokens" in capsys.readouterr().out
+
+
 def test_without_its_file_it_is_no_method():
     with pytest.raises(ConfigError, match="--rlhf_type: shared_dpo: not a choice"):
         parse("rlhf", ["--rlhf_type", "shared_dpo", "--model", "m", "--dataset", "d"], {})

@@ -220,11 +220,10 @@ class Cli:
 
 
 def log_rows(folder: Path) -> list[dict]:
-    """logging.jsonl, the highest attempt of each step, without times and attempts."""
-    return [
-        {name: value for name, value in row.items() if name != "attempt" and not is_timing(name)}
-        for row in read_log(folder / "logging.jsonl")
-    ]
+    """logging.jsonl, which has some, the highest attempt of each step, without times and attempts."""
+    found = read_log(folder / "logging.jsonl")
+    assert found
+    return [{name: value for name, value in row.items() if name != "attempt" and not is_timing(name)} for row in found]
 
 
 def completion_rows(folder: Path) -> list[dict]:

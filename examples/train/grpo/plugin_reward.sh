@@ -47,7 +47,7 @@ swift rlhf \
     --per_device_train_batch_size 8 \
     --gradient_accumulation_steps 4 \
     --max_steps 200 \
-    --learning_rate 2e-5 \
+    --learning_rate 1e-4 \
     --beta 0.01 \
     --save_steps 100 \
     --output_dir "$work/run" \

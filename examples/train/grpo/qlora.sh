@@ -18,7 +18,7 @@ swift rlhf \
     --per_device_train_batch_size 8 \
     --gradient_accumulation_steps 2 \
     --max_completion_length 512 \
-    --learning_rate 2e-5 \
+    --learning_rate 1e-4 \
     --beta 0.02 \
     --save_steps 100 \
     --output_dir output/grpo-qlora \

@@ -16,7 +16,7 @@ from swift.arguments.modes import METHODS, MODES, command_of
 from swift.arguments.plugins import settings_class
 from swift.arguments.values import Raw, convert, show
 from swift.errors import ConfigError, nearest
-from swift.flags import Flag, flags_of, spellings_of
+from swift.flags import flags_of, spellings_of
 from swift.observability.secrets import is_secret, mask
 
 NOT_IMPORTED = "the file is not imported"
@@ -114,20 +114,10 @@ class Draft:
         name, text = key.rpartition(".")[2], show(text_of(raw))
         if name not in spellings_of(self.cls) and known.is_known(name) and known.changes_nothing(name, text):
             self.same(key, f"{text} changes nothing here")
-        elif self._is_default_elsewhere(name, raw):
+        elif name not in spellings_of(self.cls) and known.asks_nothing(name, text_of(raw)):
             self.same(key, f"{text}: not used by swift {command_of(self.mode)}")
         else:
             self.take(key, name, raw)
-
-    def _is_default_elsewhere(self, name: str, raw: Raw) -> bool:
-        """Whether it is the default of a setting that the mode does not have."""
-        flags = [flag for mode in MODES if (flag := _flag(mode, name)) is not None]
-        if not flags or name in spellings_of(self.cls):
-            return False
-        try:
-            return bool(convert(flags[0], text_of(raw)) == flags[0].default)
-        except ValueError:
-            return False
 
     def _foreign(self, name: str, text: str) -> str:
         text = mask(name, text)
@@ -138,11 +128,6 @@ class Draft:
             return f"{text}: {known.refusal(name).removeprefix('known in ms-swift, ')}"
         near = nearest(name, spellings_of(self.cls), 1, likeness=0.75)
         return f"unknown to swift{'; nearest: ' + near[0] if near else ''}"
-
-
-def _flag(mode: str, name: str) -> Flag | None:
-    canonical = spellings_of(settings_class(mode)).get(name)
-    return flags_of(settings_class(mode))[canonical] if canonical else None
 
 
 def _is_switch(name: str) -> bool:

@@ -36,16 +36,16 @@ class ReferenceArguments(BetaArguments):
     precompute_ref_batch_size: int | None = flag(
         at_least=1, everyday=False, needs="precompute_ref_log_probs", unset="the batch size of each split"
     )
-    """Number of rows per process in a batch of that pass."""
+    """Number of rows per process in a batch of the pass that precomputes the reference's log-probs."""
 
     sync_ref_model: bool = flag(False, everyday=False, resume="fixed")
     """Whether the reference moves towards the model (TR-DPO, arXiv:2404.09656). Full tuning only."""
 
     ref_model_sync_steps: int = flag(512, at_least=1, everyday=False, needs="sync_ref_model")
-    """Number of steps between two moves."""
+    """Number of steps between two updates of a reference model that follows the policy."""
 
     ref_model_mixup_alpha: float = flag(0.6, at_least=0, at_most=1, everyday=False, needs="sync_ref_model")
-    """Share of the model in a move."""
+    """Share of the policy in an update of a reference model that follows it; the rest is the reference model."""
 
     def problems(self) -> Iterator[str]:
         """Problems of these settings, one line each."""

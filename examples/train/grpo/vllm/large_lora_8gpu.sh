@@ -38,7 +38,7 @@ swift rlhf \
     --per_device_eval_batch_size 1 \
     --gradient_accumulation_steps 4 \
     --num_train_epochs 1 \
-    --learning_rate 1e-5 \
+    --learning_rate 1e-4 \
     --warmup_ratio 0.05 \
     --beta 0.0 \
     --eval_steps 200 \
