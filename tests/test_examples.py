@@ -6,6 +6,7 @@ A script is run for real in a copy of the examples, with stand-ins for `swift` (
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -225,6 +226,7 @@ def test_a_script_ends_well_in_small(script, nano_folders, tmp_path):
 # --- commands in documents ----------------------------------------------------------------------------------
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"^<\w+>$|^\[--|\.\.\.\]$|^--help|^--version")
 LEFT_OUT = {"--rlhf_type": "grpo", "--model": "m", "--dataset": "d", "--reward_funcs": "accuracy"}
 """What `...` stands for in a command, as far as it is not there."""
@@ -266,13 +268,16 @@ def without_assignments(line: str) -> list[str]:
 
 
 def write_shown_configs(page: Path, folder: Path) -> None:
-    """Files that the page shows; a first line `# name.yaml` is the name, grpo.yaml goes without saying."""
+    """Files that the page shows, or makes by `cat`; a line `# name.yaml` is the name, grpo.yaml goes without saying."""
     for language, block in FENCE.findall(page.read_text()):
         if language == "yaml":
             title = re.match(r"# ([\w/.-]+\.ya?ml)\n", block)
             (folder / (title[1] if title else "grpo.yaml")).write_text(block)
         elif title := re.match(r"# (\w+\.py)\n", block):
             (folder / title[1]).write_text(block)
+        for file, text in HEREDOC.findall(block):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(text)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if shown_commands(page)], ids=name)
@@ -283,7 +288,20 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch):
         if words[0] == "plan":  # the words of another mode, and some of its own
             _, mode, rest = split(words[1:])
             words = [mode, *rest]
-        assert parse(words[0], with_first(words[0], words[1:]), {"SWIFT_API_KEY": "secret"}).command == words[0]
+        resolved = parse(words[0], with_first(words[0], words[1:]), {"SWIFT_API_KEY": "secret"})
+        assert resolved.command == words[0]
+        folder = tmp_path / (getattr(resolved.args, "output_dir", None) or "output")
+        folder.mkdir(parents=True, exist_ok=True)  # a later command may repeat the run
+        (folder / "args.json").write_text(json.dumps(resolved.to_json()))
+
+
+def test_the_quick_start_reads_what_it_has_made():
+    made = ["first/model", "first/data.jsonl"]
+    for words in shown_commands(ROOT / "docs" / "quick_start.md"):
+        given = dict(itertools.pairwise(words))
+        for path in [Path(given[flag]) for flag in ("--model", "--adapters", "--dataset") if flag in given]:
+            assert any(path.is_relative_to(folder) for folder in made), path
+        made += [given[flag] for flag in ("--output_dir",) if flag in given]
 
 
 def test_the_readme_shows_whole_commands():
