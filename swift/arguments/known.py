@@ -20,7 +20,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 _OFF = frozenset(("", "none", "null", "[]", "{}", "false", "no", "off", "0", "0.0"))
-_NEUTRAL = _OFF | {"1", "1.0", "-1"}
+_NEUTRAL = _OFF | {"1", "1.0", "-1", "default"}
 """Values that switch a flag off, or are a factor, a count or a limit that changes nothing."""
 
 _SAME = {
