@@ -500,6 +500,18 @@ def test_a_part_of_a_split_is_carried_from_trl(imported):
     assert imported(mixture, method="sft")[1]["dataset"] == ["d#:5"]
 
 
+def test_a_configuration_of_trl_with_images_is_imported(imported):
+    config = {
+        "model_name_or_path": "Qwen/Qwen2.5-VL-3B-Instruct", "dataset_name": "lmms-lab/multimodal-open-r1-8k-verified",
+        "reward_funcs": ["accuracy"], "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"],
+        "max_completion_length": 1024, "use_vllm": True, "vllm_mode": "colocate",
+    }  # fmt: skip
+    result, ours = imported(config, method="grpo")
+    assert not lost(result)
+    assert ours["model"] == config["model_name_or_path"] and ours["dataset"] == [config["dataset_name"]]
+    assert (ours["tuner_type"], ours["target_modules"]) == ("lora", ["q_proj", "v_proj"])
+
+
 def test_secrets_stay_where_they_are(imported):
     ours = {"model": "m", "dataset": ["d"], "ENV": {"HF_TOKEN": "hunter2", "A": "1"}}
     theirs = {

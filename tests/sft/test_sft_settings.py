@@ -14,6 +14,7 @@ from swift.errors import ConfigError, ResourceError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.models.tiny import build_tiny
+from swift.models.vision import FILES
 from swift.trainers.grpo.run import run as run_grpo
 from swift.trainers.trl.run import run
 
@@ -110,6 +111,17 @@ def test_the_model_is_uploaded_without_what_only_a_resumed_run_needs(sft_argv, a
     assert not [
         name for name in kept if name.startswith(("optimizer", "rng", "scheduler", "trainer", "args", "manifest"))
     ]
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_the_upload_of_a_model_that_sees_has_its_processor(sft_argv, vlm_folders, asked, tuner):
+    folder = vlm_folders("qwen3_vl")
+    sft(sft_argv(f"--model {folder} --push_to_hub true --hub_model_id me/sees --max_steps 1", tuner=tuner))
+    what = asked[-1][1]
+    names = [path.name for path in what["folder_path"].iterdir()]
+    kept = set(huggingface_hub.utils.filter_repo_objects(names, ignore_patterns=what["ignore_patterns"]))
+    files = {name for name in FILES if (folder / name).exists()}
+    assert "preprocessor_config.json" in files and files <= kept
 
 
 @pytest.mark.slow
