@@ -14,7 +14,7 @@ from swift.observability.findings import Finding, between, percent, steps_of
 from swift.observability.health_rules import PENALTIES
 from swift.types import EXTRACTED
 
-FAULTS = ("timeout", "exception", "contract", "crash", "not_finite", "no_reward")
+FAULTS = ("timeout", "exception", "contract", "crash", "not_finite")
 OF_FORM = (*PENALTIES, "format", "format_strict")
 """Shipped functions that do not ask whether an answer is right."""
 TRUTHFUL = re.compile(
@@ -52,24 +52,27 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     for row in e.completions:
         kind, _, name = str(row.get("excluded") or "").partition(": ")
         if kind in FAULTS:
-            kinds[f"{name or ' '.join(e.names)}: {kind}"] += 1
+            kinds[f"{name}: {kind}"] += 1
             steps.append(row["step"])
+    unscored = [row["step"] for row in e.completions if row.get("excluded") == "no_reward"]
     failed = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_failed/")}
     late = {key.rpartition("/")[2]: e.total(key) for key in keys(e, "health/reward_timeout/")}
     all_rows = max(1, len(e.completions))
     per_step = all_rows / max(1, len({row["step"] for row in e.completions}))
     share = max(sum(kinds.values()) / all_rows, max(failed.values(), default=0) / max(1, per_step * e.num_steps))
     ended = [reason for reason in e.reasons if re.search(r"--reward_funcs: .*fail|failed on every sample", reason)]
-    if share < 0.01 and not ended:
+    none = len(unscored) / all_rows  # some tasks may have no reward of any function
+    if share < 0.01 and none < 0.2 and not ended:
         return
     evidence = [f"{name} for {counted(count, 'completion')} of {all_rows}" for name, count in kinds.most_common(3)]
+    evidence += [f"every function is None for {percent(none)} of the completions"] if none >= 0.2 else []
     evidence += [f"health/reward_failed/{name} adds up to {count:.0f}" for name, count in failed.items() if count]
     evidence += [f"the run ended with: {reason}" for reason in ended[:1]]
     names = [name for name, count in failed.items() if count] or [one.partition(":")[0] for one in kinds]
     slow = sum(late.values()) > 0.5 * sum(failed.values()) > 0
     fix = "--reward_timeout 120, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
-    strength = max(between(share, 0.01, 0.15, 0.3, 0.97), 0.9 if ended else 0)
-    yield Finding("reward_failing", strength, evidence, fix, steps)
+    strength = max(between(share, 0.01, 0.2, 0.3, 0.97), between(none, 0.2, 0.5, 0.35, 0.8), 0.9 if ended else 0)
+    yield Finding("reward_failing", strength, evidence, fix, steps or unscored)
 
 
 def keys(e: Evidence, prefix: str) -> list[str]:
