@@ -151,7 +151,9 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     """Groups with equal rewards: because of the function or its column, or because all are wrong, or all right."""
     dropped = e.arg("dynamic_sample", False)  # their rewards are equal, and they were drawn again
     groups = [[row for row in rows if row.get("reward") is not None] for rows in e.groups]
-    groups = [rows for rows in groups if len(rows) > 1 and not (dropped and not any(row["used"] for row in rows))]
+    groups = [
+        rows for rows in groups if len(rows) > 1 and not (dropped and not any(row.get("used", True) for row in rows))
+    ]
     flat = equal_groups(e, groups)
     if len(groups) < 4 or len(flat) < 0.7 * len(groups):
         return

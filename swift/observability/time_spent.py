@@ -125,9 +125,8 @@ def _slow_engine(e: Evidence, parts: dict[str, float]) -> Iterator[Finding]:
         return
     ratios = [a / b for a, b in _pairs(e, "time/generate", "time/train")]
     ratio = statistics.median(ratios) if len(ratios) > 4 else 0.0
-    usual = (
-        15 if e.arg("use_vllm", False) or e.arg("use_lmdeploy", False) else 5
-    )  # a GPU trains far faster than it decodes
+    has_backend = e.arg("use_vllm", False) or e.arg("use_lmdeploy", False)
+    usual = 15 if has_backend else 5  # a GPU trains far faster than it decodes
     if ratio > usual:
         longer = f"{ratio:.0f} times as long as training on the same completions"
         fix = "--use_vllm true, larger batches, more engines (--num_infer_workers); --vllm_enforce_eager false"
