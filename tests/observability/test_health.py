@@ -10,9 +10,9 @@ from swift.errors import ConfigError
 from swift.observability import doctor, plots
 from swift.observability.health import REPEAT_STEPS, HealthMonitor
 from swift.observability.health_rules import RULES, load_rules
-from swift.plugin.registry import ORM, orms
 from swift.observability.jsonl import JsonlWriter
 from swift.observability.metric_names import ALIASES, with_aliases
+from swift.plugin.registry import ORM, orms
 
 LINES = 130
 
