@@ -68,7 +68,7 @@ SAYS = re.compile(
     r"lost \(|error: |signal: |ran out|not finite|time-out|worker |excluded|starts? again|no space|failed"
 )
 OF_TRACKER = re.compile(r'Traceback.*\n  File ".*/resource_tracker.py".*\n.*\nKeyError: .*')
-"""Printed by Python's tracker of semaphores that was started again after a SIGKILL: it does not know the former ones."""
+"""Of Python's tracker of semaphores that was started again after a SIGKILL: it does not know the former ones."""
 POLL_S = 0.1
 MEMORY_S = 1800.0
 """Least age of a process of which growth is told."""
