@@ -69,7 +69,7 @@ FEATURES = (
         "Tuners outside of PEFT, AdaLoRA, and unsloth",
         "AdaLoRA moves ranks between layers during a run; LongLoRA, LLaMA-Pro, ReFT and adapters are code of ms-swift.",
         "use --tuner_type lora, vera, boft, ia3 or miss",
-        "unsloth tuner_backend lora_modules lora_bias lora_dtype",
+        "unsloth lora_modules lora_bias lora_dtype",
         families=("adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_"),
         values={"tuner_type": "adalora longlora llamapro fourierft reft adapter", "init_weights": "lora-ga"},
     ),

@@ -30,7 +30,6 @@ _SAME = {
         "check_model stream train_dataloader_shuffle average_tokens_across_devices enable_flattened_weight_sync "
         "load_from_cache_file",
         "1": "vllm_pipeline_parallel_size",
-        "peft": "tuner_backend",
         "causal_lm": "task_type",
         "delete": "truncation_strategy",
     }.items()
@@ -42,7 +41,7 @@ _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
     "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args "
-    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset max_batch_size"
+    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset max_batch_size tuner_backend"
 )
 """Flags that change no result here, whatever their value; some belong to a flag that is refused."""
 
@@ -58,13 +57,13 @@ _KNOWN = frozenset(absent.flags())
 _FAMILIES = absent.families()
 
 _WHY = {
-    "tuner_backend": "adapters are PEFT's here",
     "lisa_activated_layers": "layers are trained or frozen for a whole run (--freeze_parameters)",
     "use_galore": "gradients are not projected here, which needs the package galore_torch",
 }
 """Known flags -> why they are not supported."""
 
 _INSTEAD = {
+    "tuner_backend": "adapters are PEFT's here, which trains the same",
     "vllm_server_pass_dataset": "here the trainer plays the turns: if the server's command has --multi_turn_scheduler, "
     "--gym_env or --max_turns, give them to swift rlhf",
 }

@@ -372,6 +372,7 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
         ("rlhf", "--max_prompt_length 9", {"max_length": 9}, "--max_prompt_length: TRL's name of --max_length 9"),
         ("sft", "--sequence_len 9", {"max_length": 9}, "--sequence_len: Axolotl's name of --max_length 9"),
         ("sft", "--load_in_4bit true", {"quant_bits": 4}, "--load_in_4bit: TRL's name of --quant_bits 4"),
+        ("sft", "--tuner_backend unsloth", {}, "--tuner_backend: unsloth: known in ms-swift; adapters are PEFT's here"),
         ("sft", "--load_in_4bit false", {"quant_bits": None}, "--load_in_4bit: false: false changes nothing here"),
         ("sft", "--bf16 true", {"torch_dtype": "bfloat16"}, "--bf16: ms-swift's name of --torch_dtype bfloat16"),
         (

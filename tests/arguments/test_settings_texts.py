@@ -62,7 +62,6 @@ def test_the_page_is_current():
         ("sft", "max_epochs", "3"),
         ("sft", "device_map", "auto"),
         ("rlhf --rlhf_type gkd --teacher_model m", "offload_teacher_model", "true"),
-        ("sft", "tuner_backend", "unsloth"),
         ("sft", "hub_strategy", "checkpoint"),
         ("sft", "init_weights", "lora-ga"),
         ("rlhf --rlhf_type dpo", "packing", "true"),

@@ -371,7 +371,6 @@ FLAGS = [
         ["--eval_use_evalscope: true: known in ms-swift, not supported here"],
     ),
     ("--use_galore true --galore_rank 64", ["--use_galore: true: gradients are not projected here"]),
-    ("--tuner_backend unsloth", ["--tuner_backend: unsloth: adapters are PEFT's here; leave it out"]),
     ("--optim muon --deepspeed zero2", ["--optim: muon: needs whole matrices, which --deepspeed cuts"]),
     ("--optimizer muonclip", ["--optimizer: muonclip", "this optimizer of ms-swift is not here"]),
     ("--acc_strategy seq", ["--acc_strategy: seq: known in ms-swift, not supported here"]),
