@@ -33,6 +33,10 @@ FORKED = {
         "num_experts_per_tok": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope",
     },
     "bamba": {**MAMBA, "attn_layer_indices": [2]},
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 64, "use_mem_rope": True,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
 }  # fmt: skip
