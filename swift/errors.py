@@ -266,6 +266,23 @@ def unusable(problem: str, fix: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def packages_for(problem: str) -> Iterator[None]:
+    """A block in which libraries import packages that not every machine has.
+
+    Raises:
+        ConfigError: one is missing; `problem`, and its name.
+    """
+    try:
+        yield
+    except ImportError as error:
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        fix = f"; pip install {name}" if (name := getattr(first, "name", None)) else ""
+        raise ConfigError(f"{problem} ({first_line(first)}){fix}") from error
+
+
+@contextlib.contextmanager
 def attributed_to(flag: str, instead: str = "--model") -> Iterator[None]:
     """Attribute problems that the block raises about the flag `instead` to `flag`, which gave the value."""
     try:

@@ -79,7 +79,14 @@ def activation_bytes(shape: ModelShape, *, element: int, checkpointing: bool, wh
     return kept + layer + logits
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The config of each layer, which is that of the model unless layers differ (Gemma 4)."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * (getattr(config, "num_hidden_layers", None) or 0)
+
+
 def _width(config: Any, name: str) -> int:
-    """A number of the config, the largest of a list with one for each layer; 0 where it has none."""
-    value = getattr(config, name, None) or 0
-    return int(max(value) if isinstance(value, list | tuple) else value)
+    """A number of the config, the largest of its layers; 0 where it has none."""
+    values = [getattr(layer, name, None) or 0 for layer in layer_configs(config)]
+    return int(max((max(value) if isinstance(value, list | tuple) else value for value in values), default=0))

@@ -99,13 +99,13 @@ def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
     """The parts of a model that settings keep as they are; none of a language model.
 
     Raises:
-        ConfigError: a language model, and a setting for towers.
+        ConfigError: a language model, and a setting for towers that asks for something.
     """
     settings: dict[Part, bool] = {"vit": args.freeze_vit, "aligner": args.freeze_aligner, "llm": args.freeze_llm}
     if loads_whole(model.config, args):
         return {part for part, frozen in settings.items() if frozen}
     for name, usual in OF_TOWERS.items():
-        if (value := getattr(args, name)) != usual:
+        if (value := getattr(args, name)) not in (usual, False):
             raise no_tower(name, value)
     return set()
 

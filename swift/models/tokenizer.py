@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, attributed_to, counted, suggest, unusable
+from swift.errors import ConfigError, RefusedChat, attributed_to, counted, packages_for, suggest, unusable
 from swift.models.instruct_templates import in_place
 from swift.models.multimodal import loads_whole, no_tower
 from swift.models.policy import load_config
@@ -61,7 +61,8 @@ def load_chat(args: CheckpointArguments, *, plain: bool = False, ends: bool = Tr
     else:
         from swift.models.vision import Vision, load_processor
 
-        processor = load_processor(source.base, config, tokenizer)
+        with packages_for(f"--model: {source.base}: its processor of images cannot be loaded"):
+            processor = load_processor(source.base, config, tokenizer)
         if not args.template and getattr(processor, "chat_template", None):  # also of files that no tokenizer reads
             tokenizer.chat_template = processor.chat_template
     template = (

@@ -22,8 +22,10 @@ def recompute_tower(model: Any, args: Any) -> None:
         ConfigError: a language model, or layers that cannot be computed again.
     """
     wanted = args.vit_gradient_checkpointing
-    if wanted is not None and not loads_whole(model.config, args):
-        raise no_tower("vit_gradient_checkpointing", wanted)
+    if not loads_whole(model.config, args):
+        if wanted is not None:
+            raise no_tower("vit_gradient_checkpointing", wanted)
+        return
     if args.tuner_type != "full" and not args.freeze_vit:
         name_inputs(model)
     if wanted in (None, args.gradient_checkpointing):

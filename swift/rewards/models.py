@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from swift.errors import ConfigError, RefusedChat, RewardError, attributed_to, first_line
+from swift.errors import ConfigError, RefusedChat, RewardError, attributed_to, first_line, packages_for
 from swift.models.source import read_json
 from swift.models.step_scores import DEFAULT_SEPARATOR, SEPARATOR, encode_steps, steps_of
 from swift.plugin import load_external_plugins, rm_plugins
@@ -70,7 +70,7 @@ class RewardModel:
         self.separator = str(read_json(source.folder / "config.json").get(SEPARATOR, DEFAULT_SEPARATOR))
         """Text between two steps of an answer, for a process reward model."""
         own = source.adapter if source.adapter is not None and has_tokenizer(source.adapter) else None
-        with attributed_to("--reward_model"):
+        with attributed_to("--reward_model"), packages_for(f"--model: {source.folder}: its processor cannot be loaded"):
             tokenizer = read_tokenizer(own or source.folder, trust_remote_code=trust_remote_code)
             config = config_of_whole(source.folder)
             processor: Any = None if config is None else load_processor(source.folder, config, tokenizer)

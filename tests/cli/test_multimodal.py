@@ -148,8 +148,6 @@ def test_bad_rows_of_a_model_that_sees(row, problem, seeing, desk, capfd):
 @pytest.mark.parametrize(
     "setting",
     [
-        "--freeze_vit false",
-        "--freeze_aligner false",
         "--freeze_llm true",
         "--max_pixels 9",
         "--vit_lr 0.1",
@@ -160,6 +158,24 @@ def test_bad_rows_of_a_model_that_sees(row, problem, seeing, desk, capfd):
 def test_settings_of_towers_need_one(setting, desk, capfd):
     words = [*command(desk, "grpo", PLAIN), *setting.split()]
     refused(words, f"{setting.split()[0]}: {setting.split()[1]}: the model has no vision tower here", capfd)
+
+
+def test_a_tower_that_is_not_there_need_not_be_frozen(desk):
+    """Configurations of TRL say so, whatever their model is."""
+    from swift.cli.main import main
+
+    towers = ["--freeze_vit", "false", "--freeze_aligner", "false"]
+    for tuner in ("full", "lora"):
+        assert main([*command(desk, "grpo", PLAIN), *towers, "--tuner_type", tuner]) == 0
+
+
+def test_a_processor_that_needs_another_package_is_refused(seeing, desk, capfd, monkeypatch):
+    def missing(*_):
+        raise ModuleNotFoundError("Could not import 'P'") from ModuleNotFoundError("No module named 'a'", name="a")
+
+    monkeypatch.setattr("swift.models.vision.load_processor", missing)
+    problem = "--model: | its processor of images cannot be loaded (No module named 'a'); pip install a"
+    refused(command(desk, "grpo", PLAIN, model=seeing), problem, capfd)
 
 
 def test_a_model_that_sees_needs_its_processor(seeing, desk, capfd):

@@ -98,12 +98,13 @@ import torch
 
 from swift.rollout.engines.transformers.engine import TransformersEngine
 
-own, generator = TransformersEngine._inference, torch.Generator().manual_seed(0)
+own, generator, SIZE = TransformersEngine._inference, torch.Generator().manual_seed(0), 1e-3
 
 
 def disturb(router, args):
     (hidden,) = args
-    return (hidden + 1e-3 * hidden.std() * torch.randn(hidden.shape, generator=generator),)
+    noise = torch.randn(hidden.shape, generator=generator).to(hidden.dtype)
+    return (hidden + SIZE * hidden.std() * noise,)
 
 
 @contextlib.contextmanager
@@ -137,6 +138,17 @@ def test_with_noise_on_the_samplers_routers_replay_lowers_the_mismatch_tenfold(r
         means[mode] = sum(row["mismatch/k3"] for row in rows) / 4
     assert all(0 < row["routing/tokens_differ_frac"] < 0.2 for row in rows)
     assert means["rollout"] < means["off"] / 10, means
+
+
+def test_one_run_shows_the_mismatch_with_replay_and_without(runs):
+    plugin = runs.folder / "noise.py"
+    plugin.write_text((runs.material / "odd_plugin.py").read_text() + NOISE.replace("1e-3", "5e-3"))
+    flags = {
+        "torch_dtype": "bfloat16", "num_generations": 8, "per_device_train_batch_size": 32, "max_completion_length": 32,
+        "max_steps": 3, "parity_check": "every:1", "external_plugins": plugin, "moe_router_replay": "rollout",
+    }  # fmt: skip
+    rows = log_rows(runs.finish("run", **flags))
+    assert sum(row["mismatch/parity_k3"] for row in rows) > 2 * sum(row["mismatch/k3"] for row in rows), rows
 
 
 def test_experts_of_an_engine_in_a_process_of_its_own_are_replayed_and_resumed(runs):

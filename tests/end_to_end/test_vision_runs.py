@@ -124,8 +124,10 @@ def test_a_run_is_that_of_rows(seeing, data, family, flags, capsys):
     "family",
     [
         "gemma3",
+        pytest.param("qwen2_vl", marks=pytest.mark.long),
         pytest.param("qwen2_5_vl", marks=pytest.mark.long),
         pytest.param("qwen3_vl", marks=pytest.mark.long),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.long),
         pytest.param("idefics3", marks=pytest.mark.long),
         pytest.param("internvl", marks=pytest.mark.long),
         pytest.param("llava_onevision", marks=pytest.mark.long),

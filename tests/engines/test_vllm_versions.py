@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from swift.arguments import MODES
 from swift.errors import ConfigError, EngineError, ResourceError
@@ -150,6 +151,9 @@ def test_a_token_of_the_cache_is_keys_and_values_of_all_layers():
     assert kv_token_bytes(config, width=4, ranks=1) == 2 * 3 * 2 * 8 * 4
     assert kv_token_bytes(config, width=2, ranks=2) == 2 * 3 * 1 * 8 * 2
     assert kv_token_bytes(SimpleNamespace(), width=4, ranks=1) == 0
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
+    gemma = AutoConfig.for_model("gemma4_text", **sizes, head_dim=8, global_head_dim=16)
+    assert kv_token_bytes(gemma, width=4) == 2 * 2 * (8 + 8 + 16) * 4, "the last layer has wider heads"
 
 
 def test_the_cpu_cache_holds_every_sequence_unless_that_is_too_much():

@@ -512,6 +512,20 @@ def test_a_configuration_of_trl_with_images_is_imported(imported):
     assert (ours["tuner_type"], ours["target_modules"]) == ("lora", ["q_proj", "v_proj"])
 
 
+@pytest.mark.parametrize(
+    ("given", "trained"),
+    [({}, True), ({"use_peft": True, "lora_target_modules": "all-linear"}, True), ({"use_peft": True}, False),
+     ({"use_peft": True, "lora_target_modules": ["q_proj"]}, False)],
+)  # fmt: skip
+def test_towers_are_trained_where_trl_trains_them_or_the_report_says_so(imported, given, trained):
+    config = {"model_name_or_path": "m", "dataset_name": "d", **given}
+    result, ours = imported(config, method="sft")
+    assert ours.get("freeze_vit", True) == ours.get("freeze_aligner", True) == (not trained)
+    told = [why for key, _, why in result.draft.lines if key in ("target_modules", "lora_target_modules")]
+    assert sum("in a vision tower, too: --freeze_vit false" in why for why in told) == (not trained)
+    assert "freeze_vit" not in imported(config, method="prm")[1]
+
+
 def test_secrets_stay_where_they_are(imported):
     ours = {"model": "m", "dataset": ["d"], "ENV": {"HF_TOKEN": "hunter2", "A": "1"}}
     theirs = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from experts import HYBRID
 from peft import PeftModel
 
 from swift.errors import ConfigError
@@ -18,7 +19,7 @@ SHARED = {f"mlp.shared_experts.{one}" for one in PROJECTIONS}
 DENSE = {f"mlp.{one}" for one in PROJECTIONS}
 ATTENTION = {f"self_attn.{one}_proj" for one in "qkvo"}
 LATENT = {f"self_attn.{one}" for one in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
-SHAPES = {"deepseek_v3": {"first_k_dense_replace": 1}}
+SHAPES = {"deepseek_v3": {"first_k_dense_replace": 1}, "qwen3_5_moe_text": HYBRID}
 CASES = [
     ("qwen3_moe", {}, ATTENTION | EXPERTS | {"mlp.gate"}),
     ("qwen3_moe", {"target_modules": PROJECTIONS}, EXPERTS),
@@ -33,6 +34,10 @@ CASES = [
     ("deepseek_v3", {"target_regex": r".*\.0\.mlp\.(gate|up)_proj"}, {"0.mlp.gate_proj", "0.mlp.up_proj"}),
     ("gpt_oss", {}, ATTENTION),
     ("gpt_oss", {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}, ATTENTION | EXPERTS),
+    ("qwen3_5_moe_text", {"target_modules": PROJECTIONS}, {f"mlp.shared_expert.{one}" for one in PROJECTIONS}),
+    ("qwen3_5_moe_text", {"target_modules": ["q_proj"], "target_parameters": sorted(EXPERTS)}, EXPERTS | {
+        "self_attn.q_proj",
+    }),
     ("qwen2", {"target_modules": ["q_proj"], "target_parameters": ["v_proj.weight"]}, {
         "self_attn.q_proj", "self_attn.v_proj",
     }),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 
@@ -143,12 +144,13 @@ def test_positions_that_depend_on_the_longest_sequence_are_not_forked():
     assert "longest sequence" in choose_streams(model)
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "lfm2", "mamba2"])
 def test_adapters_and_scores(arch):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    model = get_peft_model(hybrid(arch), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    targets = ["in_proj"] if arch == "mamba2" else "all-linear"  # PEFT refuses its others
+    model = get_peft_model(hybrid(arch), LoraConfig(target_modules=targets, init_lora_weights=False))
     (sequences,) = layouts(1, seed=5)
     ids = torch.tensor([token for sequence in sequences for token in sequence.completion_ids])
     expected = rows(model, sequences).log_softmax(-1).gather(1, ids[:, None])[:, 0]
@@ -184,6 +186,19 @@ def test_a_model_goes_on_taking_rows_and_decoding():
     assert torch.equal(rows(model, sequences), expected)
     prompt = torch.tensor([[5, 6, 7, 8]])
     assert model.generate(prompt, max_new_tokens=4, do_sample=False).shape == (1, 8)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5_text", "mamba2"])
+def test_a_copy_takes_streams_of_its_own(arch):
+    model = hybrid(arch)
+    assert choose_streams(model) is None
+    (sequences,) = layouts(1, seed=9)
+    copied = copy.deepcopy(model)
+    expected = completion_logits(model, pack(sequences))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(completion_logits(copied, pack(sequences)), expected)
 
 
 @pytest.mark.parametrize("arch", FORKED)

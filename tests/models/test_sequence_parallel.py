@@ -60,7 +60,7 @@ def seen(vlm_folders, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["stream", "rows"])
 @pytest.mark.parametrize(
     ("families", "count"),
-    [(SHORT, 2), *(pytest.param(vlms.PACKED, count, marks=pytest.mark.long) for count in (2, 3))],
+    [(SHORT, 2), *(pytest.param(vlms.SHARED, count, marks=pytest.mark.long) for count in (2, 3))],
 )
 def test_shared_images_are_those_of_one_rank(seen, families, count, kind, trained):
     found = seen(families, count)

@@ -260,6 +260,17 @@ def test_images_that_see_themselves_in_a_way_that_is_not_known_are_not_packed_in
     assert not takes_streams(model)
 
 
+def test_gemma_4_takes_rows_if_its_images_see_themselves(sees):
+    model, template = sees("gemma4")
+    sequences = rollout(template)[3:7]
+    causal_NV = of_rows(model, sequences, template.vision).detach()
+    model.config.text_config.use_bidirectional_attention = "vision"
+    gap_NV = (of_rows(model, sequences, template.vision).detach() - causal_NV).abs()
+    assert float(gap_NV.max()) > 1e-2 * float(causal_NV.std())
+    assert "tokens of an image see each other" in choose_streams(model)
+    assert not takes_streams(model)
+
+
 def test_images_that_see_themselves_are_not_shared_by_ranks(sees):
     model, _ = sees("gemma3")
     with pytest.raises(ConfigError, match=r"computed in parts \(tokens of an image see each other\)"):
@@ -326,7 +337,16 @@ def test_messages_name_their_images():
     assert images_in(messages) == (second, first, second)
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2_5_vl", True), *((family, False) for family in vlms.FAMILIES)])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        ("qwen2_5_vl", True),
+        *(
+            pytest.param(family, False, marks=() if family in ("gemma3", "qwen3_vl_moe") else pytest.mark.long)
+            for family in vlms.FAMILIES
+        ),
+    ],
+)
 def test_an_adapter_is_merged_into_a_whole_model(family, tied, vlm_folders, tmp_path):
     from peft import LoraConfig, get_peft_model
 

@@ -76,7 +76,7 @@ def test_the_measures_of_three_tokens_by_hand():
     assert found.mean == pytest.approx(0.4 / 3, abs=1e-6)
     assert found.maximum == pytest.approx(0.3, abs=1e-6)
     k3 = [math.exp(d) - 1 - d for d in (0.0, -0.1, 0.3)]
-    assert found.k3 == pytest.approx(sum(k3) / 3, abs=1e-6)
+    assert found.k3 == found.whole_k3 == pytest.approx(sum(k3) / 3, abs=1e-6)
     assert found.worst is not None
     assert (found.worst.prompt, found.worst.position, found.worst.token_id) == (1, 0, 6)
     assert (found.worst.engine, found.worst.trainer) == pytest.approx((-0.5, -0.2))
@@ -87,7 +87,9 @@ def test_routing_that_differs_for_some_tokens_is_no_fault_of_a_mixture_in_16_bit
     trainer = torch.tensor(delta) - 1
     few = limits_for("bfloat16", "bfloat16", "cpu", experts=True)
     samples = [drawn([4] * 100, [-1.0] * 100)]
-    assert few.judge(measure(samples, trainer, left_out=few.left_out))[0] == "pass"
+    found = measure(samples, trainer, left_out=few.left_out)
+    assert few.judge(found)[0] == "pass"
+    assert found.whole_k3 == pytest.approx(sum(math.exp(d) - 1 - d for d in delta) / 100)
     trainer[5:8] = -0.1
     assert few.judge(measure(samples, trainer, left_out=few.left_out))[0] == "refuse"
     trainer[5:8] = -math.inf

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrids import FORKED, hybrid
+from hybrids import SAMPLED, hybrid
 from oracle import load
 
 from swift.errors import ConfigError
@@ -192,7 +192,7 @@ def test_models_that_cannot_be_packed_are_sampled_with_their_own_attention(small
     assert_sampled_as_it_is(small_model(arch, **(linear if arch == "qwen3_next" else {})), packed=False)
 
 
-@pytest.mark.parametrize("arch", FORKED)
+@pytest.mark.parametrize("arch", SAMPLED)
 def test_prompts_of_several_lengths_are_one_batch_of_a_hybrid_model(arch):
     model = hybrid(arch)
     prompts = [[5, 6, 7, 8, 9, 10, 11], [20], [30] * 12, [40, 41, 42]]

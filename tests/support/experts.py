@@ -8,8 +8,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+HYBRID = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 EXPERTS = {
     "qwen3_moe": ({}, {}),
+    "qwen3_5_moe_text": (  # PEFT knows no names for its experts
+        HYBRID,
+        {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"]},
+    ),
     "mixtral": ({}, {}),  # other names in files
     "deepseek_v3": ({"first_k_dense_replace": 1}, {}),  # shared experts, and a dense layer
     "gpt_oss": (  # fused in files too, transposed, with biases

@@ -18,7 +18,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 16}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 64}
 
-FORKED = {
+SAMPLED = {
     "qwen3_5_text": DELTA,
     "qwen3_next": {**DELTA, **SHARED},
     "qwen3_5_moe_text": {**DELTA, **SHARED},
@@ -33,10 +33,20 @@ FORKED = {
         "num_experts_per_tok": 0, "shared_intermediate_size": 48, "position_embedding_type": "rope",
     },
     "bamba": {**MAMBA, "attn_layer_indices": [2]},
+    "zamba2": {
+        "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 64, "use_mem_rope": True,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "mamba"],
+    },
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
 }  # fmt: skip
-"""Architecture -> its settings; completions continue from the states of prompts."""
+"""Architecture -> its settings; completions continue from the states of prompts, for the transformers engine, too."""
+
+FORKED = {
+    **SAMPLED,
+    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 64, "expand": 2},
+}
+"""With those whose states the engine does not find."""
 
 PADDED = {
     "jamba": {
@@ -46,7 +56,6 @@ PADDED = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64, "block_types": ["recurrent", "attention"]},
     "gpt2": {"n_inner": 48, "n_positions": 512},
     "mamba": {"state_size": 8, "time_step_rank": 4},
-    "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 64, "expand": 2},
 }  # fmt: skip
 """Architectures whose states cannot be forked, because they would be wrong or lost on the way."""
 

@@ -32,7 +32,7 @@ GROUPS = {
         "tests/support/experts.py::EXPERTS", "tests/models/test_router_loss.py::MIXTURES+FORKED",
         "tests/models/test_routing.py::MIXTURES+HYBRIDS",
     ],
-    "Hybrids and others": ["tests/support/hybrids.py::FORKED+PADDED"],
+    "Hybrids and others": ["tests/support/hybrids.py::SAMPLED+FORKED+PADDED"],
 }  # fmt: skip
 """Kind of families -> where they are named; the others are decoders."""
 
@@ -46,7 +46,7 @@ EVIDENCE = [
         ("packed", "tests/conftest.py::nano_folder"),
         ("packed", "tests/models/test_forward.py::WINDOWED"),
         ("packed", "tests/support/vlms.py::PACKED"),
-        ("forked", "tests/support/hybrids.py::FORKED"),
+        ("forked", "tests/support/hybrids.py::SAMPLED+FORKED"),
         ("forked", "tests/support/vlms.py::FORKED"),
     ]),
     ("logits equal those of padded rows", [
@@ -86,7 +86,7 @@ EVIDENCE = [
         ("transformers engine", "tests/conftest.py::nano_folder"),
         ("transformers engine", f"{_ENGINE}::test_windows_soft_caps_and_sinks_are_sampled_in_the_packed_way"),
         ("transformers engine", f"{_ENGINE}::test_models_that_cannot_be_packed_are_sampled_with_their_own_attention"),
-        ("transformers engine", "tests/support/hybrids.py::FORKED"),
+        ("transformers engine", "tests/support/hybrids.py::SAMPLED"),
         ("transformers engine", "tests/end_to_end/test_vision_runs.py"
          "::test_what_rows_are_sampled_with_is_what_they_are_trained_with"),
     ]),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 from importlib import import_module
+from unittest.mock import MagicMock
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.utils import is_torchvision_available
 
 from swift.models.tiny import build_tokenizer
 
@@ -35,8 +38,12 @@ QWEN_TOWER = {
 VLLM = {"hidden_size": 128, "head_dim": 32}
 """Sizes of the language model that vLLM computes on a CPU."""
 
-PACKED = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
+PACKED = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "internvl", "llava_onevision", "gemma3", "gemma4",
+)  # fmt: skip
 """Families that take packed streams."""
+SHARED = tuple(family for family in PACKED if family not in ("gemma3", "gemma4"))
+"""Families whose streams ranks may share."""
 FORKED = ("qwen3_5",)
 """Families whose completions continue from states."""
 FAMILIES = (*PACKED, *FORKED)
@@ -125,15 +132,25 @@ def _qwen(kind, text, tower, patch, **more):
     return tokenizer, processor, config
 
 
+def _qwen2_vl(text):
+    tower = {"depth": 2, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "hidden_size": text["hidden_size"]}
+    text = {name: value for name, value in text.items() if name != "head_dim"}
+    return _qwen("qwen2_vl", text, tower, 14)
+
+
 def _qwen2_5_vl(text):
     tower = {**QWEN_TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
     text = {name: value for name, value in text.items() if name != "head_dim"}
     return _qwen("qwen2_5_vl", text, tower, 14)
 
 
-def _qwen3_vl(text):
+def _qwen3_vl(text, kind="qwen3_vl"):
     tower = {**QWEN_TOWER, "deepstack_visual_indexes": [0, 1]}
-    return _qwen("qwen3_vl", text, tower, 16, rope={"mrope_interleaved": True})
+    return _qwen(kind, text, tower, 16, rope={"mrope_interleaved": True})
+
+
+def _qwen3_vl_moe(text):
+    return _qwen3_vl({**text, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, "qwen3_vl_moe")
 
 
 def _qwen3_5(text):
@@ -153,6 +170,38 @@ def _gemma3(text):
     )  # fmt: skip
     processor = _class("gemma3.image_processing_pil_gemma3.Gemma3ImageProcessorPil")(size={"height": 56, "width": 56})
     return tokenizer, WithSettings(processor, image_seq_length=4), config
+
+
+def _import_gemma4():
+    """Its processor imports the torchvision one of images, which nothing calls, even where there is no torchvision."""
+    names = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
+    missing = [] if is_torchvision_available() else names
+    sys.modules.update({name: MagicMock() for name in missing})
+    import_module("transformers.models.gemma4.image_processing_gemma4")
+    for name in missing:
+        del sys.modules[name]
+
+
+def _gemma4(text):
+    _import_gemma4()
+    tokens = ("<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<|audio>", "<audio|>")
+    kinds = ("image_token", "boi_token", "eoi_token", "video_token", "audio_token", "boa_token", "eoa_token")
+    tokenizer = tokenizer_with(tokens, tokens[0], dict(zip(kinds, tokens, strict=True)))
+    own = {
+        **text, **_common(tokenizer), "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer),
+    }  # fmt: skip
+    tower = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 64,
+    }  # fmt: skip
+    ids = _ids(tokenizer, image_token_id=tokens[0], boi_token_id=tokens[1], eoi_token_id=tokens[2],
+               video_token_id=tokens[3], audio_token_id=tokens[4], boa_token_id=tokens[5])  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma4", text_config=own, vision_config=tower, audio_config=None, tie_word_embeddings=False, **ids
+    )
+    processor = _class("gemma4.image_processing_pil_gemma4.Gemma4ImageProcessorPil")(patch_size=4, max_soft_tokens=70)
+    return tokenizer, WithSettings(processor, image_seq_length=70), config
 
 
 def _idefics3(text):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from grpo_parts import one_step, passes_of, relative_difference
 from torch import nn
+from transformers import AutoConfig
 
 from swift.models.activation_memory import ModelShape, activation_bytes
 from swift.models.attention.interface import enable_packed_attention
@@ -167,8 +168,6 @@ def test_the_work_of_a_token_is_that_of_the_model(tmp_path):
 
 
 def config_of(folder, size):
-    from transformers import AutoConfig
-
     return AutoConfig.from_pretrained(build_tiny(folder / size, size=size))
 
 
@@ -183,6 +182,10 @@ def test_a_model_with_other_names_and_lists_has_a_shape_too():
     )
     config.get_text_config = lambda: config
     assert ModelShape.of(config) == ModelShape(64, 2, 64, 64, 64, 100)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 2}
+    sizes |= {"head_dim": 8, "global_head_dim": 16, "intermediate_size": 48, "vocab_size": 100}
+    gemma = AutoConfig.for_model("gemma4_text", **sizes)
+    assert ModelShape.of(gemma) == ModelShape(32, 2, 64, 32, 48, 100), "the last layer has wider heads"
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "qwen3"])

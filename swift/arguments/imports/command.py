@@ -121,19 +121,19 @@ def import_file(path: str, method: str | None = None) -> Imported:
 
 
 Config = Mapping[str, Any]
-PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Config, Config], Config]]] = {
-    "Axolotl": (axolotl.RULES, axolotl.defaults),
-    "TRL": (trl.RULES, lambda mode, config, given: trl.defaults(mode, given)),
-    "ms-swift": (ms_swift.RULES, lambda mode, config, given: ms_swift.defaults(mode, given)),
+PROJECTS: dict[str, tuple[Mapping[str, Rule], Callable[[str, Config, Config], Config], Mapping[str, str]]] = {
+    "Axolotl": (axolotl.RULES, axolotl.defaults, axolotl.CAVEATS),
+    "TRL": (trl.RULES, lambda mode, config, given: trl.defaults(mode, given), trl.CAVEATS),
+    "ms-swift": (ms_swift.RULES, lambda mode, config, given: ms_swift.defaults(mode, given), {}),
 }
-"""Project -> what becomes of its keys, and what it uses where a configuration is silent."""
+"""Project -> what becomes of its keys, what it uses where a configuration is silent, and what to say beside that."""
 
 
 def _filled(project: str, mode: str, config: Mapping[str, Raw], environment: Mapping[str, str] = {}) -> Imported:
-    rules, defaults = PROJECTS[project]
+    rules, defaults, caveats = PROJECTS[project]
     draft = Draft(mode, config)
     draft.translate(axolotl.flattened(config) if project == "Axolotl" else config.items(), rules)
-    draft.add(defaults(mode, config, draft.settings), project, axolotl.CAVEATS if project == "Axolotl" else {})
+    draft.add(defaults(mode, config, draft.settings), project, caveats)
     for name, value in environment.items():
         if name == "MAX_PIXELS" and draft.sees:
             draft.take(name, "max_pixels", value)

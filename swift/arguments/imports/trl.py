@@ -10,6 +10,7 @@ from typing import Any
 
 from swift.arguments.imports.draft import Draft, Renamed, Rule, lost, refused, same, text_of, variable, where_true
 from swift.arguments.modes import command_of
+from swift.arguments.plugins import settings_class
 from swift.arguments.values import show
 from swift.flags import spellings_of
 from swift.plugin.registry import methods
@@ -121,6 +122,14 @@ def take_targets(draft: Draft, key: str, raw: Any) -> None:
     draft.take(key, "target_regex" if is_regex else "target_modules", raw)
 
 
+def _targets(draft: Draft, key: str, raw: Any) -> None:
+    """`lora_target_modules`, which reach towers, too; `defaults` unfreezes these for all linear layers."""
+    take_targets(draft, key, raw)
+    if draft.sees and draft.settings.get("target_modules") != ["all-linear"]:
+        _, fate, why = draft.lines.pop()
+        draft.lines.append((key, fate, why + IN_TOWERS))
+
+
 def take_parameters(draft: Draft, key: str, raw: Any) -> None:
     """`lora_target_parameters`; without targets of the other kind PEFT would adapt no module."""
     if not any(draft.config.get(name) for name in ("lora_target_modules", "lora_target_linear")):
@@ -176,7 +185,7 @@ RULES: dict[str, Rule] = {
     "dataset_mixture": _mixture,
     "use_peft": Renamed("tuner_type", {"true": "lora", "false": "full"}),
     "lora_r": Renamed("lora_rank"),
-    "lora_target_modules": take_targets,
+    "lora_target_modules": _targets,
     "lora_modules_to_save": Renamed("modules_to_save"),
     "lora_task_type": same("the task follows from the method"),
     "lora_target_parameters": take_parameters,
@@ -223,6 +232,12 @@ METHODS: dict[str, dict[str, Any]] = {
 """What the configuration classes of TRL have for a mode; those of `swift.methods` say it themselves."""
 
 
+IN_TOWERS = "; TRL adapts layers of these names in a vision tower, too: --freeze_vit false"
+
+CAVEATS = {"target_modules": IN_TOWERS, "freeze_vit": ", if the model sees", "freeze_aligner": ", if the model sees"}
+"""What to say beside its defaults."""
+
+
 def of_method(mode: str) -> Mapping[str, Any]:
     """What the configuration class of TRL has for a method."""
     own: Mapping[str, Any] = methods[mode].in_trl if mode in methods else METHODS.get(mode, {})
@@ -254,5 +269,8 @@ def defaults(mode: str, given: Mapping[str, Any]) -> dict[str, Any]:
     tuner: dict[str, Any] = {"tuner_type": "full", "lora_rank": 16, "lora_dropout": 0.05}
     if given.get("tuner_type") == "lora":
         tuner["target_modules"] = ["q_proj", "v_proj"]  # PEFT's choice for nearly all architectures
+    reaches_all = given.get("tuner_type") != "lora" or given.get("target_modules") == ["all-linear"]
+    if reaches_all and getattr(settings_class(mode), "SEES", False):
+        tuner |= {"freeze_vit": False, "freeze_aligner": False}
     more = {"logging_steps": 10, "gradient_checkpointing": True, "warmup_ratio": 0.0}
     return beside({**TRAINER, **tuner, **more, **of_method(mode)}, given)

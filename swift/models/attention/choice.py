@@ -37,7 +37,7 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 
 FORKED = {
     "qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "nemotron_h", "falcon_h1", "granitemoehybrid",
-    "bamba", "lfm2", "lfm2_moe",
+    "bamba", "zamba2", "mamba2", "lfm2", "lfm2_moe",
 }  # fmt: skip
 """Architectures of text models whose completions continue from the states of prompts, as trials find."""
 

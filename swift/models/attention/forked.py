@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from swift.models.attention.interface import decoder_of, is_packed
+from swift.models.attention.interface import decoder_of, is_packed, transformers_model
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
 from swift.models.transfer import to_device
@@ -46,6 +46,9 @@ def enable_forking(model: nn.Module) -> None:
     """Make the decoder of `model`, possibly under PEFT, take packed streams."""
     decoder = decoder_of(model)
     decoder.forward = MethodType(_stream_forward(decoder), decoder)
+    if _cache_of(decoder) == "cache_params":  # of Mamba2, whose language model passes on what it knows by name
+        hand_down = MethodType(_hand_down, decoder)
+        decoder._handing = transformers_model(model).register_forward_pre_hook(hand_down, with_kwargs=True)
     for layer in decoder.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer._can_checkpoint_with_cache = True
@@ -55,6 +58,8 @@ def disable_forking(model: nn.Module) -> None:
     """Undo `enable_forking`, if it was called."""
     decoder = decoder_of(model)
     vars(decoder).pop("forward", None)
+    if "_handing" in vars(decoder):
+        vars(decoder).pop("_handing").remove()
     for layer in decoder.modules():
         vars(layer).pop("_can_checkpoint_with_cache", None)
 
@@ -70,10 +75,21 @@ def takes_streams(model: nn.Module) -> bool:
     return is_packed(model) or forks(model)
 
 
+def _cache_of(decoder: Any) -> str:
+    """What the decoder calls its cache."""
+    takes = inspect.signature(type(decoder).forward).parameters
+    return "past_key_values" if "past_key_values" in takes else "cache_params"
+
+
+def _hand_down(decoder: Any, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Leave the layout of a stream with the decoder, before the language model on top drops it."""
+    decoder._handed = kwargs.pop("attention_layout", None)
+    return args, kwargs
+
+
 def _stream_forward(decoder: Any) -> Any:
     """A decoder's forward, which also takes a packed stream with its `attention_layout`."""
-    takes = inspect.signature(type(decoder).forward).parameters
-    cache = "past_key_values" if "past_key_values" in takes else "cache_params"
+    takes, cache = inspect.signature(type(decoder).forward).parameters, _cache_of(decoder)
 
     def forward(
         self: Any,
@@ -83,6 +99,7 @@ def _stream_forward(decoder: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         own = type(self).forward
+        attention_layout = attention_layout or vars(self).pop("_handed", None)
         if attention_layout is None:
             if position_ids is not None:
                 kwargs["position_ids"] = position_ids

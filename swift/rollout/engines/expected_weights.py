@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from swift.errors import ConfigError, first_line, nearest
+from swift.models.activation_memory import layer_configs
 from swift.models.source import weight_files
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.weights.base import AdapterWeights, TensorInfo, WeightSource
@@ -194,10 +195,10 @@ def kv_token_bytes(config: Any, *, width: int, ranks: int = 1) -> int:
         width: bytes of a value.
         ranks: number of tensor-parallel ranks.
     """
-    heads = getattr(config, "num_attention_heads", None)
-    layers = getattr(config, "num_hidden_layers", None)
-    if not heads or not layers:
-        return 0
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * layers * max(1, kv_heads // ranks) * size * width
+    total = 0
+    for layer in layer_configs(config):
+        if heads := getattr(layer, "num_attention_heads", None):
+            kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+            size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+            total += 2 * max(1, kv_heads // ranks) * size * width
+    return total

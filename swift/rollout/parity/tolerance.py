@@ -59,7 +59,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """|trainer - engine| in nats; k3 estimates KL(engine, trainer). mean, k3: over the tokens that count."""
+    """|trainer - engine| in nats; k3 estimates KL(engine, trainer). mean, k3: over tokens that count; whole_k3: all."""
 
     tokens: int = 0
     mean: float = 0.0
@@ -67,6 +67,7 @@ class Gaps:
     p99: float = 0.0
     k3: float = 0.0
     worst: Worst | None = None
+    whole_k3: float = 0.0
 
     @property
     def place(self) -> str:
@@ -94,7 +95,7 @@ def measure(samples: Sequence[Sample], trainer_N: Tensor, *, left_out: float = 0
     ][at]
     worst = Worst(prompt, position, token, float(engine_N[at]), float(trainer_N[at]))
     mean, k3 = float(gap_N[counted].mean()), float(k3_N[counted].mean())
-    return Gaps(gap_N.numel(), mean, float(gap_N.max()), float(gap_N.quantile(0.99)), k3, worst)
+    return Gaps(gap_N.numel(), mean, float(gap_N.max()), float(gap_N.quantile(0.99)), k3, worst, float(k3_N.mean()))
 
 
 def contract_faults(samples: Sequence[Sample], *, end_token_ids: Collection[int], limit: int, version: int) -> str:

@@ -290,6 +290,7 @@ class Attempt:
     def _judge(self, report: ParityReport) -> None:
         self.print_line(report.line(), cut=True)
         self.metrics.add("mismatch/parity_abs_diff_max", max(stage.gaps.maximum for stage in report.stages))
+        self.metrics.add("mismatch/parity_k3", report.stages[0].gaps.whole_k3)  # of the true weights
         if self.parts.args.parity_check != "warn":
             report.require()
         if (error := report.error()) and self.report is not None:
