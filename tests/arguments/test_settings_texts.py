@@ -65,7 +65,7 @@ def test_the_page_is_current():
         ("sft", "tuner_backend", "unsloth"),
         ("sft", "hub_strategy", "checkpoint"),
         ("sft", "init_weights", "lora-ga"),
-        ("rlhf --rlhf_type dpo", "packing", "true"),
+        ("rlhf --rlhf_type kto", "packing", "true"),
     ],
 )
 def test_what_is_refused_is_on_the_page_of_what_is_not_supported(command, flag, value):
