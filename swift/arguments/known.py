@@ -33,6 +33,7 @@ _SAME = {
         "peft": "tuner_backend",
         "causal_lm": "task_type",
         "delete": "truncation_strategy",
+        "last_round": "loss_scale",
     }.items()
     for flag in flags.split()
 }

@@ -415,6 +415,12 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             {},
             "--truncation_strategy: delete: known in ms-swift; this value changes",
         ),
+        (
+            "dpo",
+            "--loss_scale last_round",
+            {},
+            "--loss_scale: last_round: known in ms-swift; this value changes nothing",
+        ),
         ("kto", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
         (
             "rlhf",

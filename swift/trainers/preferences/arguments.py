@@ -98,6 +98,12 @@ class DivergenceArguments(ReferenceArguments):
     padding_free: bool = flag(False, group="Data", everyday=False, resume="fixed")
     """Whether a micro-batch is one stream of tokens, as with packing."""
 
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        args: Any = self
+        if self.packing and not (self.packing_length or args.max_length):
+            yield "--packing_length: at most 2048, without --max_length; in ms-swift the model's whole context"
+
     def problems(self) -> Iterator[str]:
         """Problems of these settings, one line each."""
         args: Any = self
