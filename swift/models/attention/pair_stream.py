@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import GroupSpans, Span
-from swift.models.transfer import to_host
+from swift.models.transfer import to_device, to_host
 
 
 class PairStream(SegmentLayout):
@@ -28,26 +28,25 @@ class PairStream(SegmentLayout):
     """
 
     def __init__(self, ids_RL: Tensor, mask_RL: Tensor) -> None:
-        self.shape, pairs, steps = ids_RL.shape, len(ids_RL) // 2, torch.arange(ids_RL.shape[1], device=ids_RL.device)
-        real = mask_RL.bool()
-        same = (ids_RL[:pairs] == ids_RL[pairs:]) & real[:pairs] & real[pairs:]
-        shared_P = same.cumprod(1).sum(1)
-        lengths, shared = to_host([mask_RL.sum(1), shared_P])
+        shape, pairs = ids_RL.shape, len(ids_RL) // 2
+        same = (ids_RL[:pairs] == ids_RL[pairs:]) & mask_RL[:pairs].bool() & mask_RL[pairs:].bool()
+        lengths_R, shared_P = to_host([mask_RL.sum(1), same.cumprod(1).sum(1)])
         groups: list[GroupSpans] = []
         end = 0
-        for prompt, first, second in zip(shared.tolist(), *lengths.view(2, -1).tolist(), strict=True):
+        for prompt, first, second in zip(shared_P.tolist(), *lengths_R.view(2, -1).tolist(), strict=True):
             own = Span(end + prompt, first - prompt), Span(end + first, second - prompt)
             groups += [GroupSpans(Span(end, prompt), own)] if prompt else [GroupSpans(span, ()) for span in own]
             end = own[1].stop
         super().__init__(groups, ids_RL.device)
-        again = steps < shared_P[:, None]  # tokens of second answers that stand in the stream already
+        steps = torch.arange(shape[1])
+        real, again = steps < lengths_R[:, None], steps < shared_P[:, None]  # the latter are in the stream already
         kept = torch.stack([real[:pairs], real[pairs:] & ~again], 1)  # pair after pair
-        places = torch.arange(self.shape.numel(), device=ids_RL.device).view(2, pairs, -1).transpose(0, 1)
-        self.row_place_T = places[kept]
-        stream_place_RL = torch.zeros(self.shape, dtype=torch.long, device=ids_RL.device)
-        stream_place_RL.view(-1)[self.row_place_T] = torch.arange(end, device=ids_RL.device)
+        row_place_T = torch.arange(shape.numel()).view(2, pairs, -1).transpose(0, 1)[kept]
+        stream_place_RL = torch.zeros(shape, dtype=torch.long)
+        stream_place_RL.view(-1)[row_place_T] = torch.arange(end)
         stream_place_RL[pairs:] = stream_place_RL[pairs:].where(~again, stream_place_RL[:pairs])
-        self.stream_place_RL = stream_place_RL
+        self.row_place_T = to_device(row_place_T, ids_RL.device)
+        self.stream_place_RL = to_device(stream_place_RL, ids_RL.device)
 
     def own(self, values: Tensor, axis: int = 1) -> Tensor:
         """[R, L, ...] of the rows -> [1, T, ...] of the stream. axis: that of L."""
