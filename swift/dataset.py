@@ -8,6 +8,8 @@ from typing import Any
 
 from swift.plugin.datasets import register_preprocessor
 
+ROLES = ("user", "assistant")
+
 
 class RowPreprocessor:
     """Turns a row into one with columns that swift reads, such as `messages`; None leaves it out."""
@@ -22,6 +24,42 @@ class RowPreprocessor:
     def __call__(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """`preprocess` of a row under the names that `columns` gives."""
         return self.preprocess({self.columns.get(name, name): value for name, value in row.items()})
+
+
+MEANINGS = {
+    "system": "system system_prompt",
+    "query": "query prompt input instruction question problem",
+    "response": "response answer output targets target answer_key answers solution text completion content",
+}
+"""Column of a chat -> names of it in the rows of others."""
+
+
+class ResponsePreprocessor(RowPreprocessor):
+    """Turns a row with a question and an answer into `messages`, with `history` and `system` if it has them.
+
+    Of two columns with the same meaning neither is renamed.
+    """
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """See `RowPreprocessor`."""
+        columns = self.columns.copy()
+        for meaning, names in MEANINGS.items():
+            present = [name for name in names.split() if name in row]
+            columns |= dict.fromkeys(present, meaning) if len(present) == 1 else {}
+        return self.preprocess({columns.get(name, name): value for name, value in row.items()})
+
+    def preprocess(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """The row with its chat; the first of several answers."""
+        system, query, answer, history = (row.pop(name, None) for name in ("system", "query", "response", "history"))
+        answer = answer[0] if isinstance(answer, list) else answer
+        turns = [("system", system), *(pair for turn in history or [] for pair in zip(ROLES, turn, strict=True))]
+        turns += [("user", query), ("assistant", answer)]
+        return {**row, "messages": [{"role": role, "content": text} for role, text in turns if text is not None]}
+
+
+def load_dataset(*_: Any, **__: Any) -> Any:
+    """For files that import it; they run inside of commands, which read rows themselves."""
+    raise NotImplementedError("swift.dataset.load_dataset: rows are read by commands; give --dataset to swift sft")
 
 
 @dataclass

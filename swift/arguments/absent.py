@@ -117,9 +117,9 @@ FEATURES = (
         },
     ),
     Feature(
-        "Packed rows of preferences and reward models",
-        "Batches of these methods are padded, and `--padding_free` changes nothing. sft, pt and grpo pack rows.",
-        modes=("rlhf --rlhf_type dpo --packing true",),
+        "Packed rows of other preference methods and reward models",
+        "Their batches are padded, and `--padding_free` changes nothing. sft, pt, dpo, ipo and grpo pack rows.",
+        modes=("rlhf --rlhf_type kto --packing true",),
     ),
     Feature(
         "Other sources and shapes of data",

@@ -48,6 +48,7 @@ _MISSPELLED = 0.75
 RESERVED = frozenset(
     {"self", "completions", "messages", "prompt_id", "group_id", "request_id", "finish_reason", "is_truncated"}
     | {"response_token_ids", "trainer_state", "environment_reward", "turn_rewards", "rollout_infos"}
+    | {"trajectory_inputs"}
 )
 """Keywords of reward functions, and the `self` of methods; a column of that name would hide one."""
 

@@ -158,6 +158,10 @@ def _not_planned(mode: str, args: Any) -> list[str]:
     """What `swift plan` does not know of, one line each."""
     if mode in NOT_PLANNED:
         return [f"plan: {mode}: has {NOT_PLANNED[mode]}, which is not planned yet"]
+    from swift.trainers.trl.method import is_method, method_of
+
+    streams = ("packing", "padding_free") if is_method(mode) and method_of(mode).rows == "pair" else ()
+    packed = next((name for name in streams if getattr(args, name, False)), "")
     given: dict[str, Any] = {name: getattr(args, name, None) for name in WITHOUT}
     problems = {
         f"--optim: {args.optim}: its memory is not known here; plan with one of {', '.join(OPTIMIZERS)}": (
@@ -182,6 +186,7 @@ def _not_planned(mode: str, args: Any) -> list[str]:
             args.torch_dtype == "float16" and mode not in ("rlhf", "ebft")
         ),
         "--adapters: given: a run that starts from an adapter is not planned yet; plan with a new one": args.adapters,
+        f"--{packed}: true: streams of pairs are not planned yet; plan without it, which needs more": packed,
         f"--ref_model: given: another model as reference is not planned yet for {mode}": (
             mode not in ("rlhf", "ebft")
             and bool(getattr(args, "beta", 0))

@@ -201,6 +201,17 @@ def group_keywords(
     return keywords
 
 
+def trajectories(keywords: Mapping[str, Any], completions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """`trajectory_inputs` of ms-swift: id of a completion -> its row, in a list; messages end with the answer."""
+    found = {}
+    for index, text in enumerate(completions):
+        row = {name: values[index] for name, values in keywords.items() if name != "trainer_state"}
+        if row["messages"][-1]["role"] != "assistant":
+            row["messages"] = [*row["messages"], {"role": "assistant", "content": text}]
+        found[row["request_id"]] = [row]
+    return found
+
+
 def read_values(result: Any, count: int) -> list[float | None]:
     """The returned values of `count` completions as floats; NaN and infinities stay as they are.
 

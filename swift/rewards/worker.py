@@ -300,6 +300,8 @@ def _begin(job: Job) -> tuple[Function, Callable[[], Any], Callable[[Any], Outco
     logged = Logged()
     if function.signature.is_trl:
         keywords |= {"log_extra": logged.log_extra, "log_metric": logged.log_metric}
+    elif not function.signature.is_built_in:
+        keywords |= {"trajectory_inputs": contract.trajectories(keywords, completions)}
     keywords = contract.keywords_for(function.signature, keywords)
     if "images" in keywords:
         keywords["images"] = [[_opened(image).copy() for image in images] for images in keywords["images"]]

@@ -266,7 +266,8 @@ class EnvironmentArguments:
     """Whether an environment rewards completions: that of `--gym_env`, or a scheduler that returns `total_reward`."""
 
     loss_scale: Literal["default", "last_round"] = flag("default", everyday=False, resume="fixed")
-    """Sampled tokens that are trained on with several turns: all, or those of the last answer alone (last_round)."""
+    """Sampled tokens that are trained on with several turns: all, or those of the last answer alone (last_round). An
+    answer of the data (gkd) is always the last turn alone."""
 
     rollout_tools: list[str] = flag([], everyday=False)
     """Functions that the policy may call: names in `tools`, from `--external_plugins`, or all."""

@@ -24,7 +24,7 @@ from swift.trainers.rows import IGNORED
 def vision_problems(args: Any) -> list[str]:
     """What does not work yet in the training of a model that is loaded with its vision tower, one line each."""
     problems = []
-    if getattr(args, "packing", False) and args.packing_strategy != "bfd":
+    if getattr(args, "packing_strategy", "bfd") != "bfd":
         problems.append(f"--packing_strategy: {args.packing_strategy}: cuts rows, and images are not cut; use bfd")
     return problems
 

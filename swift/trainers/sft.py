@@ -15,15 +15,12 @@ from swift.errors import ConfigError, RefusedChat
 from swift.models.instruct_templates import shows_input
 from swift.startup import collector_resting
 from swift.trainers.loss_weights import WeightedTokens, named
-from swift.trainers.sft_packing import PackedRows, Packing, keeps_apart
+from swift.trainers.sft_packing import PackedRows, Packing, keeps_apart, packed_length
 from swift.trainers.trl.method import Encoded, Method, load_texts
 
 if TYPE_CHECKING:
     from swift.data.loading import Purpose
     from swift.models.template import Template
-
-DEFAULT_PACKED_TOKENS = 2048
-"""Length of packed rows if no flag sets it and the model has a longer context."""
 
 
 def training_template(template: Template) -> str | None:
@@ -52,8 +49,7 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
         check_rows(args, template)
     length, packing = args.max_length or context_length(args), None
     if args.packing:
-        default = min(length or DEFAULT_PACKED_TOKENS, DEFAULT_PACKED_TOKENS)
-        packing = Packing(args.packing_strategy, args.packing_length or args.max_length or default)
+        packing = Packing(args.packing_strategy, packed_length(args, length))
         length = min(length or packing.length, packing.length)
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)

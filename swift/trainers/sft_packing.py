@@ -8,7 +8,7 @@ reads a stream from left to right, such as one with linear attention, gets the r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any
@@ -24,6 +24,15 @@ from swift.models.vision import Vision, vision_of
 from swift.trainers.rows import IGNORED
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_PACKED_TOKENS = 2048
+"""Length of packed rows if no flag sets it and the model has a longer context."""
+
+
+def packed_length(args: Any, context: int | None) -> int:
+    """Tokens of a packed row, for a model with this context."""
+    default = min(context or DEFAULT_PACKED_TOKENS, DEFAULT_PACKED_TOKENS)
+    return args.packing_length or args.max_length or default  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,15 @@ class Packing:
         return packed
 
 
-def keeps_apart(model: nn.Module, args: Any) -> bool:
+def keeps_apart(model: nn.Module, args: Any, choose: Callable[[nn.Module], str | None] = choose_attention) -> bool:
     """Installs packed attention; False, with a note, if rows of a stream would see each other in the model.
+
+    choose: installs it, or says why not.
 
     Raises:
         ConfigError: they would, and processes share rows.
     """
-    if (obstacle := choose_attention(model)) is None:
+    if (obstacle := choose(model)) is None:
         return True
     flag = "packing" if args.packing else "padding_free"
     subject = f"--{flag}: true: rows of one stream cannot be kept apart in {type(model).__name__}: {obstacle}"

@@ -416,7 +416,13 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
             {},
             "--truncation_strategy: delete: known in ms-swift; this value changes",
         ),
-        ("dpo", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
+        (
+            "dpo",
+            "--loss_scale last_round",
+            {},
+            "--loss_scale: last_round: known in ms-swift; this value changes nothing",
+        ),
+        ("kto", "--padding_free true", {}, "--padding_free: true: known in ms-swift; this value changes nothing"),
         (
             "rlhf",
             "--use_vllm true --max_length 4000 --max_completion_length 97 --vllm_max_model_len 4096",
@@ -442,7 +448,7 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
 def test_names_of_other_projects_are_ours_where_they_mean_the_same(mode, words, settings, note):
     needed = {"model": "m", "dataset": "d", **({"reward_funcs": "format"} if mode == "rlhf" else {})}
     rest = [f"--{name} {value}" for name, value in needed.items() if name not in settings]
-    method = {"rlhf": "--rlhf_type grpo", "dpo": "--rlhf_type dpo"}.get(mode, "")
+    method = {"rlhf": "--rlhf_type grpo", "dpo": "--rlhf_type dpo", "kto": "--rlhf_type kto"}.get(mode, "")
     run = parse("rlhf" if method else mode, " ".join([method, *rest, words]).split(), {})
     assert {name: getattr(run.args, name) for name in settings} == settings
     assert any(one.startswith(note) for one in run.notes)

@@ -38,6 +38,7 @@ def test_settings_are_not_listed_as_known_elsewhere():
         "use_chat_template",
         "truncation_strategy",
         "load_from_cache_file",
+        "loss_scale",
     }  # of one mode; in others a value changes nothing
     assert {name for name in names if is_known(name)} == known
 
@@ -64,7 +65,7 @@ def test_the_page_is_current():
         ("rlhf --rlhf_type gkd --teacher_model m", "offload_teacher_model", "true"),
         ("sft", "hub_strategy", "checkpoint"),
         ("sft", "init_weights", "lora-ga"),
-        ("rlhf --rlhf_type dpo", "packing", "true"),
+        ("rlhf --rlhf_type kto", "packing", "true"),
     ],
 )
 def test_what_is_refused_is_on_the_page_of_what_is_not_supported(command, flag, value):

@@ -49,7 +49,8 @@ def test_strided_ebft_waits_once_a_micro_batch(on_gpu, tmp_path):
     [
         pytest.param(f"sft {TWO} --tuner_type full", id="sft", marks=LONG),
         pytest.param(f"sft {TWO} --tuner_type lora --packing true --max_length 64", id="sft-packed-lora"),
-        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type full", id="dpo"),
+        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type full", id="dpo", marks=LONG),
+        pytest.param(f"rlhf --rlhf_type dpo {TWO} --tuner_type full --packing true --max_length 64", id="dpo-packed"),
         pytest.param(f"rlhf --rlhf_type rm {TWO} --tuner_type lora", id="rm", marks=LONG),
         pytest.param(f"rlhf --rlhf_type orpo {TWO} --tuner_type lora", id="orpo", marks=LONG),
         pytest.param(f"rlhf --rlhf_type simpo {TWO} --tuner_type full", id="simpo", marks=LONG),

@@ -340,7 +340,7 @@ KEYS = {  # what a configuration of Axolotl says -> our settings, and the keys t
     "curriculum": ({"curriculum_sampling": True, "shuffle_merged_datasets": False}, {"dataset_shuffle": False}, set()),
     "router loss": ({"model_config": {"output_router_logits": True}}, {"router_aux_loss_coef": None}, set()),
     "a project": ({"wandb_project": "p"}, {"report_to": ["wandb"]}, set()),
-    "false of another mode": ({"rl": "dpo", "sample_packing": False}, {"packing": None}, set()),
+    "false of another mode": ({"rl": "kto", "sample_packing": False}, {"packing": None}, set()),
     "orpo": ({"rl": "orpo", "orpo_alpha": 0.3}, {"beta": 0.3}, set()),
     "packing": ({"sample_packing": True, "pad_to_sequence_len": True}, {"packing": True}, set()),
     "plugins": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rope": True}, {}, set()),

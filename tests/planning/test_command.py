@@ -449,6 +449,10 @@ def test_a_teacher_or_another_reference_is_held_beside_the_policy(plan, tmp_path
             "--precompute_ref_log_probs: true: is not planned yet; plan without it, which needs more",
         ),
         (
+            "--rlhf_type dpo --dataset rows.jsonl --device h200 --packing true",
+            "--packing: true: streams of pairs are not planned yet; plan without it, which needs more",
+        ),
+        (
             "sft --dataset rows.jsonl --device h200 --row_tokens 50000",
             "--row_tokens: 50000: rows of more than 40960 tokens are left out by the run",
         ),

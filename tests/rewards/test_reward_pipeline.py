@@ -33,7 +33,10 @@ EXPECTED = {"solution": ["s", "s"], "level": [3, 3], "prompt_id": ["p0"] * 2, "g
             "is_truncated": [False, True], "response_token_ids": [[0], [0, 1]],
             "messages": [[{"role": "user", "content": "question"}]] * 2, "rollout_infos": [{"num_turns": 1}] * 2}
 def look(completions, **kwargs):
-    state = kwargs.pop("trainer_state")
+    state, trajectories = kwargs.pop("trainer_state"), kwargs.pop("trajectory_inputs")
+    (second,) = trajectories["g0-1"]
+    assert second["messages"] == [*EXPECTED["messages"][1], {"role": "assistant", "content": "b c"}]
+    assert second["solution"] == "s" and second["is_truncated"] and list(trajectories) == ["g0-0", "g0-1"]
     good = kwargs == EXPECTED and (state.global_step, state.max_steps, state.epoch) == (3, 10, 0.5)
     return [float(good)] * 2
 orms["look"] = look

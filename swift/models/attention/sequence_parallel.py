@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from swift.models.attention.layout import Kernel, SegmentLayout
+from swift.models.attention.pair_stream import PairStream
 from swift.models.attention.spans import PLAIN, Variant, in_autocast_type, packed_rows
 from swift.models.transfer import to_device
 
@@ -217,13 +218,13 @@ def uncut_inputs(decoder: nn.Module) -> list[str]:
 
 
 def spread_decoder(decoder: nn.Module) -> None:
-    """Let a decoder that takes packed streams take a `SpreadLayout`: a stream in, its hidden states out."""
+    """Let a decoder that takes packed streams take a `SpreadLayout` or a `PairStream`, and give whole hidden states."""
     if getattr(decoder, "_swift_spreads", False):
         return
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         layout = kwargs.get("attention_layout")
-        if isinstance(layout, SpreadLayout):
+        if isinstance(layout, SpreadLayout | PairStream):
             kwargs = {**kwargs}
             for name in ("input_ids", "inputs_embeds", "position_ids"):
                 if (values := kwargs.get(name)) is not None:  # positions may be [3, 1, T], of three axes of images
@@ -236,8 +237,10 @@ def spread_decoder(decoder: nn.Module) -> None:
 
     def after(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         layout = kwargs.get("attention_layout")
-        if isinstance(layout, SpreadLayout):
+        if isinstance(layout, SpreadLayout | PairStream):
             output["last_hidden_state"] = layout.whole(output["last_hidden_state"])
+        if isinstance(layout, PairStream) and output.get("router_logits") is not None:  # [T, E] of each layer
+            output["router_logits"] = tuple(layout.whole(one[None]).flatten(0, 1) for one in output["router_logits"])
         return output
 
     decoder.register_forward_pre_hook(before, with_kwargs=True)
@@ -286,5 +289,20 @@ def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
                     kwargs[name] = values.flatten(-2).index_select(-1, rows[1]).unsqueeze(-2)
         kwargs["attention_layout"] = SpreadLayout(layout, kwargs["input_ids"].shape[1], group, rows)
         return (), kwargs
+
+    decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+
+
+def stream_pairs(decoder: nn.Module) -> None:
+    """Let a decoder that takes packed streams compute padded rows of pairs, with an attention mask, as a `PairStream`.
+
+    decoder: or that with the tower of a model that sees.
+    """
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs = {**kwargs, **dict(zip(("input_ids",), args, strict=False))}
+        ids, mask = kwargs["input_ids"], kwargs.pop("attention_mask")
+        kwargs["position_ids"] = _positions(module, ids, mask, kwargs)
+        return (), {**kwargs, "attention_layout": PairStream(ids, mask)}
 
     decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)

@@ -50,10 +50,7 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     size: int = args.sequence_parallel_size
     if size == 1:
         return
-    from swift.models.attention.choice import choose_attention
-    from swift.models.attention.interface import decoder_of, transformers_model
-    from swift.models.attention.sequence_parallel import uncut_inputs
-    from swift.models.vision import vision_of
+    from swift.models.attention.interface import transformers_model
 
     for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
@@ -64,16 +61,25 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     heads = getattr(transformers_model(model).config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads < size:
         raise ConfigError(f"{named} has {counted(heads, 'head')}, and each rank needs one; use at most {heads}")
-    obstacle, decoder = choose_attention(model), decoder_of(model)
-    if decoder is not transformers_model(model).base_model and (more := uncut_inputs(decoder)):
-        obstacle = f"its language model takes {', '.join(more)} beside embeddings"
-    if (vision := vision_of(model)) is not None and vision.see_themselves:
-        obstacle = "tokens of an image see each other"
-    if obstacle is not None:
+    if (obstacle := cutting_obstacle(model)) is not None:
         raise ConfigError(
             f"{named} cannot be computed in parts ({obstacle}); use --sequence_parallel_size 1, with --deepspeed or "
             "--fsdp if memory is short"
         )
+
+
+def cutting_obstacle(model: nn.Module) -> str | None:
+    """Installs packed attention; why a decoder cannot be given some tokens of rows, in a few words, or None."""
+    from swift.models.attention.choice import choose_attention
+    from swift.models.attention.interface import decoder_of, transformers_model
+    from swift.models.attention.sequence_parallel import uncut_inputs
+    from swift.models.vision import vision_of
+
+    if (vision := vision_of(model)) is not None and vision.see_themselves:
+        return "tokens of an image see each other"
+    decoder = decoder_of(model)
+    more = [] if decoder is transformers_model(model).base_model else uncut_inputs(decoder)
+    return f"its language model takes {', '.join(more)} beside embeddings" if more else choose_attention(model)
 
 
 class SharedRows:

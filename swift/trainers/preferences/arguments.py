@@ -86,6 +86,38 @@ class DivergenceArguments(ReferenceArguments):
     f_alpha_divergence_coef: float = flag(0.5, everyday=False, needs="f_divergence_type=alpha_divergence")
     """Alpha of the alpha-divergence."""
 
+    packing: bool = flag(False, group="Data", resume="fixed")
+    """Whether pairs are put together to rows of packing_length tokens. A row is a stream of tokens without padding, in
+    which the answers of a pair share their prompt, and a batch of pairs: its loss is the mean over them."""
+
+    packing_length: int | None = flag(
+        at_least=2, group="Data", needs="packing", everyday=False, unset="max_length", resume="fixed"
+    )
+    """Length of packed rows in tokens, in which a prompt counts once. A longer pair has a row of its own."""
+
+    padding_free: bool = flag(False, group="Data", everyday=False, resume="fixed")
+    """Whether a micro-batch is one stream of tokens, as with packing."""
+
+    def notes(self) -> Iterator[str]:
+        """Remarks about settings that work but should be known about."""
+        args: Any = self
+        if self.packing and not (self.packing_length or args.max_length):
+            yield "--packing_length: at most 2048, without --max_length; in ms-swift the model's whole context"
+
+    def problems(self) -> Iterator[str]:
+        """Problems of these settings, one line each."""
+        args: Any = self
+        for name in (name for name in ("packing", "padding_free") if getattr(self, name)):
+            if args.torch_compile:
+                yield f"--{name}: true: each batch would be compiled anew with --torch_compile true; drop one"
+            if args.neftune_noise_alpha:
+                yield (
+                    f"--{name}: true: the noise of --neftune_noise_alpha {args.neftune_noise_alpha:g} depends on the "
+                    "length of padded rows; drop one"
+                )
+        if self.packing and self.precompute_ref_log_probs:
+            yield "--precompute_ref_log_probs: true: not for packed rows; use --padding_free true instead of --packing"
+
 
 @dataclass(kw_only=True)
 class ContrastiveParameters(BetaArguments):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
+from torch import nn
 
 from swift.models.checkpoint_tensors import is_peft
 from swift.models.lora_products import multiplies_in_input_type, multiply_in_input_type
@@ -24,13 +25,25 @@ from swift.observability.files import writing
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading
 from swift.trainers.parallel.sequence import require_shareable
+from swift.trainers.preferences.packing import stream
 
 STATE = "reference.pt"
 """A reference that has moved. No safetensors: whoever reads a checkpoint as a model takes all of those."""
 
 
 def reference_parts(args: Any, model: Any) -> dict[str, Any]:
-    """What TRL's trainers of DPO and KTO take beside the model: the reference, if it has weights of its own."""
+    """What TRL's trainers of DPO and KTO take beside the model: the reference, and whether pairs are packed.
+
+    Both models are made ready for streams of pairs, if the method has them.
+    """
+    parts, packs = _reference(args, model), getattr(args, "packing", False)
+    if packs or getattr(args, "padding_free", False):
+        stream([model, *parts.values()], args)
+    return {**parts, "packs": True} if packs else parts
+
+
+def _reference(args: Any, model: Any) -> dict[str, nn.Module]:
+    """The reference, if it has weights of its own."""
     # with FSDP, TRL would load the base of the files instead, whatever was merged into it here
     if args.precompute_ref_log_probs and not args.fsdp and args.ref_model in (None, args.model):
         return {}

@@ -18,6 +18,7 @@ from swift.trainers.trl.method import Encoded
 
 if TYPE_CHECKING:
     from swift.data.loading import Example, Purpose
+    from swift.trainers.preferences.packing import PairPacking
 
 Ids = list[int]
 Layout = Literal["pair", "labelled pair", "unpaired", "scored pair", "turn"]
@@ -123,13 +124,13 @@ def num_shared(first: Ids, second: Ids) -> int:
     )
 
 
-def encoding(layout: Layout) -> Callable[[Any, Template], Encoded]:
-    """The `encode` of a `Method` with this layout of rows."""
+def encoding(layout: Layout, packing: PairPacking | None = None) -> Callable[[Any, Template], Encoded]:
+    """The `encode` of a `Method` with this layout of rows. packing: how those of training are packed."""
 
     def encode(args: Any, template: Template) -> Encoded:
         from swift.models.policy import context_length
 
         encoder = AnswerEncoder(template, args.max_length or context_length(args), layout)
-        return encode_splits(args, encoder, PURPOSES.get(layout, "pair"))
+        return encode_splits(args, encoder, PURPOSES.get(layout, "pair"), packing=packing)
 
     return encode

@@ -58,11 +58,13 @@ PAIRS = functools.partial(
     trainer="trl:DPOTrainer",
     config="trl:DPOConfig",
     rows="pair",
+    encode="swift.trainers.preferences.packing:encode",
     collator="trl.trainer.dpo_trainer:DataCollatorForPreference",
     fuses_head=True,
     parts="swift.trainers.preferences.reference:reference_parts",
     overrides=(
         "swift.trainers.preferences.shared:PreparedRows",
+        "swift.trainers.preferences.packing:PackedPairs",
         "swift.trainers.preferences.reference:ReferenceInCheckpoint",
     ),
     logged=("entropy", "mean_token_accuracy", *MARGINS, ACCURACY[0], "aux_loss"),

@@ -100,7 +100,8 @@ class Method:
 
     def divides(self, args: Any) -> bool:
         """Whether the loss is the same with fewer rows in a micro-batch and more of these."""
-        return bool(self.parting(args))
+        packs_pairs = self.rows == "pair" and getattr(args, "packing", False)  # of which a row has many or few
+        return bool(self.parting(args)) and not packs_pairs
 
     def encoded(self, args: Any, template: Template) -> Encoded:
         """Its rows.

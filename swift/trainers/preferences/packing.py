@@ -1,0 +1,118 @@
+"""`--packing` and `--padding_free` of pairs: a batch is one stream of tokens, in which two answers share their prompt.
+
+A packed row is a batch of pairs: its loss is the mean over them, and that of a step the mean over its packed rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swift.models.attention.interface import transformers_model
+from swift.models.attention.sequence_parallel import stream_pairs
+from swift.models.template import Template
+from swift.trainers.parallel.sequence import cutting_obstacle
+from swift.trainers.preferences.rows import COLUMNS, encoding
+from swift.trainers.sft_packing import Packing, keeps_apart, packed_length
+from swift.trainers.trl.method import Encoded
+
+Batch = Mapping[str, Sequence[Any]]
+
+
+class PairPacking(Packing):
+    """Pairs in rows of at most `length` tokens, prompts counted once; a longer pair has a row of its own."""
+
+    def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """As `Packing`; a column of a row has a list with that of each of its pairs."""
+        from datasets import Features, List, Value
+
+        features = Features({name: List(List(Value("int64"))) for name in COLUMNS["pair"]})
+        return table.map(self.pack, batched=True, features=features, **(options or {}))
+
+    def pack(self, rows: Batch) -> dict[str, list[list[Any]]]:
+        """A batch of pairs, packed by best-fit decreasing.
+
+        >>> PairPacking("bfd", 4).pack({"prompt_ids": [[1], [2], [3]], "chosen_ids": [[4, 4], [5], [6]]})
+        {'prompt_ids': [[[1]], [[2], [3]]], 'chosen_ids': [[[4, 4]], [[5], [6]]]}
+        """
+        sizes = [sum(map(len, pair)) for pair in zip(*rows.values(), strict=True)]
+        packs: list[list[int]] = []
+        rooms: list[tuple[int, int]] = []  # left in a pack, and its number
+        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+            place = bisect_left(rooms, (sizes[index],))
+            if place == len(rooms):
+                rooms.append((self.length, len(packs)))
+                packs.append([])
+            room, number = rooms.pop(place)
+            packs[number].append(index)
+            insort(rooms, (room - sizes[index], number))
+        return {name: [[values[index] for index in pack] for pack in packs] for name, values in rows.items()}
+
+
+def encode(args: Any, template: Template) -> Encoded:
+    """The rows of pairs; those of training are packed if `--packing` says so."""
+    from swift.models.policy import context_length
+
+    packing = PairPacking("bfd", packed_length(args, context_length(args))) if args.packing else None
+    return encoding("pair", packing)(args, template)
+
+
+def stream(models: Sequence[nn.Module], args: Any) -> None:
+    """Let models compute rows of pairs as streams; those that cannot keep answers apart compute rows, with a note."""
+    for model in models:
+        if keeps_apart(model, args, cutting_obstacle) and args.sequence_parallel_size == 1:
+            stream_pairs(transformers_model(model).base_model)
+
+
+@dataclass(frozen=True)
+class PairCollator:
+    """Batches of pairs, packed or not. collator: of pairs."""
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The batch of all pairs in these rows."""
+        return self.collator([pair for row in rows for pair in self._pairs(row)])
+
+    def _pairs(self, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        if isinstance(row["prompt_ids"][0], int):
+            yield row
+        else:
+            yield from (dict(zip(row, pair, strict=True)) for pair in zip(*row.values(), strict=True))
+
+
+class PackedPairs:
+    """Mixin before DPOTrainer, which takes packed rows of pairs. packs: whether ranks have different numbers of pairs.
+
+    TRL gathers a metric of each pair from all ranks.
+    """
+
+    data_collator: Any
+    accelerator: Any
+
+    def __init__(self, *, packs: bool = False, **arguments: Any) -> None:
+        self._packs = packs
+        super().__init__(**arguments)
+        self.data_collator = PairCollator(self.data_collator)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Trainer's."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        accelerator = self.accelerator
+        if not self._packs or accelerator.num_processes == 1:
+            return
+        gather = accelerator.gather
+
+        def of_any_size(values: Any) -> Any:
+            if not isinstance(values, Tensor) or not values.ndim:
+                return gather(values)
+            sizes = gather(torch.tensor([len(values)], device=values.device)).tolist()
+            parts = gather(accelerator.pad_across_processes(values)).chunk(len(sizes))
+            return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+        accelerator.gather = of_any_size
