@@ -42,6 +42,7 @@ class Finding:
     """A cause that a rule has found.
 
     confidence: 0 to 1; from `diagnosis.SICK` on the run is called sick. steps: of the evidence; () for the whole run.
+    settings: flags of a run that is mended, if flags alone do it.
     """
 
     cause: str
@@ -49,6 +50,7 @@ class Finding:
     evidence: Sequence[str]
     fix: str
     steps: Sequence[int] = ()
+    settings: str = ""
 
 
 def between(value: float, low: float, high: float, at_low: float, at_high: float) -> float:
