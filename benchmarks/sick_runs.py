@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -91,11 +92,12 @@ def sft_rows() -> list[Any]:
     return found
 
 
-def swift(*words: str, cwd: Path) -> int:
+def swift(*words: str, cwd: Path, processes: int = 1) -> int:
     """Runs a command; its output goes to out.txt."""
+    env = os.environ | ({"NPROC_PER_NODE": str(processes)} if processes > 1 else {})
     with (cwd / "out.txt").open("w") as out:
         command = [sys.executable, "-m", "swift", *words]
-        return subprocess.run(command, cwd=cwd, stdout=out, stderr=out, check=False, timeout=900).returncode
+        return subprocess.run(command, cwd=cwd, env=env, stdout=out, stderr=out, check=False, timeout=900).returncode
 
 
 def write_rows(path: Path, found: list[Any]) -> Path:
@@ -173,7 +175,8 @@ def made(case: Case, work: Path) -> Path:
     if case.plugin:
         (folder / "plugin_of_case.py").write_text(case.plugin)
         flags["external_plugins"] = "plugin_of_case.py"
-    code = swift("rlhf", *(word for name, value in flags.items() for word in (f"--{name}", *value.split())), cwd=folder)
+    words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
+    code = swift("rlhf", *words, cwd=folder, processes=case.processes)
     print(f"{case.name}: exit code {code}", flush=True)
     return folder
 
