@@ -68,6 +68,11 @@ def rows(most: int, num: int, solution: Callable[[int, random.Random], str] = la
 DATA: dict[str, Callable[[], list[Any]]] = {
     "sums": lambda: rows(20, 400),
     "one solution": lambda: rows(20, 400, lambda value, _: "777"),
+    "marked": lambda: rows(20, 400, lambda value, _: f"#{value}#"),
+    "in a template": lambda: [
+        {**row, "query": f"<|im_start|>user\n{row['query']}<|im_end|>\n<|im_start|>assistant\n"}
+        for row in DATA["sums"]()
+    ],
     "units": lambda: rows(20, 400, lambda value, _: f"{value} apples"),
     "some empty": lambda: rows(20, 400, lambda value, rng: str(value) if rng.random() < 0.7 else "none"),
     "easy": lambda: [{"query": f"{value}=", "solution": str(value)} for value in range(300)],
@@ -149,6 +154,10 @@ MODELS: dict[str, Callable[[Path], None]] = {
     ),
     "double bos": lambda model: change_template(model, lambda text: "<|endoftext|><|endoftext|>" + text),
     "open roles": lambda model: change_template(model, lambda text: text.replace("<|im_end|>", "")),
+    "another role": lambda model: change_template(model, lambda text: text.replace("assistant", "user")),
+    "opened twice": lambda model: change_template(
+        model, lambda text: text.replace("<|im_start|>assistant\\n", 2 * "<|im_start|>assistant\\n")
+    ),
 }
 
 

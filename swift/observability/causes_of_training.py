@@ -285,8 +285,9 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
     text = str(e.about.get("prompt", ""))
     opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
     last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
-    roles = _ROLES.findall(text)
-    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant"):
+    roles, opens = _ROLES.findall(text), _HEADS.findall(text)
+    of_others = bool(opens) and opens[-1] in ("user", "system")
+    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant") or of_others:
         problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
     elif opened > closed + 1:
         problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
@@ -308,6 +309,8 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
 _ROLES = re.compile(r"<\|(user|assistant|system)\|>")
 """Headers of turns of Phi, GLM and others, which do not all have ends."""
 _STARTS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>")
+_HEADS = re.compile(rf"(?:{_STARTS.pattern})\s*(\w+)")
+"""Headers of the other templates, whose ends are in `ENDS`."""
 
 
 def mismatch(e: Evidence) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ NEXT = 2
 
 EXPLAINS = {
     "reward_failing": ("zero_variance_hard", "reward_constant", "slow_reward", "non_finite", "zero_variance_easy"),
-    "reward_unparsed": ("zero_variance_hard", "reward_constant"),
+    "reward_unparsed": ("zero_variance_hard", "zero_variance_easy", "reward_constant"),
     "reward_constant": ("zero_variance_hard", "zero_variance_easy"),
     "rewards_cancel": (
         "zero_variance_hard",

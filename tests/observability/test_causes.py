@@ -177,6 +177,8 @@ def test_an_adapter_whose_b_stays_zero():
     [
         ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "healthy"),
         ("<|im_start|>user\n1+1<|im_end|>\n", "template_wrong"),
+        ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>user\n", "template_wrong"),
+        ("<start_of_turn>user\n1+1<end_of_turn>\n<start_of_turn>model\n", "healthy"),
         ("<|im_start|>system\nbe brief\n<|im_start|>user\n1+1\n<|im_start|>assistant\n", "template_wrong"),
         ("[INST] 1+1 [/INST]", "healthy"),
     ],
