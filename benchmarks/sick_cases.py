@@ -17,7 +17,7 @@ class Case:
     """A run. cause: the id that `swift doctor` should tell first, or "healthy". how: what makes it so.
 
     flags: added to the usual ones, of which they replace those of the same name. plugin: source of --external_plugins.
-    data: of `sick_runs.DATA`. model: of `sick_runs.MODELS`.
+    data: of `sick_runs.DATA`. model: of `sick_runs.MODELS`. processes: that train.
     """
 
     cause: str
@@ -26,13 +26,14 @@ class Case:
     plugin: str = ""
     data: str = "sums"
     model: str = "tuned"
+    processes: int = 1
 
     @property
     def name(self) -> str:
         """Unique among the cases; changes with them."""
         import hashlib
 
-        text = repr((self.flags, self.plugin, self.data, self.model))
+        text = repr((self.flags, self.plugin, self.data, self.model, *[self.processes] * (self.processes > 1)))
         return f"{self.cause}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
@@ -69,6 +70,35 @@ LEAK = (
     "threading.Thread(target=leak, daemon=True).start()\n"
 )
 LORA = "--tuner_type lora --learning_rate 2e-3"
+BACKEND = (
+    "import os, time\nimport torch\nfrom swift.plugin import inference_backends\n"
+    "from swift.rollout.engines.transformers import TransformersEngine, build\nclass Own(TransformersEngine):\n"
+    "{body}"
+    "def own(spec):\n    engine = build(spec)\n    engine.__class__ = Own\n    return engine\n"
+    "inference_backends['own'] = own\n"
+)
+"""A plugin with an engine whose methods are `body`."""
+ACTORS = "--infer_backend own --vllm_mode dedicated"
+DIES = (
+    "    def advance(self):\n        self.steps = getattr(self, 'steps', 0) + 1\n"
+    "        if self.steps > {limit}:\n            os._exit(1)\n        return super().advance()\n"
+)
+FORGETS = (
+    "    def update(self, stream):\n        before = [one.detach().clone() for one in self.model.parameters()]\n"
+    "        ack = super().update(stream)\n"
+    "        for one, old in zip(self.model.parameters(), before):\n            one.data.copy_(old)\n"
+    "        return ack\n"
+)
+SLEEPS = "import os, time\nif os.environ.get('RANK') == '{rank}':\n    {where}\n"
+"""A plugin in one rank alone."""
+IN_LOSS = (
+    "import swift.trainers.grpo.step as step; usual = step.policy_loss; "
+    "step.policy_loss = lambda *more, **named: (time.sleep({seconds}), usual(*more, **named))[1]"
+)
+IN_ENGINE = (
+    "from swift.rollout.engines.transformers.sampling import BatchSampler as cls; draw = cls.draw; "
+    "cls.draw = lambda *more, **named: (time.sleep({seconds}), draw(*more, **named))[1]"
+)
 
 SICK = (
     Case("reward_constant", "plugin", OWN, reward("1.0")),
@@ -112,6 +142,7 @@ SICK = (
     Case("template_wrong", "template", model="no generation prompt"),
     Case("template_wrong", "template", model="double bos"),
     Case("template_wrong", "template", model="open roles"),
+    Case("template_wrong", "template", model="another role"),
     Case("sampler_mismatch", "plugin", "--parity_check off", drawn("logits * 1.5")),
     Case("sampler_mismatch", "plugin", "--parity_check off", drawn("logits + 0.6 * (logits * 91).sin()")),
     Case("reference_drift", "settings", "--beta 5"),
@@ -123,6 +154,15 @@ SICK = (
     Case("slow_reward", "plugin", f"{OWN} --max_steps 20", reward("sum(range(3_000_000)) * 0 + text.count(truth)")),
     Case("slow_engine", "plugin", "--max_steps 20", drawn("(time.sleep(0.15), logits)[1]")),
     Case("memory_growth", "plugin", "", LEAK),
+    Case("slow_rank", "plugin", "--max_steps 20", SLEEPS.format(rank=1, where=IN_ENGINE.format(seconds=0.1)),
+         processes=2),
+    Case("slow_rank", "plugin", "--max_steps 20", SLEEPS.format(rank=0, where=IN_LOSS.format(seconds=1)), processes=2),
+    Case("engine_flapping", "plugin", f"{ACTORS} --engine_restarts 1000 --max_steps 30",
+         BACKEND.format(body=DIES.format(limit=100))),
+    Case("stale_weights", "plugin", "--infer_backend own --vllm_mode colocate --parity_check off",
+         BACKEND.format(body=FORGETS)),
+    Case("stale_weights", "settings", "--infer_backend transformers --vllm_mode dedicated --async_generate true "
+         "--prefetch_depth 8 --vllm_sync_interval 4 --learning_rate 1e-3"),
 )  # fmt: skip
 
 CLOSE = reward("max([0] + [1 - abs(int(truth) - int(one)) / 5 for one in re.findall('<answer>(-?[0-9]{1,4})<', text)])")
@@ -153,6 +193,8 @@ OK = (
     Case(HEALTHY, "plugin", OWN, reward("f'<answer>{truth}</answer>' in text")),
     Case(HEALTHY, "data", data="mixed"),
     Case(HEALTHY, "data", "--reward_funcs accuracy format --learning_rate 5e-5", data="mixed"),
+    Case(HEALTHY, "settings", "--per_device_train_batch_size 16", processes=2),
+    Case(HEALTHY, "settings", "--infer_backend transformers --vllm_mode dedicated --async_generate true"),
 )  # fmt: skip
 
 TELLS_BADLY = reward("1 - 2 * (f'<answer>{truth}</answer>' in text)")
@@ -185,6 +227,9 @@ BLIND = (
     Case("slow_reward", "plugin", f"{OWN} accuracy --max_steps 20", reward("(time.sleep(0.1), 0.1 * len(text))[1]")),
     Case("slow_engine", "plugin", "--max_steps 20 --beta 0.04", drawn("(time.sleep(0.25), logits)[1]")),
     Case("memory_growth", "plugin", OWN, KEEPS),
+    Case("template_wrong", "template", "--beta 0.02", model="opened twice"),
+    Case("template_wrong", "data", data="in a template"),
+    Case("reward_unparsed", "data", "--reward_funcs accuracy format", data="marked"),
     Case(HEALTHY, "settings", "--loss_type dapo --epsilon_high 0.28 --overlong_filter true"),
     Case(HEALTHY, "settings", "--loss_type bnpo --learning_rate 7e-5"),
     Case(HEALTHY, "settings", "--loss_type cispo --epsilon_high 5"),

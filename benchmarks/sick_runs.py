@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -67,6 +68,11 @@ def rows(most: int, num: int, solution: Callable[[int, random.Random], str] = la
 DATA: dict[str, Callable[[], list[Any]]] = {
     "sums": lambda: rows(20, 400),
     "one solution": lambda: rows(20, 400, lambda value, _: "777"),
+    "marked": lambda: rows(20, 400, lambda value, _: f"#{value}#"),
+    "in a template": lambda: [
+        {**row, "query": f"<|im_start|>user\n{row['query']}<|im_end|>\n<|im_start|>assistant\n"}
+        for row in DATA["sums"]()
+    ],
     "units": lambda: rows(20, 400, lambda value, _: f"{value} apples"),
     "some empty": lambda: rows(20, 400, lambda value, rng: str(value) if rng.random() < 0.7 else "none"),
     "easy": lambda: [{"query": f"{value}=", "solution": str(value)} for value in range(300)],
@@ -91,11 +97,12 @@ def sft_rows() -> list[Any]:
     return found
 
 
-def swift(*words: str, cwd: Path) -> int:
+def swift(*words: str, cwd: Path, processes: int = 1) -> int:
     """Runs a command; its output goes to out.txt."""
+    env = os.environ | ({"NPROC_PER_NODE": str(processes)} if processes > 1 else {})
     with (cwd / "out.txt").open("w") as out:
         command = [sys.executable, "-m", "swift", *words]
-        return subprocess.run(command, cwd=cwd, stdout=out, stderr=out, check=False, timeout=900).returncode
+        return subprocess.run(command, cwd=cwd, env=env, stdout=out, stderr=out, check=False, timeout=900).returncode
 
 
 def write_rows(path: Path, found: list[Any]) -> Path:
@@ -147,6 +154,10 @@ MODELS: dict[str, Callable[[Path], None]] = {
     ),
     "double bos": lambda model: change_template(model, lambda text: "<|endoftext|><|endoftext|>" + text),
     "open roles": lambda model: change_template(model, lambda text: text.replace("<|im_end|>", "")),
+    "another role": lambda model: change_template(model, lambda text: text.replace("assistant", "user")),
+    "opened twice": lambda model: change_template(
+        model, lambda text: text.replace("<|im_start|>assistant\\n", 2 * "<|im_start|>assistant\\n")
+    ),
 }
 
 
@@ -173,7 +184,8 @@ def made(case: Case, work: Path) -> Path:
     if case.plugin:
         (folder / "plugin_of_case.py").write_text(case.plugin)
         flags["external_plugins"] = "plugin_of_case.py"
-    code = swift("rlhf", *(word for name, value in flags.items() for word in (f"--{name}", *value.split())), cwd=folder)
+    words = [word for name, value in flags.items() for word in (f"--{name}", *value.split())]
+    code = swift("rlhf", *words, cwd=folder, processes=case.processes)
     print(f"{case.name}: exit code {code}", flush=True)
     return folder
 

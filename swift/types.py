@@ -159,6 +159,15 @@ class Episode:
     advantage: float | None = None
     advantages: list[float] = field(default_factory=list)
 
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages after the prompt, answers with the environment's reward."""
+        rewards = iter(self.rewards)
+        return [
+            {**turn, "reward": next(rewards, None)} if turn["role"] == "assistant" and self.rewards else dict(turn)
+            for turn in self.messages[self.start :]
+        ]
+
 
 @dataclass(slots=True)
 class Routes:

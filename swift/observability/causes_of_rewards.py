@@ -70,9 +70,10 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     evidence += [f"the run ended with: {reason}" for reason in ended[:1]]
     names = [name for name, count in failed.items() if count] or [one.partition(":")[0] for one in kinds]
     slow = sum(late.values()) > 0.5 * sum(failed.values()) > 0
-    fix = "--reward_timeout 120, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
+    longer = "--reward_timeout 120" if slow else ""
+    fix = f"{longer}, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
     strength = max(between(share, 0.01, 0.2, 0.3, 0.97), between(none, 0.2, 0.5, 0.35, 0.8), 0.9 if ended else 0)
-    yield Finding("reward_failing", strength, evidence, fix, steps or unscored)
+    yield Finding("reward_failing", strength, evidence, fix, steps or unscored, longer)
 
 
 def keys(e: Evidence, prefix: str) -> list[str]:
@@ -180,7 +181,7 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     top = high if high > low else (low if low > 0 else low + 1)
     bottom = sum(rows[0]["reward"] < top for rows in flat)
     reward = f"their rewards are from {min(r[0]['reward'] for r in flat):g} to {max(r[0]['reward'] for r in flat):g}"
-    hard = bottom >= 0.5 * len(flat)
+    hard, again = bottom >= 0.5 * len(flat), "" if dropped else "--dynamic_sample true"
     if not hard and e.learns and len(equal_groups(e, early := groups[: len(groups) // 8 + 1])) < 0.5 * len(early):
         strength *= 0.5  # the run has solved it
     if same_texts and hard:
@@ -193,9 +194,11 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
             [steps, reward],
             "easier prompts (--curriculum_column), --num_generations 16, --dynamic_sample true, or `swift sft` first",
             at,
+            again,
         )
     else:
-        yield Finding("zero_variance_easy", strength, [steps, reward], "harder prompts, or --dynamic_sample true", at)
+        fix = "harder prompts, or --dynamic_sample true"
+        yield Finding("zero_variance_easy", strength, [steps, reward], fix, at, again)
 
 
 def reward_stops(e: Evidence) -> Iterator[Finding]:
@@ -266,9 +269,9 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
         evidence = [f"--reward_weights gives {name} {weight:g}, and its values are {min(values):g} to {max(values):g}"]
         if wanted:
             evidence.append("higher values of it are better, so the run is trained towards the worse ones")
-        yield Finding(
-            "rewards_cancel", 0.9 if wanted else 0.35, evidence, f"--reward_weights with {abs(weight):g} for {name}"
-        )
+        mended = [abs(other) if one == name else other for one, other in e.weights.items()]
+        fix = f"--reward_weights {' '.join(f'{one:g}' for one in mended)}"
+        yield Finding("rewards_cancel", 0.9 if wanted else 0.35, evidence, fix, settings=fix)
     parts = {name: _inside(e, name) for name in e.names if e.weights.get(name, 1.0)}
     trends = [e.rightness.trend, *(e.series(f"rewards/{name}/mean").trend for name in parts)]
     agreed = e.learns and min(trends) > -2  # the sum is learned, and neither is given up for it
@@ -414,6 +417,7 @@ def length_hacking(e: Evidence) -> Iterator[Finding]:
         evidence,
         "--reward_funcs ... soft_overlong --soft_cache_length <tokens>, or --loss_type dr_grpo",
         length.since(min),
+        "--loss_type dr_grpo",
     )
 
 

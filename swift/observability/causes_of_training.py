@@ -36,7 +36,8 @@ def non_finite(e: Evidence) -> Iterator[Finding]:
     evidence += [f"the run ended with: {reason[:160]}" for reason in ended[:1]]
     fix = "--torch_dtype bfloat16, a lower --learning_rate; a plugin's loss or reward may divide by 0"
     strength = max(between(share, 0.005, 0.1, 0.4, 0.95), 0.9 if ended else 0)
-    yield Finding("non_finite", strength, evidence, fix, [*null, *at])
+    half = "--torch_dtype bfloat16" if e.arg("torch_dtype", "") == "float16" else ""
+    yield Finding("non_finite", strength, evidence, fix, [*null, *at], half)
 
 
 def learning_rate_high(e: Evidence) -> Iterator[Finding]:
@@ -67,13 +68,15 @@ def learning_rate_high(e: Evidence) -> Iterator[Finding]:
     total = sum(weight for weight, _, _ in signs)
     if not signs or not rate or (not fell and not broken and not lost and total < 0.6):
         return
+    lower = f"--learning_rate {max(rate.values) / 10:.0e}"
     evidence = [said for _, said, _ in signs] + [f"learning_rate is up to {max(rate.values):.1e}"]
     yield Finding(
         "learning_rate_high",
         min(0.95, 0.15 + total),
         evidence,
-        f"--learning_rate {max(rate.values) / 10:.0e} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
+        f"{lower} from an earlier checkpoint, or --max_grad_norm 0.2, --beta 0.04",
         [step for _, _, steps in signs for step in steps],
+        lower,
     )
 
 
@@ -131,7 +134,8 @@ def learning_rate_low(e: Evidence) -> Iterator[Finding]:
     )
     wanted = 1e-5 if e.arg("tuner_type", "full") == "full" else 1e-4
     fix = "--warmup_ratio 0.05" if warm else f"--learning_rate {wanted:.0e}"
-    yield Finding("learning_rate_low", 0.5 + 0.25 * still + between(total / bound, 1, 0.1, 0.1, 0.2), evidence, fix)
+    strength = 0.5 + 0.25 * still + between(total / bound, 1, 0.1, 0.1, 0.2)
+    yield Finding("learning_rate_low", strength, evidence, fix, settings=fix)
 
 
 def dead_adapter(e: Evidence) -> Iterator[Finding]:
@@ -158,13 +162,15 @@ def dead_adapter(e: Evidence) -> Iterator[Finding]:
         )
     gap, age = e.series("mismatch/kl"), e.series("off_policy/max")
     if gap and gap.trend > 3 and gap.last > 100 * max(abs(gap.values[0]), 1e-8) and not (age and max(age.values)):
+        merged = "--vllm_enable_lora false"
         said = f"mismatch/kl grows from {gap.values[0]:.1e} to {gap.last:.1e} although no token is old"
         yield Finding(
             "dead_adapter",
             0.8,
             [said, "so the engine does not have what the trainer trains"],
-            "--vllm_enable_lora false",
+            merged,
             gap.since(min),
+            merged,
         )
 
 
@@ -194,7 +200,8 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
     )
     at = entropy.where(lambda value: value < 0.25 * entropy.values[0]) if low else []
     at += distinct.where(lambda share: share < 0.4) if same else []
-    yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix, at)
+    more = fix if cold else "--temperature 1.0 --entropy_coef 0.01"
+    yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix, at, more)
 
 
 def _sampled_cold(e: Evidence) -> str:
@@ -226,6 +233,7 @@ def endings(e: Evidence) -> Iterator[Finding]:
     }  # fmt: skip
     said, goes_on = max(signs.items(), key=lambda item: item[1])
     weaker = (0.6 if untrained else 1.0) * min(1.0, e.num_steps / 8)
+    longer = f"--max_completion_length {2 * (limit or 512)}"
     if stopped < 0.1 and goes_on > 0.2:
         yield Finding(
             "never_stops",
@@ -243,8 +251,9 @@ def endings(e: Evidence) -> Iterator[Finding]:
         "truncation",
         strength * weaker * (0.5 if e.learns else 1.0) * (0.6 if goes_on > 0.2 and stopped < 0.1 else 1.0),
         evidence,
-        f"--max_completion_length {2 * (limit or 512)}; --overlong_filter true or soft_overlong meanwhile",
+        f"{longer}; --overlong_filter true or soft_overlong meanwhile",
         cut.late.steps,
+        longer,
     )
 
 
@@ -276,8 +285,9 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
     text = str(e.about.get("prompt", ""))
     opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
     last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
-    roles = _ROLES.findall(text)
-    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant"):
+    roles, opens = _ROLES.findall(text), _HEADS.findall(text)
+    of_others = bool(opens) and opens[-1] in ("user", "system")
+    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant") or of_others:
         problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
     elif opened > closed + 1:
         problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
@@ -299,6 +309,8 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
 _ROLES = re.compile(r"<\|(user|assistant|system)\|>")
 """Headers of turns of Phi, GLM and others, which do not all have ends."""
 _STARTS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>")
+_HEADS = re.compile(rf"(?:{_STARTS.pattern})\s*(\w+)")
+"""Headers of the other templates, whose ends are in `ENDS`."""
 
 
 def mismatch(e: Evidence) -> Iterator[Finding]:
@@ -329,6 +341,7 @@ def mismatch(e: Evidence) -> Iterator[Finding]:
             evidence,
             "--max_staleness 1, --vllm_sync_interval 1, --prefetch_depth 1, or --off_policy_sequence_mask_delta 0.5",
             at,
+            "--vllm_sync_interval 1 --prefetch_depth 1" if e.arg("async_generate", False) else "",
         )
         return
     at_first = f"already at step {gap.steps[0]}: {gap.values[0]:.3g}" if gap else ""
@@ -367,7 +380,7 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
     kl, beta = e.series("kl"), float(e.arg("beta", 0.0))
     if not kl or not beta:
         return
-    pull, first = beta * kl.late.mean, kl.values[0]
+    pull, first, less = beta * kl.late.mean, kl.values[0], f"--beta {min(beta / 10, 0.04):g}"
     evidence = [
         f"kl is {kl.late.mean:.3g} in the second half: times beta {beta:g} it is {pull:.2g}; advantages are about 1"
     ]
@@ -380,6 +393,7 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
             between(first, 0.05, 0.5, 0.6, 0.92),
             evidence,
             "--ref_model with the model of --model, or --beta 0",
+            settings="--beta 0",
         )
     elif pull > 0.1 and not e.learns:
         strength = between(pull, 0.1, 0.5, 0.5, 0.75) + (0.15 if beta >= 0.5 else 0)
@@ -387,12 +401,13 @@ def reference_drift(e: Evidence) -> Iterator[Finding]:
             "reference_drift",
             min(0.93, strength),
             evidence,
-            f"--beta {min(beta / 10, 0.04):g}, or --sync_ref_model true",
+            f"{less}, or --sync_ref_model true",
             kl.late.steps,
+            less,
         )
     elif beta >= 0.5 and not e.learns and e.reward and abs(e.reward.trend) < 3:
         evidence.append(f"reward stays at {e.reward.mean:.3f}")
-        yield Finding("reference_drift", between(beta, 0.5, 5, 0.5, 0.85), evidence, "--beta 0.04")
+        yield Finding("reference_drift", between(beta, 0.5, 5, 0.5, 0.85), evidence, less, settings=less)
 
 
 def engine_flapping(e: Evidence) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from swift.observability.jsonl import JsonlWriter
 
 if TYPE_CHECKING:
     from swift.rollout.round_result import ScoredRound
-    from swift.types import Episode, Image
+    from swift.types import Image
 
 QUEUE_BATCHES = 64
 """Batches of rows that may wait for the writer."""
@@ -62,7 +62,7 @@ def completion_rows(
                     "index": index,
                     "prompt": "\n".join(f"[{turn['role']}]\n{shown(turn.get('content'))}" for turn in messages),
                     "completion": completion.text,
-                    "turns": None if episode is None else turns_of(episode),
+                    "turns": None if episode is None else episode.turns,
                     "prompt_tokens": len(own if own else group.prompt.token_ids),
                     "completion_tokens": len(completion.token_ids),
                     "finish_reason": completion.finish_reason,
@@ -88,15 +88,6 @@ def shown(content: str | Sequence[Mapping[str, str]] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part["text"] if part["type"] == "text" else f"<image {part['image']}>" for part in content)
-
-
-def turns_of(episode: Episode) -> list[dict[str, Any]]:
-    """The messages after the prompt in a rollout of several turns, with the environment's reward of each answer."""
-    rewards = iter(episode.rewards)
-    return [
-        {**turn, "reward": next(rewards, None)} if turn["role"] == "assistant" and episode.rewards else dict(turn)
-        for turn in episode.messages[episode.start :]
-    ]
 
 
 def sample_line(row: Mapping[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from swift.observability import causes_of_rewards, causes_of_training, time_spent
 from swift.observability.evidence import Evidence
@@ -20,7 +19,7 @@ NEXT = 2
 
 EXPLAINS = {
     "reward_failing": ("zero_variance_hard", "reward_constant", "slow_reward", "non_finite", "zero_variance_easy"),
-    "reward_unparsed": ("zero_variance_hard", "reward_constant"),
+    "reward_unparsed": ("zero_variance_hard", "zero_variance_easy", "reward_constant"),
     "reward_constant": ("zero_variance_hard", "zero_variance_easy"),
     "rewards_cancel": (
         "zero_variance_hard",
@@ -48,6 +47,7 @@ EXPLAINS = {
     "entropy_collapse": ("zero_variance_hard", "zero_variance_easy"),
     "non_finite": ("learning_rate_low",),
     "engine_flapping": ("slow_engine",),
+    "slow_rank": ("slow_engine",),
     "data_repeated": (),
 }
 """Cause -> what follows from it. If both are found, the cause comes first."""
@@ -85,18 +85,3 @@ def weighed(found: dict[str, Finding]) -> list[Finding]:
             if effect in confidence and sure >= max(SICK, found[effect].confidence - WEAKER):
                 confidence[effect] = min(confidence[effect], 0.8 * sure)
     return [replace(finding, confidence=round(confidence[cause], 2)) for cause, finding in found.items()]
-
-
-def to_json(findings: Sequence[Finding], time: dict[str, Any]) -> dict[str, Any]:
-    """What `--json true` prints of a run."""
-    causes = [
-        {
-            "cause": one.cause,
-            "confidence": one.confidence,
-            "evidence": list(one.evidence),
-            "fix": one.fix,
-            "steps": list(one.steps),
-        }
-        for one in findings
-    ]
-    return {"causes": causes, "time": time}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, ResourceError, counted, printable, unusable
 from swift.observability.curves import ALERTS, IMAGES, LOGGING
-from swift.observability.diagnosis import diagnose, to_json
+from swift.observability.diagnosis import diagnose
 from swift.observability.evidence import Evidence, Row, ends_of, gather
 from swift.observability.findings import CAUSES, Finding, percent
 from swift.observability.jsonl import read_jsonl
 from swift.observability.leftovers import leftovers
 from swift.observability.machine import Check, accelerators, disks, hubs, memory, ports, python, torch_build
 from swift.observability.packages import packages
-from swift.observability.run_dir import ATTEMPTS, list_versions
+from swift.observability.run_dir import ARGS, ATTEMPTS, list_versions
 from swift.observability.time_spent import time_of
 
 if TYPE_CHECKING:
@@ -78,10 +79,31 @@ def machine(*, as_json: bool) -> int:
 class Examined:
     """A run that was examined. alerts: those that count, oldest first. num_steps: how many were logged."""
 
+    folder: Path
     evidence: Evidence
     findings: Sequence[Finding]
     alerts: Sequence[Row]
     num_steps: int
+
+    def command(self, finding: Finding) -> str:
+        """The command line of a run like this one with the settings that a finding asks for; "" if it asks for none."""
+        if not finding.settings or "rlhf_type" not in self.evidence.args:
+            return ""
+        return f"swift rlhf {shlex.quote(str(self.folder / ARGS))} {finding.settings}"
+
+    def causes(self) -> list[dict[str, Any]]:
+        """The findings, as `--json true` has them."""
+        return [
+            {
+                "cause": one.cause,
+                "confidence": one.confidence,
+                "evidence": list(one.evidence),
+                "fix": one.fix,
+                "command": self.command(one),
+                "steps": list(one.steps),
+            }
+            for one in self.findings
+        ]
 
 
 def examined(folder: Path) -> Examined:
@@ -100,24 +122,24 @@ def examined(folder: Path) -> Examined:
     if not log and not findings:
         ended = "".join(f"; the run ended with: {printable(reason)}" for reason in evidence.reasons[-1:])
         raise ConfigError(f"--run: {folder / LOGGING}: no step is logged; wait for one, or choose another run{ended}")
-    return Examined(evidence, findings, alerts, len(attempts))
+    return Examined(folder, evidence, findings, alerts, len(attempts))
 
 
 def of_run(given: str, *, as_json: bool) -> int:
     """Prints the diagnosis of a run and its alerts, and draws `images/doctor.png`."""
     folder = newest_run(given, LOGGING, ATTEMPTS)
     run = examined(folder)
-    findings, alerts, spent = run.findings, run.alerts, time_of(run.evidence)
+    alerts, spent = run.alerts, time_of(run.evidence)
     try:
         draw(folder, run)
     except ResourceError as error:  # the folder of somebody else
         print(f"not drawn: {error}", file=sys.stderr)
     if as_json:
-        print(json.dumps({**to_json(findings, spent), "alerts": alerts}, indent=2))
+        print(json.dumps({"causes": run.causes(), "time": spent, "alerts": alerts}, indent=2))
         return 0
     if folder != Path(given).expanduser():
         print(f"run: {folder}")
-    for line in (*report(findings, spent), *(f"step {a['step']}: {a['rule']}: {a['sentence']}" for a in alerts)):
+    for line in (*report(run, spent), *(f"step {a['step']}: {a['rule']}: {a['sentence']}" for a in alerts)):
         print(printable(line))
     print(f"{counted(len(alerts), 'alert')} in {counted(run.num_steps, 'logged step')}")
     return 0
@@ -132,16 +154,18 @@ def draw(folder: Path, run: Examined) -> None:
     write_diagnosis([*run.evidence.log, *run.evidence.evals], folder / IMAGES / "doctor.png", marks)
 
 
-def report(findings: Sequence[Finding], spent: Mapping[str, Any]) -> Iterator[str]:
+def report(run: Examined, spent: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a diagnosis: the verdict with evidence and fix, the next candidates, the time."""
-    if not findings:
+    if not run.findings:
         yield "healthy"
-    for number, finding in enumerate(findings):
+    for number, finding in enumerate(run.findings):
         if number == 1:
             yield "less likely:"
         yield f"{finding.cause} ({percent(finding.confidence)}): {CAUSES[finding.cause]}"
         yield from (f"  {said}" for said in finding.evidence)
         yield f"  fix: {finding.fix}"
+        if command := run.command(finding):
+            yield f"  command: {command}"
     if spent:
         parts = ", ".join(f"{name} {percent(share)}" for name, share in spent["shares"].items() if share >= 0.01)
         yield f"time: {spent['step_s']:.2f} s a step; {parts}"

@@ -24,7 +24,7 @@ CAUSES = {
     "template_wrong": "The chat template is wrong for this model.",
     "never_stops": "Completions do not end: the end token is not sampled, or is not the right one.",
     "sampler_mismatch": "Engine and trainer disagree about the log-probs of the same tokens.",
-    "stale_weights": "Completions are trained on long after they were sampled.",
+    "stale_weights": "Completions are sampled with old weights.",
     "reference_drift": "The KL to the reference dominates the update.",
     "data_repeated": "The run sees few different prompts again and again.",
     "non_finite": "Updates are not finite and are skipped.",
@@ -42,6 +42,7 @@ class Finding:
     """A cause that a rule has found.
 
     confidence: 0 to 1; from `diagnosis.SICK` on the run is called sick. steps: of the evidence; () for the whole run.
+    settings: flags of a run that is mended, if flags alone do it.
     """
 
     cause: str
@@ -49,6 +50,7 @@ class Finding:
     evidence: Sequence[str]
     fix: str
     steps: Sequence[int] = ()
+    settings: str = ""
 
 
 def between(value: float, low: float, high: float, at_low: float, at_high: float) -> float:

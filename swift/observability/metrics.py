@@ -22,14 +22,18 @@ Kind = Literal["mean", "max", "min", "sum"]
 OUTSIDE_STEP = ("eval", "save")
 """Phases that do not count to a step's time."""
 
+HELD_UP = "time/held_up/"
+"""Before `<phase>/rank-<r>`: seconds that the other ranks waited for that one."""
+
 
 def kind_of(name: str) -> Kind:
     """The type of a value, by its name, where the caller does not give one.
 
-    `health/...` counts, so it is summed; `..._max` and `max_...` are maxima, `..._min` and `min_...` minima.
+    `health/...` counts, so it is summed, as is `HELD_UP`; `..._max` and `max_...` are maxima, `..._min` and `min_...`
+    minima.
     """
     last = name.rsplit("/", 1)[-1]
-    if name.startswith("health/"):
+    if name.startswith(("health/", HELD_UP)):
         return "sum"
     if last.endswith("_max") or last.startswith("max_") or last == "max":
         return "max"
@@ -89,6 +93,10 @@ class MetricStore:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.around: Callable[[str], AbstractContextManager[None]] = lambda phase: nullcontext()
+        self.waited: Callable[[], float] = lambda: 0.0
+        """Seconds that this process has waited for other ranks so far."""
+        self.own_s: dict[str, float] = {}
+        """Seconds of the current step in phases that `timer` has timed, without waiting for other ranks."""
         self._clock = clock
         self._step, self._window = Values(), Values()
         self._phases: dict[str, float] = {}
@@ -116,13 +124,15 @@ class MetricStore:
                 yield
             return
         self._timing = True
-        began = self._clock()
+        began, waited = self._clock(), self.waited()
         try:
             with self.around(phase):
                 yield
         finally:
             self._timing = False
-            self.add_phase(phase, self._clock() - began)
+            seconds = self._clock() - began
+            self.add_phase(phase, seconds)
+            self.own_s[phase] = self.own_s.get(phase, 0.0) + seconds - (self.waited() - waited)
 
     def add_phase(self, phase: str, seconds: float) -> None:
         """Count seconds that were measured elsewhere to a phase."""
@@ -144,7 +154,7 @@ class MetricStore:
         values = self._step.results()
         for name, value in values.items():
             self._window.combine(name, self._step[name].kind, value)
-        self._step, self._phases = Values(), {}
+        self._step, self._phases, self.own_s = Values(), {}, {}
         self._step_began = now
         return values
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from swift.errors import ConfigError
+from swift.errors import ConfigError, parse_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,8 +36,8 @@ ARRAYS = {
 }  # fmt: skip
 """Columns with an array per completion, null where there is none, and their types."""
 
-PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "excluded", "advantage", "rewards")
-"""Columns with a value per completion; `rewards` are in the order of `reward_names`."""
+PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards")
+"""Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON."""
 
 Row = Mapping[str, Any]
 
@@ -126,7 +126,8 @@ def table_of(rows: Sequence[Row]) -> pyarrow.Table:
     import pyarrow as pa
 
     columns = {name: pa.array([row[name] for row in rows]) for name in PLAIN}
-    columns["excluded"] = pa.array([row["excluded"] for row in rows], pa.string())
+    for name in ("turns", "excluded"):
+        columns[name] = pa.array([row[name] for row in rows], pa.string())
     columns["rewards"] = pa.array([row["rewards"] for row in rows], pa.list_(pa.float64()))
     for name, kind in ARRAYS.items():
         arrays = [row.get(name) for row in rows]
@@ -183,6 +184,7 @@ def read_rollouts(run: str | Path, steps: Collection[int] | None = None) -> Iter
         arrays = {name: table[name].combine_chunks() for name in ARRAYS}
         for number in range(table.num_rows):
             row = {name: values[number] for name, values in plain.items()}
+            row["turns"] = None if row["turns"] is None else parse_json(row["turns"])
             row["rewards"] = dict(zip(about["reward_names"], row["rewards"], strict=False))
             for name, column in arrays.items():
                 one = column[number].values

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from swift.observability.evidence import Evidence
-from swift.observability.findings import Finding, between, percent
+from swift.observability.findings import Finding, between, percent, steps_of
+from swift.observability.metrics import HELD_UP
 from swift.observability.summary import PHASES, steps_covered
 
 WAITS = ("wait_rollout", "wait_train")
+ONE_RANK = 0.8
+"""Share of all waiting that is for one rank, if it is slow; less where the work is uneven, now here, now there."""
+
+
+def seconds_of(e: Evidence, key: str) -> list[float]:
+    """Seconds of all steps that the lines with a step time cover, by line; `key` is a mean of steps."""
+    timed = [row for row in e.log if isinstance(row.get("step_time"), int | float)]
+    return [
+        row[key] * steps
+        for row, steps in zip(timed, steps_covered(timed), strict=True)
+        if isinstance(row.get(key), int | float)
+    ]
 
 
 def shares(e: Evidence) -> dict[str, float]:
     """Share of the step time by phase, waiting included; {} if nothing was timed."""
-    timed = [row for row in e.log if isinstance(row.get("step_time"), int | float)]
-    if not timed:
-        return {}
-    covered = steps_covered(timed)
-    whole = math.fsum(row["step_time"] * steps for row, steps in zip(timed, covered, strict=True))
-    found = {}
-    for phase in (*PHASES, *WAITS):
-        seconds = [
-            row[f"time/{phase}"] * n
-            for row, n in zip(timed, covered, strict=True)
-            if isinstance(row.get(f"time/{phase}"), int | float)
-        ]
-        if seconds and whole:
-            found[phase] = math.fsum(seconds) / whole
-    return found
+    whole = math.fsum(seconds_of(e, "step_time"))
+    found = {phase: seconds_of(e, f"time/{phase}") for phase in (*PHASES, *WAITS)}
+    return {phase: math.fsum(seconds) / whole for phase, seconds in found.items() if seconds and whole}
 
 
 def time_of(e: Evidence) -> dict[str, Any]:
@@ -96,12 +98,13 @@ def slow_parts(e: Evidence) -> Iterator[Finding]:
         slowest = max(each, key=each.__getitem__, default="")
         evidence = [f"time/reward is {percent(reward)} of step_time, {e.series('time/reward').mean:.2f} s a step"]
         evidence += [f"{slowest}: {each[slowest]:.2f} s"] if slowest else []
-        workers = int(e.arg("reward_workers", 1))
+        more = f"--reward_workers {4 * int(e.arg('reward_workers', 1))}"
         yield Finding(
             "slow_reward",
             between(reward, 0.4, 0.7, 0.55, 0.92),
             evidence,
-            f"--reward_workers {4 * workers}, or an async function that waits for its answers together",
+            f"{more}, or an async function that waits for its answers together",
+            settings=more,
         )
     yield from _slow_engine(e, parts)
 
@@ -141,11 +144,33 @@ def _pairs(e: Evidence, first: str, second: str) -> list[tuple[float, float]]:
 
 
 def slow_rank(e: Evidence) -> Iterator[Finding]:
-    """Ranks that wait for each other, if the run says so."""
+    """A rank that the others wait for, step after step, or that made no progress in the end."""
     ended = [reason for reason in e.reasons if "made no progress" in reason or "ddp_timeout" in reason]
     if ended:
         fix = "read the stacks in logs/attempt-<k>/rank-<r>.log of the rank that is named"
         yield Finding("slow_rank", 0.9, ended[:1], fix)
+    keys = dict.fromkeys(key for row in e.log for key in row if key.startswith(HELD_UP))
+    waited = {key: e.total(key) for key in keys}
+    by_rank: dict[str, float] = defaultdict(float)
+    for key, seconds in waited.items():
+        by_rank[key.rpartition("-")[2]] += seconds
+    duration = math.fsum(seconds_of(e, "step_time"))
+    if not by_rank or not duration or e.num_steps < 5:
+        return
+    rank, seconds = max(by_rank.items(), key=lambda item: item[1])
+    of_all = seconds / math.fsum(by_rank.values())
+    key = max((key for key in keys if key.endswith(f"-{rank}")), key=waited.__getitem__)
+    phase, steps = key.removeprefix(HELD_UP).partition("/")[0], e.series(key).steps
+    if of_all < ONE_RANK or len(steps) < len(e.log) / 2:
+        return
+    said = f"the others wait for rank {rank} in {percent(seconds / duration)} of the time, most of it in phase {phase}"
+    yield Finding(
+        "slow_rank",
+        between(seconds / duration, 0.15, 0.5, 0.5, 0.92),
+        [f"{said} ({steps_of(steps)})", f"{percent(of_all)} of all such waiting is for this rank"],
+        f"look for other programs on the device and the cores of rank {rank}, and for its clock rates",
+        steps,
+    )
 
 
 RULES = (slow_parts, slow_rank)

@@ -7,6 +7,7 @@ Every rank has all scored groups of a round, so the result is the same on every 
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -267,6 +268,7 @@ class BatchMaker:
                         prompt_id=group.prompt.prompt_id,
                         index=index,
                         finish_reason=completion.finish_reason,
+                        turns=None if episode is None else json.dumps(episode.turns, default=str),
                         **taught,
                     )
                 )

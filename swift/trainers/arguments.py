@@ -396,8 +396,8 @@ class RunArguments:
     """Whether to check everything, print the plan and end, without loading weights."""
 
     profile_steps: str | None = flag(everyday=False, unset="nothing is profiled", resume="free")
-    """Optimizer steps for torch's profiler, as FIRST:LAST: a trace and a table of operations per process, in
-    `profile/`."""
+    """Optimizer steps for torch's profiler, as FIRST:LAST: a trace and a table of operations and gaps per
+    process, in `profile/`."""
 
     def notes(self) -> Iterator[str]:
         if self.async_save and (stage := getattr(self, "deepspeed", None)):

@@ -47,6 +47,8 @@ class Collectives:
         """Entered around every collective."""
         self.watched = False
         """Whether this process is ended when another one is lost; the same on every rank at every call."""
+        self.waited_s = 0.0
+        """Seconds that this process has been in collectives, most of which it waits for other ranks."""
         self._calls = 0
         self._store: Any = None
         if self.active:
@@ -127,10 +129,12 @@ class Collectives:
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Begin when rank 0 makes this call too. Raises EngineError: its store, and so rank 0, is gone."""
+        began = time.monotonic()
         with self.waiting():
             if self.watched:
                 self._await_main()
             yield
+        self.waited_s += time.monotonic() - began
 
     def _await_main(self) -> None:
         self._calls += 1

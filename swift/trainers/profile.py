@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import TrainerCallback
 
@@ -17,12 +21,13 @@ if TYPE_CHECKING:
     from swift.observability.metrics import MetricStore
 
 FOLDER = "profile"
-ROWS = 30
-"""Operations in the table."""
+PHASE = "phase: "
+ROWS, GAPS = 30, 15
+"""Operations in the table, and gaps below it."""
 
 
 class StepProfiler(TrainerCallback):
-    """Writes `profile/rank-N.json.gz`, a trace for ui.perfetto.dev, and `profile/rank-N.txt`, a table of operations.
+    """Writes `profile/rank-N.json.gz`, a trace for ui.perfetto.dev, and `profile/rank-N.txt`: operations and gaps.
 
     steps: `FIRST:LAST`. rank: of this process. metrics: whose phases are ranges of the trace. say: prints a line.
     """
@@ -40,7 +45,7 @@ class StepProfiler(TrainerCallback):
         def named(phase: str) -> Iterator[None]:
             mark: AbstractContextManager[Any] = contextlib.nullcontext()
             if self._profile is not None:
-                mark = record_function(f"phase: {phase}")
+                mark = record_function(PHASE + phase)
             with outer(phase), mark:
                 yield
 
@@ -84,8 +89,56 @@ class StepProfiler(TrainerCallback):
         on_device = sum(event.self_device_time_total for event in averages) / 1e6
         order = "self_cuda_time_total" if on_device else "self_cpu_time_total"
         table = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
+        idle = "\n".join(gap_lines(profiled.events() or [], DeviceType.CUDA if on_device else DeviceType.CPU))
         busy = f"kernels take {on_device:.3g} s of {seconds:.3g} s" if on_device else f"{seconds:.3g} s"
-        Path(f"{self.file}.txt").write_text(f"steps {self.first} to {step}: {busy}\n\n{table}", encoding="utf-8")
+        text = f"steps {self.first} to {step}: {busy}\n\n{table}\n{idle}\n"
+        Path(f"{self.file}.txt").write_text(text, encoding="utf-8")
         self.say(
             f"profile: steps {self.first} to {step}, {busy}: {self.file}.txt, {self.file}.json.gz (ui.perfetto.dev)"
         )
+
+
+class Gap(NamedTuple):
+    """A time in which no operation runs, in microseconds of the trace: between the operations `after` and `before`."""
+
+    start: float
+    end: float
+    phase: str
+    after: str
+    before: str
+
+
+def gaps_of(events: Iterable[Any], device: DeviceType) -> Iterator[Gap]:
+    """The gaps between operations on a kind of device, in order. events: those of the profiler."""
+    operations, phases = [], []
+    for event in events:
+        span = event.time_range.start, event.time_range.end, event.name
+        if event.name.startswith(PHASE):  # on a GPU, of the operations that it has started, too
+            phases += [span] * (event.device_type == DeviceType.CPU)
+        elif event.device_type == device and not event.is_user_annotation:
+            operations.append(span)
+    phases.sort()
+    end, after = math.inf, ""
+    for start, stop, name in sorted(operations):
+        if start > end:
+            middle = (start + end) / 2
+            begun = reversed(phases[: bisect.bisect(phases, (middle, math.inf, ""))])  # the innermost first
+            phase = next((phase[len(PHASE) :] for _, last, phase in begun if last > middle), "")
+            yield Gap(end, start, phase, after, name)
+        if stop > end or not after:
+            end, after = stop, name
+
+
+def gap_lines(events: Sequence[Any], device: DeviceType) -> Iterator[str]:
+    """The sum of gaps by phase, and the longest ones."""
+    gaps = list(gaps_of(events, device))
+    begin = min((event.time_range.start for event in events), default=0.0)
+    phases: dict[str, float] = defaultdict(float)
+    for gap in gaps:
+        phases[gap.phase or "between phases"] += (gap.end - gap.start) / 1e6
+    whole = ", ".join(f"{phase} {seconds:.3g} s" for phase, seconds in sorted(phases.items(), key=lambda one: -one[1]))
+    yield f"gaps, in which no operation runs: {whole or 'none'}"
+    yield f"{'ms':>10} {'at s':>10}  {'phase':<14}  {'after':<40}  before"
+    for gap in sorted(gaps, key=lambda gap: gap.start - gap.end)[:GAPS]:
+        ms, at_s = (gap.end - gap.start) / 1e3, (gap.start - begin) / 1e6
+        yield f"{ms:>10.2f} {at_s:>10.3f}  {gap.phase:<14}  {gap.after[:40]:<40}  {gap.before[:40]}"

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from swift.errors import ConfigError
-from swift.observability.diagnosis import to_json
 from swift.observability.doctor import examined
 from swift.observability.findings import CAUSES
 
@@ -78,7 +77,7 @@ class Diagnosis:
 def causes_of(folder: Path) -> dict[str, Any]:
     """What `Diagnosis` tells of a run's folder."""
     try:
-        causes = to_json(examined(folder).findings, {})["causes"]
+        causes = examined(folder).causes()
     except ConfigError as error:
         return {"causes": [], "problem": str(error)}
     return {"causes": [{**cause, "sentence": CAUSES[cause["cause"]]} for cause in causes], "problem": ""}

@@ -4,6 +4,7 @@ import pytest
 from cli_runs import ROOT, Cli, assert_same_run, completion_rows, log_rows
 from safetensors.torch import load_file
 
+from swift import read_rollouts
 from swift.models.tiny import build_tiny
 
 pytestmark = pytest.mark.slow
@@ -179,6 +180,9 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
     folder = cli.finish("killed", **flags, resume_from_checkpoint="last")
     assert_same_run(folder, straight, mismatch=1e-6)
     rows = completion_rows(straight)
+    assert {(row["group_id"], row["index"]): row["turns"] for row in read_rollouts(straight)} == {
+        (row["group_id"], row["index"]): row["turns"] for row in rows
+    }
     lengths = {len(row["turns"]) for row in rows}
     assert 1 in lengths and max(lengths) >= 3
     assert all(row["mismatch/logp_abs_diff_max"] < 1e-5 for row in log_rows(straight))

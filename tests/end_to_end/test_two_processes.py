@@ -19,6 +19,9 @@ from cli_runs import (
 )
 from safetensors.torch import load_file
 
+from swift.observability.jsonl import read_log
+from swift.observability.metrics import HELD_UP
+
 pytestmark = pytest.mark.slow
 
 LONG = pytest.mark.long
@@ -133,6 +136,42 @@ def test_failing_rewards_end_all_ranks_with_one_line(cli):
     assert "--reward_funcs: odd: failed on every sample" in line
     assert "RuntimeError: the judge is away" in (run.folder / "logs" / "attempt-1" / "rewards.log").read_text()
     assert attempts(run.folder)[-1]["exit_code"] == 5
+
+
+SLOW = """
+import os
+import time
+
+import swift.trainers.grpo.step as step
+from swift.rollout.engines.transformers.sampling import BatchSampler
+
+
+def delayed(function, seconds):
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+if os.environ.get("RANK") == "1":
+    step.policy_loss = delayed(step.policy_loss, 0.4)
+else:
+    BatchSampler.draw = delayed(BatchSampler.draw, 0.05)
+"""
+
+
+@LONG
+def test_the_rank_that_the_others_wait_for_is_named_with_its_phase(cli, tmp_path):
+    plugin = tmp_path / "slow_plugin.py"
+    plugin.write_text((cli.material / "odd_plugin.py").read_text() + SLOW)
+    folder = cli.finish("slow", variables=TWO, external_plugins=plugin, max_steps=6, beta=0)
+    waits = Counter()
+    for row in read_log(folder / "logging.jsonl"):
+        waits.update({key: seconds for key, seconds in row.items() if key.startswith(HELD_UP)})
+    trains, samples = (f"{HELD_UP}{phase}/rank-" for phase in ("train", "generate"))
+    assert waits[trains + "1"] > 6 * 0.3 and waits[trains + "0"] < 0.1 * waits[trains + "1"]
+    assert waits[samples + "0"] > 6 * 0.2 and waits[samples + "1"] < 0.1 * waits[samples + "0"]
 
 
 @LONG

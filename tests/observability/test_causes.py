@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from swift.arguments import parse
 from swift.observability.answers import is_right
 from swift.observability.diagnosis import EXPLAINS, diagnose
 from swift.observability.evidence import Evidence, Series
@@ -37,6 +38,17 @@ def test_a_finding_tells_the_steps_of_its_evidence(path):
     logged = {row["step"] for row in (*evidence.log, *evidence.completions)}
     for finding in diagnose(evidence):
         assert len(finding.steps) == 2 and set(finding.steps) <= logged and finding.steps[0] <= finding.steps[1]
+
+
+GRPO = "--rlhf_type grpo --model m --dataset d --beta 0.1 --reward_funcs accuracy format"
+
+
+def test_the_settings_of_a_finding_are_those_of_a_run():
+    found = {one.settings for path in SICK.glob("*.json.gz") for one in diagnose(kept(path))} - {""}
+    for settings in found:
+        args = parse("rlhf", f"{GRPO} {settings}".split(), {}).given
+        assert {word[2:] for word in settings.split() if word.startswith("--")} <= set(args)
+    assert len(found) > 8
 
 
 def group(step, texts, rewards, truth="7", finish="stop", **parts):
@@ -165,6 +177,8 @@ def test_an_adapter_whose_b_stays_zero():
     [
         ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n", "healthy"),
         ("<|im_start|>user\n1+1<|im_end|>\n", "template_wrong"),
+        ("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>user\n", "template_wrong"),
+        ("<start_of_turn>user\n1+1<end_of_turn>\n<start_of_turn>model\n", "healthy"),
         ("<|im_start|>system\nbe brief\n<|im_start|>user\n1+1\n<|im_start|>assistant\n", "template_wrong"),
         ("[INST] 1+1 [/INST]", "healthy"),
     ],

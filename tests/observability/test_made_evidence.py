@@ -119,6 +119,11 @@ def thoughts(step):
             for at, row in enumerate(rows)]  # fmt: skip
 
 
+def of_rank(rank):
+    """Seconds that the other three wait for a rank, each fourth step."""
+    return lambda step: 1.0 if step % 4 == rank else None
+
+
 def recorded(ids):
     return [{"step": 1, "prompt_ids": np.array(one), "versions": [], "token_ids": np.array([1])} for one in ids]
 
@@ -178,6 +183,12 @@ HEALTHY = {
     ),
     "another reference, hardly felt": lambda: run(
         learning, reward=rising, kl=lambda s: 0.3 + s / 400, args={"beta": 0.001}
+    ),
+    "ranks wait for this one and for that one": lambda: run(
+        learning, reward=rising, step_time=2.0, **{f"time/held_up/generate/rank-{r}": of_rank(r) for r in range(4)}
+    ),
+    "a rank that was slow once": lambda: run(
+        learning, reward=rising, step_time=2.0, **{"time/held_up/train/rank-1": lambda s: 40.0 if s == 1 else None}
     ),
     "prompts that begin with an image": lambda: run(
         learning, reward=rising, record=recorded([[-5, -5, -5, 9, number] for number in range(12)])
@@ -253,6 +264,17 @@ CAUSES = {
         lambda: run(lambda s: rejected(hard(s), "timeout: accuracy", 0.016)),
     ),
     "None for almost half": ("reward_failing", lambda: run(lambda s: rejected(answers(s), "no_reward", 0.45))),
+    "a rank that samples slowly": (
+        "slow_rank",
+        lambda: run(
+            learning,
+            every=5,
+            reward=rising,
+            step_time=2.0,
+            **{"time/generate": 1.5, "time/train": 0.2, "time/held_up/generate/rank-3": 5.5},
+            **{f"time/held_up/train/rank-{r}": lambda _: RNG.uniform(0, 0.2) for r in range(4)},
+        ),
+    ),
     "new weights do not arrive": (
         "stale_weights",
         lambda: run(answers, **{"mismatch/logp_abs_diff_mean": lambda s: 0.01 * s, "mismatch/kl": lambda s: 1e-3 * s}),

@@ -12,7 +12,7 @@ from timings import is_timing
 from swift.observability.metrics import MetricStore, kind_of
 from swift.rollout.saved_state import decode, encode
 from swift.trainers.grpo.callbacks import PipelineCallback
-from swift.trainers.grpo.metrics import StepMetrics
+from swift.trainers.grpo.metrics import StepMetrics, held_up
 
 
 class Clock:
@@ -120,6 +120,30 @@ def test_training_waits_for_rollouts_as_a_share_of_all_steps():
                              should_save=False))  # fmt: skip
     logs = store.flush()
     assert (logs["time/wait_rollout"], logs["step_time"]) == (0.75, 1.75), "3 s of 4 + 1 + 1 + 1"
+
+
+def test_waiting_for_other_ranks_is_no_own_time():
+    clock, waited = Clock(), [10.0]
+    store = MetricStore(clock)
+    store.waited = lambda: waited[0]
+    for own in (1.0, 0.5):
+        with store.timer("train"), store.timer("generate"):
+            clock.now += 3.0
+            waited[0] += 3.0 - own
+    assert store.own_s == {"train": 1.5}
+    assert store.commit()["time/train"] == 6.0 and store.own_s == {}
+
+
+def test_the_slowest_rank_holds_the_others_up():
+    own = [{"train": 2.0, "generate": 4.0}, {"train": 2.1, "generate": 1.0}, {"train": 1.9, "generate": 1.4}]
+    found = held_up(own)
+    assert found == {"time/held_up/generate/rank-0": pytest.approx(2.8)}, "training differs by less than a tenth"
+    assert held_up([{"train": 1.0}]) == {}, "nobody waits"
+    store = MetricStore(lambda: 0.0)
+    for _ in range(3):
+        store.add_many(found)
+        store.commit()
+    assert store.flush()["time/held_up/generate/rank-0"] == pytest.approx(8.4)
 
 
 def test_a_timer_counts_when_its_body_raises():

@@ -1,5 +1,7 @@
 """The record of rollouts holds what it was given, and keeps the steps that the setting names."""
 
+import json
+
 import datasets
 import numpy as np
 import pyarrow.parquet
@@ -13,8 +15,8 @@ from swift.observability.rollout_record import RolloutRecord, keeps, recorded_st
 
 def row(number, length=3, **more):
     return {
-        "group": 0, "group_id": "a-1", "prompt_id": "a", "index": number, "finish_reason": "stop", "excluded": None,
-        "advantage": 0.5, "rewards": [1.0, None], "prompt_ids": np.arange(2, dtype=np.int32),
+        "group": 0, "group_id": "a-1", "prompt_id": "a", "index": number, "finish_reason": "stop", "turns": None,
+        "excluded": None, "advantage": 0.5, "rewards": [1.0, None], "prompt_ids": np.arange(2, dtype=np.int32),
         "token_ids": np.arange(length, dtype=np.int32), "trained": np.arange(length) > 0,
         "sampler_logprobs": np.linspace(-1, 0, length, dtype=np.float32), "policy_logprobs": None,
         "versions": np.array([2, 0, 1, 3, 1, length]), **more,
@@ -32,9 +34,12 @@ def record(tmp_path):
 def test_rows_come_back_as_they_were_given(record, tmp_path):
     file = record()
     policy = np.array([-0.25, -0.5], np.float32)
-    file.write(7, [row(0), row(1, 2, policy_logprobs=policy), row(2, 0)], {"loss": 0.125})
+    turns = [{"role": "assistant", "content": "\ud800 7", "reward": None}, {"role": "tool", "content": {"seen": [1]}}]
+    rows = [row(0), row(1, 2, policy_logprobs=policy), row(2, 0, turns=json.dumps(turns))]
+    file.write(7, rows, {"loss": 0.125})
     file.close()
     first, second, empty = read_rollouts(tmp_path)
+    assert (first["turns"], empty["turns"]) == (None, turns)
     assert first["step"] == 7 and first["rewards"] == {"accuracy": 1.0, "format": None}
     assert first["policy_logprobs"] is None and (second["policy_logprobs"] == policy).all()
     assert first["versions"] == [(2, 0, 1), (3, 1, 3)]

@@ -15,6 +15,7 @@ from swift.models.attention.spans import Span
 from swift.models.forward import TokenSequence, completion_logits, pad
 from swift.rollout.engines.base import EngineCounters
 from swift.rollout.engines.transformers import TransformersEngine
+from swift.rollout.engines.transformers.batch import BatchRun
 from swift.rollout.engines.transformers.cache import RowCache
 from swift.types import Request, SamplingParams
 
@@ -55,6 +56,27 @@ def test_a_small_cache_cuts_the_batch_and_changes_no_sample(nano_folder):
     whole = run(make_engine(nano_folder), requests)
     cut = run(make_engine(nano_folder, max_rows=3), requests)
     assert {k: c.token_ids for k, c in whole.items()} == {k: c.token_ids for k, c in cut.items()}
+
+
+def test_a_batch_that_runs_out_of_memory_is_sampled_again_in_halves(nano_folder, monkeypatch, caplog):
+    requests, decode, room = make_requests(PROMPTS), BatchRun._decode, 4
+    whole = run(make_engine(nano_folder), requests)
+
+    def short(batch, model):
+        if len(batch.rows) > room and batch.counters.decode_steps > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return decode(batch, model)
+
+    monkeypatch.setattr(BatchRun, "_decode", short)
+    engine = make_engine(nano_folder)
+    found = run(engine, requests)
+    assert {name: one.token_ids for name, one in found.items()} == {name: one.token_ids for name, one in whole.items()}
+    for name, one in found.items():
+        assert one.logprobs == pytest.approx(whole[name].logprobs, abs=1e-5)
+    assert caplog.text.count("memory: ran out in a batch of ") == 2 and 1 < engine.max_rows <= room
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        run(engine, requests[:1])
 
 
 def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch):

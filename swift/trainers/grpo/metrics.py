@@ -7,12 +7,14 @@ their device, and `StepMetrics.collect` moves those of the whole step in one tra
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from swift.observability.metrics import Kind, Values, kind_of
+from swift.observability.metrics import HELD_UP, Kind, Values, kind_of
 from swift.rl.correction import effective_sample_size, mismatch_statistics
 from swift.rl.objective import LossOutput, SamplerCorrection
 from swift.rl.segments import largest, smallest
@@ -28,11 +30,19 @@ NO_VALUE = (("max", -math.inf), ("min", math.inf))
 """What an extreme of no values is."""
 
 
+EVEN = 0.1
+"""Ranks that differ in a phase by less than this share of the slowest one's time are equally fast."""
+
+
 class StepMetrics(Values):
-    """What one optimizer step measures on one rank; the mapping holds the values that `collect` has read."""
+    """What one optimizer step measures on one rank; the mapping holds the values that `collect` has read.
+
+    own_s: seconds of the phases that all ranks have a part of, without waiting for each other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.own_s: Mapping[str, float] = {}
         self._added: list[tuple[str, Kind, Tensor | float, Tensor | float]] = []
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1.0, *, kind: Kind = "mean") -> None:
@@ -62,6 +72,23 @@ class StepMetrics(Values):
         """Combine with the collected values of another rank."""
         for name, value in other.items():
             self.combine(name, value.kind, value.total, value.weight)
+
+
+def held_up(own_s: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each phase the slowest rank, and the seconds that the others wait for it; none where ranks are equally fast.
+
+    own_s: by rank, the seconds of each phase without waiting. The others are those of median speed.
+
+    Example: `held_up([{"train": 1.0}, {"train": 3.0}])` is `{"time/held_up/train/rank-1": 2.0}`.
+    """
+    found = {}
+    for phase in own_s[0] if len(own_s) > 1 else ():
+        seconds = [one.get(phase, 0.0) for one in own_s]
+        slowest = seconds.index(max(seconds))
+        waits = seconds.pop(slowest) - statistics.median(seconds)
+        if waits > EVEN * own_s[slowest][phase]:
+            found[f"{HELD_UP}{phase}/rank-{slowest}"] = waits
+    return found
 
 
 def observe(
@@ -123,6 +150,8 @@ def summarise(
     reports = collectives.gather(report)
     if reports is None:
         return {}
+    for name, seconds in held_up([one.own_s for one in reports]).items():
+        report.combine(name, "sum", seconds)
     for other in reports[group_size::group_size]:
         report.merge(other)
     values = {"loss": report.pop("loss").total, **report.results()}

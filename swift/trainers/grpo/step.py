@@ -7,6 +7,7 @@ or number of ranks changes the gradient.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -383,7 +384,10 @@ class GlobalBatchStep:
     def _backward(self, loss: Tensor, *, last: bool) -> None:
         if self.deepspeed is not None:
             self.deepspeed.backward(loss, last=last)
-        else:
+            return
+        ranks = self.logprobs.collectives
+        reduces = last and ranks.active and not self.fsdp
+        with _timed_reduction(loss, ranks) if reduces else contextlib.nullcontext():
             self.accelerator.backward(loss * self.loss_scale)
 
     def _loss(
@@ -479,6 +483,19 @@ class GlobalBatchStep:
         )
         report.add("off_policy/masked_frac", ((keep_N == 0) & batch.mask_N).sum(), batch.mask_N.sum())
         return keep_N
+
+
+@contextlib.contextmanager
+def _timed_reduction(loss: Tensor, ranks: Collectives) -> Iterator[None]:
+    """Around a backward pass in which DDP reduces the gradients: its end, without own work, is waiting for other ranks.
+
+    DDP waits in a callback at the end of the pass. One that is queued as the pass begins comes before.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    computed: list[float] = []
+    loss.register_hook(lambda _: queue(lambda: computed.append(time.monotonic())))
+    yield
+    ranks.waited_s += time.monotonic() - computed[0]
 
 
 def step_of(

@@ -120,6 +120,7 @@ class GRPOTrainer(AtomicTrainer):
         **trainer_arguments: Any,
     ) -> None:
         self.pipeline = pipeline
+        metrics.waited = lambda: collectives.waited_s
         self.torch_kept = TorchKept()
         self.stops_at_alert = stops_at_alert
         self.alert: Alert | None = None
@@ -306,6 +307,7 @@ class GRPOTrainer(AtomicTrainer):
         report.collect()
         value = report.pop("grad_norm").total
         self.step.entropy.steer(report)
+        report.own_s = {phase: seconds for phase, seconds in self.metrics.own_s.items() if phase in self._shared_phases}
         values = summarise(report, batch, self.logprobs.settings, self.collectives, self.planner.group_size)
         self.metrics.add_many(values)
         if self.step.record is not None:
@@ -328,6 +330,13 @@ class GRPOTrainer(AtomicTrainer):
                 f"{self.state.global_step + 1}; {fix}"
             )
         return value
+
+    @property
+    def _shared_phases(self) -> tuple[str, ...]:
+        """Phases in which all ranks have the same amount of work, as far as they are known to."""
+        share, config = self.pipeline.collector.share, self.pipeline.config
+        samples = share is not None and share.count > 1 and not config.dynamic_sample
+        return ("train", "ref_logp", "memory", *(["generate"] if samples else []))
 
     def _unscaled_norm(self, model: nn.Module) -> Tensor:
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper

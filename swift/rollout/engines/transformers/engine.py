@@ -14,6 +14,8 @@ continue with the weights of the resumption. Between batches the engine holds no
 from __future__ import annotations
 
 import contextlib
+import gc
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from inspect import signature
@@ -32,6 +34,7 @@ from swift.errors import (
     SwiftError,
     SyncFailed,
     first_line,
+    is_out_of_memory,
 )
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.interface import transformers_model
@@ -59,6 +62,8 @@ from swift.rollout.engines.transformers.weights import InPlaceWeights, MergedAda
 from swift.rollout.seeds import sample_uniforms
 from swift.rollout.weights.base import WeightStream, dtype_name
 from swift.types import Completion, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PLAIN_FIELDS = ("frequency_penalty", "presence_penalty", "min_tokens", "top_logprobs", "prompt_logprobs")
 """Sampling fields that need no optional package."""
@@ -184,9 +189,28 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         try:
             with self._inference(), self._step:
                 return self._step_batch()
-        except BaseException:
-            self._drop_requests()  # the batch is in an undefined state
-            raise
+        except BaseException as error:
+            batch = [row.request for row in self._running.values() if row.started]
+            if not is_out_of_memory(error) or len(batch) < 2 or self._scoring or self._is_sharded:
+                self._drop_requests()  # the batch is in an undefined state
+                raise
+        self._sample_in_halves(batch)  # here the traceback, which holds tensors, is gone
+        return []
+
+    def _sample_in_halves(self, requests: Sequence[Request]) -> None:
+        """Sample a batch that ran out of memory again; each sample has its own uniforms, so it stays the same."""
+        self._run, self.max_rows = None, len(requests) // 2
+        gc.collect()
+        if self.device.type != "cpu":
+            torch.accelerator.empty_cache()
+        logger.warning(
+            "memory: ran out in a batch of %d completions; again, with %d at most from here on",
+            len(requests),
+            self.max_rows,
+        )
+        for request in requests:
+            self._running.take(request.request_id)
+            self.submit(request)
 
     def check_length(self, request: Request) -> None:
         """Also refuses stop strings without a tokenizer, and guided decoding that cannot end or does not compile."""
