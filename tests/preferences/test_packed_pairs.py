@@ -160,7 +160,7 @@ def test_pairs_with_images_have_the_loss_and_gradient_of_padded_rows(vlm_folders
     )
     loss, (alone, _) = step_of(packed, [row])
     padded = "each batch is computed as padded rows, with the same loss" in caplog.text
-    assert padded == (family in ("gemma3", "qwen3_5")) and (rows, alone) == (6, 6 if padded else 1)
+    assert padded == (family in ("gemma3", "gemma4", "qwen3_5")) and (rows, alone) == (6, 6 if padded else 1)
     assert loss == pytest.approx(expected, rel=1e-6)
     assert_same_gradients(packed.model, plain.model, most=2e-6)
 
