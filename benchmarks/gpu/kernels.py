@@ -12,15 +12,16 @@ HEADS = (8, 2, 64, 64)
 PLAIN, WINDOW = Variant(), Variant(window=100)
 
 
-def layout(device):
-    """Two prompts, shared by completions of many lengths, one of them empty."""
+def layout(device, images):
+    """Three prompts, shared by completions of many lengths, one of them empty; images of the first see themselves."""
     groups, end = [], 0
     for lengths in ((500, 900, 700, 3, 0), (33, 64, 1000), (200, 300)):
         spans = []
         for length in lengths:
             spans.append(Span(end, length))
             end += length
-        groups.append(GroupSpans(spans[0], tuple(spans[1:])))
+        seen = () if groups or not images else (Span(10, 256), Span(300, 64))
+        groups.append(GroupSpans(spans[0], tuple(spans[1:]), images=seen))
     return SegmentLayout(groups, device), end
 
 
@@ -40,21 +41,28 @@ def gap(one, other):
 def main():
     """See the module."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    segments, num_tokens = layout(device)
+    _, num_tokens = layout(device, images=False)
     torch.manual_seed(0)
     num_heads, num_kv, width, _ = HEADS
     narrow = [
         torch.randn(1, heads, num_tokens, width).to(device, torch.bfloat16) for heads in (num_heads, num_kv, num_kv)
     ]
     found = {"default": kernel_for(device, torch.bfloat16, HEADS)}
-    for name, variant in (("plain", PLAIN), ("window", WINDOW)):
+    cases = {
+        "plain": (PLAIN, False),
+        "window": (WINDOW, False),
+        "images": (PLAIN, True),
+        "images, window": (WINDOW, True),
+    }
+    for name, (variant, images) in cases.items():
+        segments, _ = layout(device, images)
         exact = outcome(segments, [one.double() for one in narrow], "rows", variant)
         for kernel in ("rows", "flex", "flash"):
             if kernel == "flash" and find_spec("flash_attn") is None:
                 found[f"{kernel} {name}"] = "left out: flash-attn is not installed"
             elif kernel != "rows" and device.type == "cpu":
                 found[f"{kernel} {name}"] = "left out: it needs a GPU"
-            elif not KERNELS[kernel].computes(variant, images=False):
+            elif not KERNELS[kernel].computes(variant, images=images):
                 found[f"{kernel} {name}"] = "left out: rows compute it"
             else:
                 pairs = zip(outcome(segments, narrow, kernel, variant), exact, strict=True)
