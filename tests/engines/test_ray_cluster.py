@@ -182,6 +182,33 @@ def test_a_process_that_ray_ends_does_not_end_without_a_word(process, how, name)
     assert line.endswith("resume from the last checkpoint (--resume_from_checkpoint last)")
 
 
+LEFT = """
+import os, tempfile
+from pathlib import Path
+import psutil
+from actor_parts import scripted_engine_in_actor
+from swift.errors import EngineDead
+pool = scripted_engine_in_actor(Path(tempfile.mkdtemp()), timeouts={"start_s": 300.0})
+(client,) = pool.engines
+client.connect()
+(raylet,) = [one for one in psutil.Process().children(recursive=True) if one.name() == "raylet"]
+raylet.terminate()
+raylet.wait(30)
+try:
+    client.recover(client.instance, "ended")
+except EngineDead as error:
+    print(error.problems[0], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.long
+def test_no_engine_is_waited_for_that_has_no_place_any_more():
+    words = [sys.executable, "-c", LEFT]
+    ran = subprocess.run(words, env=without_ray(), capture_output=True, text=True, timeout=150, check=False)
+    assert "ray: its raylet has ended (terminated, or its node is taken away)" in ran.stdout, ran.stderr[-2000:]
+
+
 def test_a_process_without_the_marker_is_remembered_when_its_parent_has_ended():
     """As Ray's agents are, which write their title over their environment."""
     script = "env -i sleep 60 >&- 2>&- & echo $!; read x"

@@ -36,6 +36,8 @@ from swift.types import Request
 
 RESTART_WINDOW_S = 3600.0
 """Window in which `restarts` are counted, in seconds."""
+LOOK_S = 1.0
+"""Interval at which the cluster is looked at while an actor starts, in seconds."""
 LAST_LINES = 6
 """Number of lines of the log in error messages."""
 HEALTH_S = 5.0
@@ -145,10 +147,19 @@ class ActorClient(EngineClient):
 
     def _await_start(self, instance: _Instance) -> Capabilities:
         """Wait for the engine of an instance, and start the thread that reads its events."""
+        import ray
+
         capabilities: Capabilities
+        deadline = time.monotonic() + self.timeouts.start_s
+        while not ray.wait([instance.started], timeout=LOOK_S)[0] and time.monotonic() < deadline:
+            if cluster.has_left():
+                raise EngineDead(
+                    f"{self.name}: ray: its raylet has ended (terminated, or its node is taken away), so no engine can "
+                    "be started; resume from the last checkpoint (--resume_from_checkpoint last)"
+                )
         try:
             capabilities, instance.receivers, instance.pid, node = self._result(
-                instance, instance.started, "start", self.timeouts.start_s
+                instance, instance.started, "start", LOOK_S
             )
         except Late:
             raise Lost(f"did not start within {self.timeouts.start_s:g} s; {self._stacks_of(instance)}") from None

@@ -326,6 +326,13 @@ def this_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
+def has_left() -> bool:
+    """Whether the node of this process has left the cluster: Ray says nothing, and actors wait for a place for ever."""
+    import ray
+
+    return not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == this_node())
+
+
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Context that sets environment variables; those of Ray (RAY_*) remain set in this process."""
