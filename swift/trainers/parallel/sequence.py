@@ -9,6 +9,8 @@ from swift.errors import ConfigError, counted
 from swift.trainers.parallel.sharding import check_replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from swift.models.attention.sequence_parallel import SequenceGroup
@@ -68,15 +70,20 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
         )
 
 
-def cutting_obstacle(model: nn.Module) -> str | None:
-    """Installs packed attention; why a decoder cannot be given some tokens of rows, in a few words, or None."""
+def cutting_obstacle(model: nn.Module, choose: Callable[[nn.Module], str | None] | None = None) -> str | None:
+    """Why a decoder cannot be given some tokens of rows, in a few words; None when it can, which `choose` installs.
+
+    choose: by default `choose_attention`.
+    """
     from swift.models.attention.choice import choose_attention
     from swift.models.attention.interface import decoder_of, transformers_model
     from swift.models.attention.sequence_parallel import uncut_inputs
 
     decoder = decoder_of(model)
     more = [] if decoder is transformers_model(model).base_model else uncut_inputs(decoder)
-    return f"its language model takes {', '.join(more)} beside embeddings" if more else choose_attention(model)
+    if more:
+        return f"its language model takes {', '.join(more)} beside embeddings"
+    return (choose or choose_attention)(model)
 
 
 class SharedRows:
