@@ -53,6 +53,7 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     if size == 1:
         return
     from swift.models.attention.interface import transformers_model
+    from swift.models.vision import vision_of
 
     for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
@@ -63,7 +64,10 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     heads = getattr(transformers_model(model).config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads < size:
         raise ConfigError(f"{named} has {counted(heads, 'head')}, and each rank needs one; use at most {heads}")
-    if (obstacle := cutting_obstacle(model)) is not None:
+    obstacle = cutting_obstacle(model)
+    if (vision := vision_of(model)) is not None and vision.see_themselves:
+        obstacle = "tokens of an image see each other"
+    if obstacle is not None:
         raise ConfigError(
             f"{named} cannot be computed in parts ({obstacle}); use --sequence_parallel_size 1, with --deepspeed or "
             "--fsdp if memory is short"

@@ -18,6 +18,7 @@ from swift.models.attention.choice import choose_attention, choose_streams
 from swift.models.attention.interface import decoder_of, transformers_model
 from swift.models.attention.sequence_parallel import spread_decoder, stream_pairs
 from swift.models.template import Template
+from swift.models.vision import vision_of
 from swift.trainers.parallel.sequence import cutting_obstacle
 from swift.trainers.preferences.rows import COLUMNS, encoding
 from swift.trainers.sft_packing import Packing, keeps_apart, packed_length
@@ -71,7 +72,9 @@ def stream(models: Sequence[nn.Module], args: Any) -> None:
     choose = choose_attention if shares else partial(choose_streams, unless=unless)
     for model in models:
         if keeps_apart(model, args, partial(cutting_obstacle, choose=choose)) and not shares:
-            stream_pairs(transformers_model(model).base_model)
+            vision = vision_of(model)
+            seen = vision.spans if vision is not None and vision.see_themselves else None
+            stream_pairs(transformers_model(model).base_model, seen)
             spread_decoder(decoder_of(model))
 
 
