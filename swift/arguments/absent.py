@@ -125,7 +125,7 @@ FEATURES = (
         "Other sources and shapes of data",
         "[Data](data.md) has the formats; ms-swift's registered data sets and preprocessors are Python of its own.",
         flags="custom_dataset_info dataset_sample train_dataset_sample val_dataset_shuffle download_mode tools_prompt "
-        "train_on_prompt truncation response_prefix channels write_batch_size",
+        "train_on_prompt truncation response_prefix channels write_batch_size template_mode",
         instead={
             "to_cached_dataset": "training tokenises the rows of --dataset once, and keeps them in HF_DATASETS_CACHE"
         },

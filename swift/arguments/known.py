@@ -33,6 +33,7 @@ _SAME = {
         "causal_lm": "task_type",
         "delete": "truncation_strategy",
         "last_round": "loss_scale",
+        "binpack": "packing_strategy",
     }.items()
     for flag in flags.split()
 }
@@ -42,7 +43,7 @@ _SPEED = _names(
     "dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
     "remove_unused_columns lazy_tokenize use_logits_to_keep padding_side padding_free template_backend use_liger_loss "
     "use_data_producer experts_impl eval_limit eval_dataset_args eval_generation_config extra_eval_args "
-    "vit_attn_impl vllm_use_async_engine vllm_server_pass_dataset max_batch_size tuner_backend"
+    "vit_attn_impl packing_num_proc vllm_use_async_engine vllm_server_pass_dataset max_batch_size tuner_backend"
 )
 """Flags that change no result here, whatever their value; some belong to a flag that is refused."""
 

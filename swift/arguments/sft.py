@@ -43,7 +43,7 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
     """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
 
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
-        "bfd", needs="packing", everyday=False, resume="fixed"
+        "bfd", values={"binpack": "bfd"}, needs="packing", everyday=False, resume="fixed"
     )
     """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
     wherever a packed row is full."""

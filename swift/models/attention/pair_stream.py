@@ -9,7 +9,7 @@ it. A tower for images runs before, for all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,24 @@ class PairStream(SegmentLayout):
     Args:
         ids_RL: token ids; the first half of the rows are first answers behind prompts, the second half the others.
         mask_RL: 1 for tokens, 0 for the padding on the right.
+        seen: ids of a prompt and its place in the stream -> its images whose tokens see each other.
     """
 
-    def __init__(self, ids_RL: Tensor, mask_RL: Tensor) -> None:
+    def __init__(
+        self, ids_RL: Tensor, mask_RL: Tensor, seen: Callable[[Sequence[int], int], tuple[Span, ...]] | None = None
+    ) -> None:
         shape, pairs = ids_RL.shape, len(ids_RL) // 2
         same = (ids_RL[:pairs] == ids_RL[pairs:]) & mask_RL[:pairs].bool() & mask_RL[pairs:].bool()
         lengths_R, shared_P = to_host([mask_RL.sum(1), same.cumprod(1).sum(1)])
         groups: list[GroupSpans] = []
         end = 0
-        for prompt, first, second in zip(shared_P.tolist(), *lengths_R.view(2, -1).tolist(), strict=True):
+        for row, prompt, first, second in zip(
+            range(pairs), shared_P.tolist(), *lengths_R.view(2, -1).tolist(), strict=True
+        ):
             own = Span(end + prompt, first - prompt), Span(end + first, second - prompt)
-            groups += [GroupSpans(Span(end, prompt), own)] if prompt else [GroupSpans(span, ()) for span in own]
+            images = seen(ids_RL[row, :prompt].tolist(), end) if seen is not None else ()
+            shared = GroupSpans(Span(end, prompt), own, images=images)
+            groups += [shared] if prompt else [GroupSpans(span, ()) for span in own]
             end = own[1].stop
         super().__init__(groups, ids_RL.device)
         steps = torch.arange(shape[1])

@@ -293,16 +293,16 @@ def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
     decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
 
 
-def stream_pairs(decoder: nn.Module) -> None:
+def stream_pairs(decoder: nn.Module, seen: Any = None) -> None:
     """Let a decoder that takes packed streams compute padded rows of pairs, with an attention mask, as a `PairStream`.
 
-    decoder: or that with the tower of a model that sees.
+    decoder: or that with the tower of a model that sees. seen: see `PairStream`.
     """
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = {**kwargs, **dict(zip(("input_ids",), args, strict=False))}
         ids, mask = kwargs["input_ids"], kwargs.pop("attention_mask")
         kwargs["position_ids"] = _positions(module, ids, mask, kwargs)
-        return (), {**kwargs, "attention_layout": PairStream(ids, mask)}
+        return (), {**kwargs, "attention_layout": PairStream(ids, mask, seen)}
 
     decoder.register_forward_pre_hook(before, with_kwargs=True, prepend=True)

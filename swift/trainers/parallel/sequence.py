@@ -9,6 +9,8 @@ from swift.errors import ConfigError, counted
 from swift.trainers.parallel.sharding import check_replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from swift.models.attention.sequence_parallel import SequenceGroup
@@ -51,6 +53,7 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     if size == 1:
         return
     from swift.models.attention.interface import transformers_model
+    from swift.models.vision import vision_of
 
     for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
@@ -61,25 +64,30 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     heads = getattr(transformers_model(model).config.get_text_config(), "num_attention_heads", None)
     if heads is not None and heads < size:
         raise ConfigError(f"{named} has {counted(heads, 'head')}, and each rank needs one; use at most {heads}")
-    if (obstacle := cutting_obstacle(model)) is not None:
+    obstacle = cutting_obstacle(model)
+    if (vision := vision_of(model)) is not None and vision.see_themselves:
+        obstacle = "tokens of an image see each other"
+    if obstacle is not None:
         raise ConfigError(
             f"{named} cannot be computed in parts ({obstacle}); use --sequence_parallel_size 1, with --deepspeed or "
             "--fsdp if memory is short"
         )
 
 
-def cutting_obstacle(model: nn.Module) -> str | None:
-    """Installs packed attention; why a decoder cannot be given some tokens of rows, in a few words, or None."""
+def cutting_obstacle(model: nn.Module, choose: Callable[[nn.Module], str | None] | None = None) -> str | None:
+    """Why a decoder cannot be given some tokens of rows, in a few words; None when it can, which `choose` installs.
+
+    choose: by default `choose_attention`.
+    """
     from swift.models.attention.choice import choose_attention
     from swift.models.attention.interface import decoder_of, transformers_model
     from swift.models.attention.sequence_parallel import uncut_inputs
-    from swift.models.vision import vision_of
 
-    if (vision := vision_of(model)) is not None and vision.see_themselves:
-        return "tokens of an image see each other"
     decoder = decoder_of(model)
     more = [] if decoder is transformers_model(model).base_model else uncut_inputs(decoder)
-    return f"its language model takes {', '.join(more)} beside embeddings" if more else choose_attention(model)
+    if more:
+        return f"its language model takes {', '.join(more)} beside embeddings"
+    return (choose or choose_attention)(model)
 
 
 class SharedRows:

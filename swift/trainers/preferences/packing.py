@@ -8,14 +8,17 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swift.models.attention.interface import transformers_model
-from swift.models.attention.sequence_parallel import stream_pairs
+from swift.models.attention.choice import choose_attention, choose_streams
+from swift.models.attention.interface import decoder_of, transformers_model
+from swift.models.attention.sequence_parallel import spread_decoder, stream_pairs
 from swift.models.template import Template
+from swift.models.vision import vision_of
 from swift.trainers.parallel.sequence import cutting_obstacle
 from swift.trainers.preferences.rows import COLUMNS, encoding
 from swift.trainers.sft_packing import Packing, keeps_apart, packed_length
@@ -64,9 +67,15 @@ def encode(args: Any, template: Template) -> Encoded:
 
 def stream(models: Sequence[nn.Module], args: Any) -> None:
     """Let models compute rows of pairs as streams; those that cannot keep answers apart compute rows, with a note."""
+    shares, reentrant = args.sequence_parallel_size > 1, (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    unless = "use_reentrant forgets states" if reentrant else "its weights are sharded" if args.sharded_by else ""
+    choose = choose_attention if shares else partial(choose_streams, unless=unless)
     for model in models:
-        if keeps_apart(model, args, cutting_obstacle) and args.sequence_parallel_size == 1:
-            stream_pairs(transformers_model(model).base_model)
+        if keeps_apart(model, args, partial(cutting_obstacle, choose=choose)) and not shares:
+            vision = vision_of(model)
+            seen = vision.spans if vision is not None and vision.see_themselves else None
+            stream_pairs(transformers_model(model).base_model, seen)
+            spread_decoder(decoder_of(model))
 
 
 @dataclass(frozen=True)
