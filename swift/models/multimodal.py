@@ -164,8 +164,10 @@ def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model", 
     if sees and found == ["vision_config"] and _is_known_whole(model_type):
         return
     if found and not (model_type in CONFIG_MAPPING and is_part(CONFIG_MAPPING[model_type])):
+        strange = [tower for tower in found if tower != "vision_config" or not sees] or found
+        media = "video" if sees and "vision_config" not in strange else "images, video"
         raise ConfigError(
-            f"{flag}: {name}: a multimodal checkpoint ({model_type} with {found[0]}): images, video and audio are not "
+            f"{flag}: {name}: a multimodal checkpoint ({model_type} with {strange[0]}): {media} and audio are not "
             "supported, and its text part is no model of its own; use a text model"
         )
 

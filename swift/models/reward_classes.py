@@ -29,7 +29,8 @@ def ensure_reward_class(config: Any) -> None:
     language = AutoModelForImageTextToText._model_mapping[kind].__name__
     name = f"{base.__name__.removesuffix('PreTrainedModel')}ForSequenceClassification"
     made = type(name, (GenericForSequenceClassification, base), {"__module__": base.__module__})
-    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
+    # `register` of transformers 5.16 silently leaves out a config of its own
+    AutoModelForSequenceClassification._model_mapping._extra_content[kind] = made
     names = conversion_mapping.get_checkpoint_conversion_mapping(language)  # of files with older names
     if names is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(name, names)

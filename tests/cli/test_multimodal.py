@@ -219,6 +219,13 @@ def test_a_checkpoint_without_a_text_part_of_its_own_is_not_used(kind, desk, cap
     refused(words, f"--model: | {expected}", capfd)
 
 
+def test_a_checkpoint_that_hears_is_not_used_where_images_are(desk, capfd):
+    folder = desk.copy_model("gemma4")
+    (folder / "config.json").write_text('{"model_type": "gemma4", "vision_config": {}, "audio_config": {}}')
+    expected = "gemma4: a multimodal checkpoint (gemma4 with audio_config): video and audio are not supported"
+    refused(command(desk, "grpo", PLAIN, model=folder), f"--model: | {expected}", capfd)
+
+
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "run"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in SEEING])
 def test_nor_is_it_in_modes_without_images(mode, dry, desk, capfd):

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+import transformers
 from hybrids import FORKED, PADDED, hybrid
 from policies import gradients_of
 
@@ -115,6 +116,8 @@ def test_reentrant_checkpoints_forget_states():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("arch", ["qwen3_5_text", "lfm2_moe"])
 def test_16_bits_pass_the_trial(arch, dtype):
+    if (arch, dtype) == ("qwen3_5_text", torch.float16) and transformers.__version__.startswith("5.16"):
+        pytest.skip("it normalises queries and keys in float16, where zeros of the padding have no gradient")
     assert choose_streams(hybrid(arch, dtype)) is None
 
 

@@ -80,6 +80,7 @@ WINDOWED = [
     ("olmo3", {}),
     ("exaone4", {}),
     ("afmoe", {}),
+    ("gemma4_text", {}),
 ]
 LONG = [
     TokenSequence(list(range(2, 14)), list(range(20, 29))),

@@ -200,7 +200,7 @@ def test_the_model_is_left_in_the_mode_it_was_in(nano_folder):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"])
 @pytest.mark.parametrize("prompts", [None, [[30] * 7, [31] * 7]], ids=["padded", "one length"])
 def test_windows_soft_caps_and_sinks_are_sampled_in_the_packed_way(small_model, arch, prompts):
     assert_sampled_as_it_is(small_model(arch), packed=True, prompts=prompts)

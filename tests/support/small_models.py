@@ -26,6 +26,11 @@ def small_model(arch, **settings):
             "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
             "moe_intermediate_size": 16, "sliding_window": None, "head_dim": 4,
         },
+        "gemma4_text": {  # wider heads in full attention, inputs of each layer, the last two share keys and values
+            "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64, "initializer_range": 0.1,
+        },
         "gpt_neox": {"sliding_window": None},
         "nemotron": {"sliding_window": None},
     }  # fmt: skip
