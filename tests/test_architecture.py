@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "arguments": {"devices", "elastic", "errors", "flags", "observability", "plugin"}
     | {"rl", "data", "models", "rewards", "rollout", "trainers"},
     "replay": {"errors", "models", "observability", "rl", "rollout", "trainers", "arguments"},
-    "planning": {"errors", "flags", "models", "rollout", "trainers", "arguments"},
+    "planning": {"errors", "flags", "observability", "models", "rollout", "trainers", "arguments"},
     "viewing": {"data", "errors", "observability", "rendezvous", "signals", "types"},
     "cli": {"devices", "elastic", "errors", "signals", "startup", "types", "observability"}
     | {"data", "models", "rewards", "rollout", "trainers", "arguments"},

@@ -302,6 +302,9 @@ class PlanArguments(CommonArguments):
     price_per_hour: float | None = flag(above=0, unset="no price is shown")
     """Price of a GPU for an hour."""
 
+    measured: str | None = flag(unset="times are estimated")
+    """Folder of a run of this command on the same devices, or its logging.jsonl, whose times replace the estimates."""
+
 
 @dataclass(kw_only=True)
 class ConfigSchemaArguments(CommonArguments):

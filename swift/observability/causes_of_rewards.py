@@ -64,7 +64,10 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     none = len(unscored) / all_rows  # some tasks may have no reward of any function
     if share < 0.01 and none < 0.2 and not ended:
         return
+    of_right = _failed_on_right(e)
+    selective = of_right > max(0.08, 4 * share)
     evidence = [f"{name} for {counted(count, 'completion')} of {all_rows}" for name, count in kinds.most_common(3)]
+    evidence += [f"it fails on {percent(of_right)} of the right answers, so these are not learned"] if selective else []
     evidence += [f"every function is None for {percent(none)} of the completions"] if none >= 0.2 else []
     evidence += [f"health/reward_failed/{name} adds up to {count:.0f}" for name, count in failed.items() if count]
     evidence += [f"the run ended with: {reason}" for reason in ended[:1]]
@@ -73,7 +76,15 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     longer = "--reward_timeout 120" if slow else ""
     fix = f"{longer}, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
     strength = max(between(share, 0.01, 0.2, 0.3, 0.97), between(none, 0.2, 0.5, 0.35, 0.8), 0.9 if ended else 0)
+    strength = max(strength, between(of_right, 0.08, 0.4, 0.6, 0.9) if selective else 0)
     yield Finding("reward_failing", strength, evidence, fix, steps or unscored, longer)
+
+
+def _failed_on_right(e: Evidence) -> float:
+    """Share of the completions with the right answer on which a function has failed; 0 if few are right."""
+    rows = [row for row, right in zip(e.completions, e.right or (), strict=False) if right]
+    failed = [str(row.get("excluded") or "").partition(": ")[0] in FAULTS for row in rows]
+    return statistics.fmean(failed) if len(failed) > 19 else 0.0
 
 
 def keys(e: Evidence, prefix: str) -> list[str]:

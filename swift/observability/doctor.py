@@ -89,7 +89,10 @@ class Examined:
         """The command line of a run like this one with the settings that a finding asks for; "" if it asks for none."""
         if not finding.settings or "rlhf_type" not in self.evidence.args:
             return ""
-        return f"swift rlhf {shlex.quote(str(self.folder / ARGS))} {finding.settings}"
+        words = ["swift", "rlhf", str(self.folder / ARGS), *finding.settings.split()]
+        if not self.evidence.arg("add_version", True):  # its folder is taken
+            words += ["--output_dir", f"{self.folder.absolute()}-mended"]
+        return shlex.join(words)
 
     def causes(self) -> list[dict[str, Any]]:
         """The findings, as `--json true` has them."""

@@ -187,7 +187,7 @@ def compared(
                 **row,
                 "step_completions": plan.rows,
                 "step_seconds": plan.seconds,
-                "tokens_per_second": plan.tokens_per_step / plan.seconds,
+                "tokens_per_second": plan.tokens_per_second,
                 "fits": plan.fits,
             }
         )

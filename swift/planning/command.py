@@ -55,6 +55,7 @@ def run(words: Sequence[str]) -> int | None:
     from swift.arguments.derived import Machine
     from swift.planning.choices import compared, fitted, require_rollouts, table
     from swift.planning.devices import find_device
+    from swift.planning.measured import measured_in
 
     own, command, others = split(words)
     asked: Any = parse("plan", own, os.environ).args
@@ -72,6 +73,8 @@ def run(words: Sequence[str]) -> int | None:
             return plan_of(resolved, device, processes, asked), resolved
 
     plan, resolved = planned(others, processes)
+    if asked.measured:
+        plan = replace(plan, measured=measured_in(asked.measured, resolved.args))
     settings: Any = type(resolved.args)
     spellings = spellings_of(settings)
     for note in resolved.notes:

@@ -13,6 +13,7 @@ from swift.rollout.placement import Placement
 
 if TYPE_CHECKING:
     from swift.planning.images import DrawnImages
+    from swift.planning.measured import Measured
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """Of a process on a GPU, beside its tensors: CUDA's context and workspaces of its libraries."""
@@ -68,7 +69,7 @@ class Plan:
 
     devices, engine_devices: how many train, and how many only sample. step_s: seconds by phase of an optimizer step.
     rows: of such a step, each a `noun`. ahead: the next rollout takes place while this one is trained on. problem: why
-    rollouts are impossible, or "". heads: of the model's attention.
+    rollouts are impossible, or "". heads: of the model's attention. measured: a step of such a run, if there was one.
     """
 
     title: str
@@ -87,6 +88,7 @@ class Plan:
     price_per_hour: float | None = None
     heads: int = 1
     advice: list[str] = field(default_factory=list)
+    measured: Measured | None = None
 
     @property
     def fits(self) -> bool:
@@ -115,9 +117,10 @@ class Plan:
             "host_bytes": self.cost.host,
             "fits": self.fits,
             "problem": self.problem,
-            "step_seconds": self.step_s,
+            "step_seconds": self.step_s if self.measured is None else dict(self.measured.phases),
             "seconds": self.seconds,
-            "tokens_per_second": self.tokens_per_step / self.seconds,
+            "measured": self.measured is not None,
+            "tokens_per_second": self.tokens_per_second,
             "steps": self.steps,
             "hours": self.hours,
             "cost": self.price,
@@ -127,8 +130,15 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of an optimizer step."""
+        if self.measured is not None:
+            return self.measured.step_s
         whole = sum(self.step_s.values())
         return max(self.step_s["rollout"], whole - self.step_s["rollout"]) if self.ahead else whole
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts and completions, or rows."""
+        return (self.tokens_per_step if self.measured is None else self.measured.tokens) / self.seconds
 
     @property
     def hours(self) -> float | None:
@@ -152,7 +162,9 @@ class Plan:
             numbers = [phase.held.get(name, 0) for name in columns] + [phase.total, device.memory - phase.total]
             cells = "  ".join(f"{number / GIB:>11.1f}" if number else f"{'-':>11}" for number in numbers)
             rows.append(f"  {phase.name:<{width}}  {cells}")
-        parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in self.step_s.items())
+        phases = self.step_s if self.measured is None else self.measured.phases
+        parts = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phases.items())
+        source = f"estimated by a roofline, {REMARK}" if self.measured is None else "measured"
         lines = [
             self.title,
             f"parameters: {cost.parameters:,}, of which {cost.trained:,} are trained",
@@ -165,8 +177,8 @@ class Plan:
             self._verdict(),
             *([f"memory of the host: {cost.host / GIB:.1f} GiB for each device"] if cost.host > GIB / 20 else []),
             *self.advice,
-            f"time of a step (estimated by a roofline, {REMARK}): {self.seconds:.3g} s: {parts}"
-            f"{', at the same time' if self.ahead else ''}; {self.tokens_per_step / self.seconds:,.0f} tokens/s",
+            f"time of a step ({source}): {self.seconds:.3g} s: {parts}"
+            f"{', at the same time' if self.ahead else ''}; {self.tokens_per_second:,.0f} tokens/s",
         ]
         if self.hours is not None:
             price = (

@@ -259,6 +259,9 @@ def test_the_doctor_gives_the_command_of_a_run_that_is_mended(tmp_path, capsys):
     assert cause["command"] == f"swift rlhf {tmp_path / 'args.json'} --torch_dtype bfloat16"
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert f"\n  command: {cause['command']}\n" in capsys.readouterr().out
+    (tmp_path / "args.json").write_text(json.dumps(args | {"add_version": False}))
+    doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
+    assert f"  command: {cause['command']} --output_dir {tmp_path}-mended\n" in capsys.readouterr().out
     (tmp_path / "args.json").write_text(json.dumps(args | {"torch_dtype": "float32"}))
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert "command:" not in capsys.readouterr().out, "no setting helps for sure"

@@ -63,9 +63,9 @@ def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), **metri
 
 
 def rejected(rows, kind, share):
-    """Rows of which a share got no reward."""
+    """Rows of which a share got no reward; `share`: a number, or a function of the row."""
     lost = {"reward": None, "rewards": {"accuracy": None}, "excluded": kind}
-    return [{**row, **lost} if RNG.random() < share else row for row in rows]
+    return [{**row, **lost} if RNG.random() < (share(row) if callable(share) else share) else row for row in rows]
 
 
 def hard(step, **row):
@@ -262,6 +262,10 @@ CAUSES = {
     "hard data and some timeouts": (
         "zero_variance_hard",
         lambda: run(lambda s: rejected(hard(s), "timeout: accuracy", 0.016)),
+    ),
+    "a parser that raises on some right answers": (
+        "reward_failing",
+        lambda: run(lambda s: rejected(answers(s, 0.1), "exception: accuracy", lambda row: 0.2 * row["reward"])),
     ),
     "None for almost half": ("reward_failing", lambda: run(lambda s: rejected(answers(s), "no_reward", 0.45))),
     "a rank that samples slowly": (
