@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -67,10 +69,35 @@ def test_the_site_is_built_with_every_page_and_what_they_link(tmp_path):
             assert (page.parent / target).exists() or page.name == "404.html", f"{page.name}: {target}"
 
 
-def test_config_blocks_are_yaml():
-    for page in PAGES:
-        for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-            assert isinstance(yaml.safe_load(block), dict), page
+def blocks(language):
+    """Blocks of code with the page of each."""
+    found = [
+        pytest.param(block, id=page.name)
+        for page in PAGES
+        for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    ]
+    assert found, language
+    return found
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_config_blocks_are_yaml(block):
+    assert isinstance(yaml.safe_load(block), dict)
+
+
+@pytest.mark.parametrize("block", blocks("json"))
+def test_rows_are_json(block):
+    assert all(isinstance(json.loads(line), dict) for line in block.splitlines())
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_has_the_names_that_it_imports(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(str(node.module))
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+        elif isinstance(node, ast.Import):
+            assert [importlib.import_module(alias.name) for alias in node.names]
 
 
 @functools.cache

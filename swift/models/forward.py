@@ -105,7 +105,8 @@ def pack(
             own = Span(len(ids), len(sequence.completion_ids) - 1)
             ids += sequence.completion_ids[:-1]
             spans.append((prompt, own))
-        groups.append(GroupSpans(prompt, tuple(own for _, own in spans[-len(completions) :])))
+        images = vision.spans(prompt_ids, prompt.start) if vision is not None else ()
+        groups.append(GroupSpans(prompt, tuple(own for _, own in spans[-len(completions) :]), images=images))
     inputs = {**stream_inputs(ids, prompts, groups, device, vision), "attention_layout": SegmentLayout(groups, device)}
     return _batch(inputs, spans, sequences, device, packed=True)
 

@@ -25,6 +25,7 @@ from swift.data.image_store import images_named, name_of, remember, remember_sho
 from swift.data.images import digest_of, open_image
 from swift.errors import ConfigError, RefusedChat, counted, first_line, unusable
 from swift.models.attention.interface import transformers_model
+from swift.models.attention.spans import Span
 from swift.models.transfer import to_device
 from swift.types import Image, ShownImage
 
@@ -39,6 +40,9 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
 """Inputs of models that say which tokens stand for an image."""
+
+SEE_THEMSELVES = {"gemma3"}
+"""Architectures in which the tokens of an image see each other, and all else what is before it (arXiv:2503.19786)."""
 
 PLACEHOLDERS = tuple(f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index"))
 """Settings of configs: tokens that the model replaces by embeddings of something else."""
@@ -125,6 +129,8 @@ class Vision:
         self._lock = threading.Lock()
         self._drawn: dict[str, Tensor] = {}
         self._takes: set[str] = set()
+        self.see_themselves = config.model_type in SEE_THEMSELVES
+        """Whether the tokens of an image see each other."""
         self._rope_index: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __deepcopy__(self, _: Any) -> Vision:
@@ -236,6 +242,17 @@ class Vision:
         name = next((name for name in TOKEN_KINDS if name in self._takes), None)
         seen = ids == self.placeholder
         return {name: seen.long()} if name is not None and bool(seen.any()) else {}
+
+    def spans(self, ids: Iterable[int], start: int = 0) -> tuple[Span, ...]:
+        """Where tokens see each other in a prompt that begins at `start` of a stream; () if images do not."""
+        if not self.see_themselves:
+            return ()
+        spans: list[Span] = []
+        for shows, run in itertools.groupby(ids, lambda token: token < 0 or token == self.placeholder):
+            length = sum(1 for _ in run)
+            spans += [Span(start, length)] if shows else []
+            start += length
+        return tuple(spans)
 
     def positions(self, ids: Sequence[int]) -> tuple[list[list[int]], int]:
         """Positions of a prompt's tokens, a row for each axis that differs, and the position of the next token."""

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,8 @@ def run(words: Sequence[str]) -> int | None:
     def planned(words: Sequence[str], processes: int) -> tuple[Plan, Resolved]:
         machine = Machine(has_accelerator=True, cores=os.cpu_count() or 1, processes=processes)
         resolved = parse(command, words, os.environ, machine=machine)
-        return plan_of(resolved, device, processes, asked), resolved
+        with redirect_stdout(sys.stderr):  # DeepSpeed's import writes a line there
+            return plan_of(resolved, device, processes, asked), resolved
 
     plan, resolved = planned(others, processes)
     if asked.measured:

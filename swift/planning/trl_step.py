@@ -273,8 +273,8 @@ def _known_lengths(lengths: Sequence[int]) -> Iterator[None]:
     from swift.models.attention import sequence_parallel
     from swift.trainers import sft_packing
 
-    def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
-        return SegmentLayout(packed_rows(list(lengths)), device)
+    def layout_of(boundaries: Tensor, ids: Tensor, vision: Any) -> SegmentLayout:
+        return SegmentLayout(packed_rows(list(lengths)), ids.device)
 
     def lengths_of(mask: Tensor) -> list[int]:
         return [mask.shape[1]] * mask.shape[0]

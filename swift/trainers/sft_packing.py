@@ -20,7 +20,7 @@ from swift.errors import ConfigError
 from swift.models.attention.choice import choose_attention
 from swift.models.attention.layout import SegmentLayout
 from swift.models.attention.spans import packed_rows
-from swift.models.vision import vision_of
+from swift.models.vision import Vision, vision_of
 from swift.trainers.rows import IGNORED
 
 logger = logging.getLogger(__name__)
@@ -80,9 +80,19 @@ def keeps_apart(model: nn.Module, args: Any) -> bool:
     return False
 
 
-def layout_of(boundaries: Tensor, device: Any) -> SegmentLayout:
-    """Rows of a stream as segments that attend only to themselves; boundaries: [R + 1], their starts and the end."""
-    return SegmentLayout(packed_rows(boundaries.diff().tolist()), device)
+def layout_of(boundaries: Tensor, ids: Tensor, vision: Vision | None) -> SegmentLayout:
+    """Rows of a stream as segments that attend only to themselves.
+
+    Args:
+        boundaries: [R + 1], where they begin, and the end.
+        ids: [1, T], of the stream.
+        vision: that of the model.
+    """
+    groups = packed_rows(boundaries.diff().tolist())
+    if vision is not None and vision.see_themselves:  # else ids would be waited for
+        rows = zip(groups, ids[0].split([group.prompt.length for group in groups]), strict=True)
+        groups = [replace(group, images=vision.spans(row.tolist(), group.prompt.start)) for group, row in rows]
+    return SegmentLayout(groups, ids.device)
 
 
 OF_STREAMS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -125,7 +135,8 @@ class PackedRows:
             if (vision := vision_of(self.model)) is not None:  # type: ignore[attr-defined]
                 inputs |= vision.kinds_of(inputs["input_ids"])
         elif boundaries is not None:
-            inputs = {**inputs, "attention_layout": layout_of(boundaries, inputs["input_ids"].device)}
+            layout = layout_of(boundaries, inputs["input_ids"], vision_of(self.model))  # type: ignore[attr-defined]
+            inputs = {**inputs, "attention_layout": layout}
             positions = inputs["position_ids"]
             if positions.ndim == 3:  # three axes of images, by one of which TRL counts tokens
                 inputs["position_ids"] = positions[0]

@@ -97,6 +97,7 @@ def with_plugin(cli, data, text):
     ("family", "flags"),
     [
         ("qwen3_vl", LORA),
+        ("gemma3", {}),
         pytest.param("qwen3_5", LORA, marks=pytest.mark.long),
         pytest.param("qwen3_vl", {"tuner_type": "miss", "freeze_vit": "false"}, marks=pytest.mark.long),
         pytest.param("qwen3_vl", {"tuner_type": "lora_llm", "vit_lr": 1e-3}, marks=pytest.mark.long),

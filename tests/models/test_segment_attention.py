@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from swift.models.attention.layout import DecodeLayout, SegmentLayout, flex_obstacle, kernel_for
 from swift.models.attention.rows import SegmentRows
-from swift.models.attention.spans import GroupSpans, Span
+from swift.models.attention.spans import GroupSpans, Span, Variant
 
 
 def layout(*groups):
@@ -48,7 +50,7 @@ def states(num_tokens, heads, dtype=torch.float64):
     return [one.to(dtype).transpose(1, 2).requires_grad_() for one in made]
 
 
-def dense(chosen, query, key, value, scale):
+def dense(chosen, query, key, value, scale, window=None):
     """Attention under the whole [T, T] mask."""
     num_tokens = query.shape[2]
     segment, prompt = torch.empty(2, num_tokens, dtype=torch.long)
@@ -60,6 +62,15 @@ def dense(chosen, query, key, value, scale):
             number += 1
     mask = (segment[:, None] == segment) | (prompt[:, None] == segment)
     mask &= torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    for image in (image for group in chosen.groups for image in group.images):
+        mask[image.start : image.stop, image.start : image.stop] = True
+    if window is not None:  # of places in the sequence: a completion's begin behind its prompt
+        places = torch.empty(num_tokens, dtype=torch.long)
+        for group in chosen.groups:
+            places[group.prompt.index] = torch.arange(group.prompt.length)
+            for span in group.completions:
+                places[span.index] = group.prompt.length + torch.arange(span.length)
+        mask &= places > places[:, None] - window
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~mask, -torch.inf)
@@ -82,6 +93,33 @@ def test_each_segment_sees_its_prompt_and_itself(groups, heads, kernel, fake_fla
     assert found[0].shape == (1, num_tokens, heads[0], heads[3])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("kernel", "window"), [("rows", None), ("rows", 6), ("flex", None), ("flash", None)])
+def test_tokens_of_an_image_see_each_other(kernel, window):
+    groups, num_tokens = layout((20, 7, 3), (9, 4), (6,), (12, 2, 5))
+    first, second, third, fourth = groups.groups
+    with_images = [
+        replace(first, images=(Span(0, 4), Span(8, 10))),
+        second,
+        replace(third, images=(third.prompt,)),
+        replace(fourth, images=(Span(fourth.prompt.stop - 2, 2),)),
+    ]
+    chosen = SegmentLayout(with_images)
+    given = states(num_tokens, HEADS["grouped"], torch.float32)
+    variant, expected = Variant(window), dense(chosen, *given, None, window)
+    if kernel == "flex":
+        found = chosen.attend(*[one.detach() for one in given], None, kernel=kernel)
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
+        return
+    pairs = zip(
+        with_gradients(chosen.attend(*given, None, variant, kernel), given),
+        with_gradients(expected, given),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles", "decode"])

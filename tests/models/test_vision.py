@@ -1,6 +1,7 @@
 """Models that see: a prompt's images once per group of a packed stream, as good as rows; names, refusals, parts."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from swift.models.tokenizer import read_tokenizer
 from swift.models.tower_passes import always_see
 from swift.models.tuners import with_adapter
 from swift.models.vision import Vision, as_written, load_processor, placeholder_ids, possible
+from swift.trainers.parallel.sequence import require_shareable
 from swift.types import Image, ShownImage
 
 COMPLETIONS = ([5, 6, 7, 8, 9], [10], [11, 12])
@@ -106,7 +108,7 @@ def test_a_stream_is_as_good_as_rows_and_the_tower_sees_an_image_once(family, se
     rows_NV = of_rows(model, sequences, vision)
     expected = gradients(model, rows_NV)
     obstacle = choose_streams(model)
-    assert takes_streams(model) == (family not in vlms.PADDED), obstacle
+    assert takes_streams(model), obstacle
     assert forks(model) == (family in vlms.FORKED) and is_packed(model) == (family in vlms.PACKED)
     seen = []
     tower = next(
@@ -251,10 +253,17 @@ def test_parts_of_a_model(family, sees):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_whose_images_see_themselves_are_not_packed_in_16_bits(sees, dtype):
+def test_images_that_see_themselves_in_a_way_that_is_not_known_are_not_packed_in_16_bits(sees, dtype, monkeypatch):
+    monkeypatch.setattr("swift.models.attention.choice.SEE_THEMSELVES", set())
     model, _ = sees("gemma3")
     assert "tokens of an image see each other" in choose_streams(model.to(dtype))
     assert not takes_streams(model)
+
+
+def test_images_that_see_themselves_are_not_shared_by_ranks(sees):
+    model, _ = sees("gemma3")
+    with pytest.raises(ConfigError, match=r"computed in parts \(tokens of an image see each other\)"):
+        require_shareable(model, SimpleNamespace(sequence_parallel_size=2))
 
 
 def test_images_may_be_numbered(vlm_folders):

@@ -14,6 +14,7 @@ from swift.arguments.derived import Machine
 from swift.arguments.ebft_strided import StridedArguments
 from swift.cli.main import main
 from swift.models.policy import check_policy
+from swift.planning.command import plan_of
 from swift.planning.devices import known_as
 from swift.planning.grpo import kept_by
 
@@ -195,6 +196,16 @@ def test_models_on_padded_rows_are_refused_in_a_line(plan):
     assert "cannot be traced yet (no rotary positions: models on padded rows are not planned yet)" in err
 
 
+def test_what_libraries_print_is_not_in_the_json(plan, monkeypatch):
+    def talking(*given):
+        print("a library was imported")
+        return plan_of(*given)
+
+    monkeypatch.setattr("swift.planning.command.plan_of", talking)
+    code, out, err = plan(QWEN2, f"{RUN} --device l4 --json true")
+    assert code == 0 and json.loads(out)["title"] and "a library was imported" in err
+
+
 @pytest.mark.parametrize("setting", ["--max_pixels 9", "--vit_lr 0.1", "--images_per_prompt 2"])
 def test_settings_of_towers_need_one(plan, setting):
     code, _, err = plan(QWEN2, f"{RUN} {setting} --device l4")
@@ -208,6 +219,7 @@ SFT = "sft --dataset rows.jsonl --tuner_type full --row_tokens 64"
 @pytest.mark.parametrize("command", [RUN, pytest.param(SFT, marks=pytest.mark.long)])
 def test_a_model_that_sees_is_planned_with_the_passes_of_its_tower(vlm_folders, capsys, command):
     folder = vlm_folders("qwen2_5_vl")
+    capsys.readouterr()  # of what made the model
     words = ["plan", *command.split(), "--model", str(folder), "--device", "l4", "--image_pixels", "3136"]
     flops = {}
     for number in (0, 1, 2):
@@ -233,7 +245,8 @@ def test_images_are_those_of_a_processor_and_leave_room(vlm_folders, plan, capsy
     assert code == 0 and "pixels" not in out.splitlines()[0]
 
 
-def test_images_that_see_themselves_are_refused_in_a_line(vlm_folders, capsys):
+def test_images_that_see_themselves_in_a_way_that_is_not_known_are_refused(vlm_folders, capsys, monkeypatch):
+    monkeypatch.setattr("swift.models.attention.choice.SEE_THEMSELVES", set())
     code = main(["plan", *RUN.split(), "--model", str(vlm_folders("gemma3")), "--device", "l4"])
     reason = "(tokens of an image see each other: models on padded rows are not planned yet)"
     assert code == 2 and reason in capsys.readouterr().err

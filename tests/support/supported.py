@@ -27,7 +27,7 @@ and trainer first.
 """
 
 GROUPS = {
-    "With images": ["tests/support/vlms.py::PACKED+FORKED+PADDED"],
+    "With images": ["tests/support/vlms.py::PACKED+FORKED"],
     "Mixtures of experts": [
         "tests/support/experts.py::EXPERTS", "tests/models/test_router_loss.py::MIXTURES+FORKED",
         "tests/models/test_routing.py::MIXTURES+HYBRIDS",
@@ -61,7 +61,6 @@ EVIDENCE = [
     ]),
     ("the trial at the start finds that prompts cannot be shared", [
         ("padded rows", "tests/support/hybrids.py::PADDED"),
-        ("padded rows", "tests/support/vlms.py::PADDED"),
     ]),
     ("a run of `grpo` equals one on padded rows", [
         ("full", f"tests/end_to_end/test_hybrid_runs.py::{_RUNS}?{{}}"),
@@ -77,7 +76,7 @@ EVIDENCE = [
         ("LoRA", f"{_USABLE}?'lora'"),
     ]),
     ("loss and gradients of `sft`, `pt`, `dpo` and `gkd` with images equal those of plain rows", [
-        ("full", "tests/support/vlms.py::PACKED+FORKED+PADDED"),
+        ("full", "tests/support/vlms.py::PACKED+FORKED"),
     ]),
     ("adapters on experts are sent to engines, and merged into files", [("LoRA", "tests/support/experts.py::EXPERTS")]),
     ("adapters reach the parts that are not frozen", [

@@ -35,13 +35,11 @@ QWEN_TOWER = {
 VLLM = {"hidden_size": 128, "head_dim": 32}
 """Sizes of the language model that vLLM computes on a CPU."""
 
-PACKED = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision")
+PACKED = ("qwen2_5_vl", "qwen3_vl", "idefics3", "internvl", "llava_onevision", "gemma3")
 """Families that take packed streams."""
 FORKED = ("qwen3_5",)
 """Families whose completions continue from states."""
-PADDED = ("gemma3",)
-"""Families that take rows."""
-FAMILIES = (*PACKED, *FORKED, *PADDED)
+FAMILIES = (*PACKED, *FORKED)
 
 
 def chat_template(mark):

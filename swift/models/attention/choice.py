@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
 from swift.models.forward import TokenBatch, TokenSequence, completion_logits, pack, pad
 from swift.models.quantisation import is_quantised
-from swift.models.vision import possible, vision_of
+from swift.models.vision import SEE_THEMSELVES, possible, vision_of
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that can be packed, as configurations name them."""
@@ -98,7 +98,7 @@ def likely_streams(model: nn.Module, kernel: Kernel | None) -> None:
     """
     base = transformers_model(model)
     sees = getattr(base.config, "vision_config", None) is not None
-    both = sees and _images_see_themselves(base)  # `packing_obstacle` asks for a processor, too
+    both = sees and _images_see_themselves(base, SEE_THEMSELVES)  # `packing_obstacle` asks for a processor, too
     obstacle = "tokens of an image see each other" if both else packing_obstacle(model)
     if obstacle is None:
         enable_packed_attention(model, kernel)
@@ -132,7 +132,7 @@ def packing_obstacle(model: nn.Module) -> str | None:
     """Why packed segments would be wrong for this model, in a few words; None when they are right."""
     base = transformers_model(model)
     config = base.config.get_text_config()
-    if vision_of(model) is not None and _images_see_themselves(base):
+    if vision_of(model) is not None and _images_see_themselves(base, SEE_THEMSELVES):
         return "tokens of an image see each other"
     others = set(getattr(config, "layer_types", None) or []) - PACKED_LAYERS
     if others:
@@ -347,10 +347,14 @@ def _outputs(model: nn.Module, tokens: TokenBatch) -> Tensor:
     return base.base_model(**tokens.inputs, use_cache=False)[0].flatten(0, 1)[tokens.predict_index]  # type: ignore[no-any-return]
 
 
-def _images_see_themselves(base: Any) -> bool:
-    """Whether attention between the tokens of an image goes both ways, which a trial in 16 bits may miss (Gemma 3)."""
+def _images_see_themselves(base: Any, known: Collection[str] = ()) -> bool:
+    """Whether attention between the tokens of an image goes both ways, which a trial in 16 bits may miss.
+
+    known: architectures of which it is taken into account.
+    """
     both = getattr(base.config.get_text_config(), "use_bidirectional_attention", None)
-    return bool(both) or "token_type_ids" in inspect.signature(type(base.base_model).forward).parameters
+    kinds = "token_type_ids" in inspect.signature(type(base.base_model).forward).parameters
+    return bool(both) or (kinds and base.config.model_type not in known)
 
 
 def _num_windows(config: Any) -> int:

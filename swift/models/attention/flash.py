@@ -46,9 +46,9 @@ class FlashSegments:
         self.longest_q, self.longest_k = map(max, lengths)
 
     @staticmethod
-    def computes(variant: Variant) -> bool:
-        """All but sinks, which flash-attn 2 lacks."""
-        return variant.sinks is None
+    def computes(variant: Variant, *, images: bool) -> bool:
+        """All but sinks, which flash-attn 2 lacks, and images that see themselves."""
+        return variant.sinks is None and not images
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant) -> Tensor:
         """See `SegmentLayout.attend`."""

@@ -29,13 +29,13 @@ class FlexSegments:
         numbers = segment_numbers(groups)
         self.num_tokens = numbers[0].shape[0]
         self.num_filling = filled_length(self.num_tokens) - self.num_tokens
-        segment_T, prompt_T, end_T = (nn.functional.pad(number, (0, self.num_filling), value=-1) for number in numbers)
-        segment_T[self.num_tokens :] -= torch.arange(self.num_filling)
-        self.block_mask = _block_mask_of(*(to_device(number, device) for number in (segment_T, prompt_T, end_T)))
+        filled = [nn.functional.pad(number, (0, self.num_filling), value=-1) for number in numbers]
+        filled[0][self.num_tokens :] -= torch.arange(self.num_filling)
+        self.block_mask = _block_mask_of(*(to_device(number, device) for number in filled))
 
     @staticmethod
-    def computes(variant: Variant) -> bool:
-        """Only a softmax of scaled products."""
+    def computes(variant: Variant, *, images: bool) -> bool:
+        """Only a softmax of scaled products, of all images."""
         return variant.is_plain
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, variant: Variant) -> Tensor:
@@ -58,29 +58,34 @@ def filled_length(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def segment_numbers(groups: Sequence[GroupSpans]) -> tuple[Tensor, Tensor, Tensor]:
+def segment_numbers(groups: Sequence[GroupSpans]) -> list[Tensor]:
     """For each token of the stream: number of its segment, of its prompt, and end of the visible part of the prompt.
 
     A query attends to earlier keys of its prompt up to that end, and to those of its own segment up to itself. The
-    prompt of a token in a prompt is that prompt.
+    prompt of a token in a prompt is that prompt. Where images see themselves, the number of its image, or -1, is a
+    fourth.
     """
     num_tokens = sum(span.length for group in groups for span in (group.prompt, *group.completions))
-    segment_T, prompt_T, end_T = torch.empty(3, num_tokens, dtype=torch.long)
+    segment_T, prompt_T, end_T, image_T = torch.full((4, num_tokens), -1, dtype=torch.long)
     number = 0
     for group in groups:
         prompt = number
         for seen, span in [(group.prompt, group.prompt), *group.seen()]:
             segment_T[span.index], prompt_T[span.index], end_T[span.index] = number, prompt, seen.stop
             number += 1
-    return segment_T, prompt_T, end_T
+    images = [image for group in groups for image in group.images]
+    for number, image in enumerate(images):
+        image_T[image.index] = number
+    return [segment_T, prompt_T, end_T, *([image_T] if images else [])]
 
 
-def _block_mask_of(segment_T: Tensor, prompt_T: Tensor, end_T: Tensor) -> Any:
+def _block_mask_of(segment_T: Tensor, prompt_T: Tensor, end_T: Tensor, image_T: Tensor | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = segment_T[query] == segment_T[key]
-        return (key <= query) & (own | ((prompt_T[query] == segment_T[key]) & (key < end_T[query])))
+        before = (key <= query) & (own | ((prompt_T[query] == segment_T[key]) & (key < end_T[query])))
+        return before if image_T is None else before | ((image_T[query] == image_T[key]) & (image_T[key] >= 0))
 
     num_tokens = segment_T.shape[0]
     make = _compiled(create_block_mask, segment_T.device.type)  # else a [T, T] matrix is made on the way

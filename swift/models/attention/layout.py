@@ -51,6 +51,8 @@ class SegmentLayout:
         self.longest = max(
             group.prompt.length + max((span.length for span in group.completions), default=0) for group in self.groups
         )
+        self.images = any(group.images for group in self.groups)
+        """Whether there are some that see themselves."""
         self._views: dict[Any, Any] = {}
 
     def view_of(self, kind: Callable[[Sequence[GroupSpans], torch.device], View]) -> View:
@@ -87,7 +89,7 @@ class SegmentLayout:
             autocasts = torch.is_autocast_enabled(query.device.type)
             dtype = torch.get_autocast_dtype(query.device.type) if autocasts else query.dtype
             kernel = kernel_for(query.device, dtype, heads)
-        if kernel != "rows" and (kernel is None or not KERNELS[kernel].computes(variant)):
+        if kernel != "rows" and (kernel is None or not KERNELS[kernel].computes(variant, images=self.images)):
             kernel = "rows"
         view: SegmentRows | FlexSegments | FlashSegments = self.view_of(KERNELS[kernel])
         return view.attend(query, key, value, scale, variant)

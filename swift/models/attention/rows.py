@@ -3,7 +3,7 @@
 Segments of similar size are gathered into blocks of rows: prompts, padded at their ends, and completions behind a copy
 of their prompt, which is padded at its front:
 
-    prompts        [R, P]        causal
+    prompts        [R, P]        causal; one with images that see themselves is a block of its own
     completions    [R, P + L]    keys of the prompt, then own keys, causal; padded prompt keys are masked
 
 A block is one SDPA call for all its rows and heads. Completions that see a part of their prompt each (the columns of
@@ -55,16 +55,19 @@ class SegmentRows:
 
     def __init__(self, groups: Sequence[GroupSpans], device: torch.device | str, first_query: int = 0) -> None:
         prompts, completions = [], []
-        tiles: list[_Block] = []
+        alone: list[_Block] = []
         for group in groups:
-            if not first_query:
-                prompts.append(_Row(Span(group.prompt.start, 0), group.prompt))
+            row = _Row(Span(group.prompt.start, 0), group.prompt)
+            if group.images and not first_query:
+                alone.append(_PromptWithImages(row, group.images, device))
+            elif not first_query:
+                prompts.append(row)
             if group.prefixes:
                 columns, size = group.seen(), max(1, TILE // group.completions[0].length)
-                tiles += [_Tile(columns[i : i + size], device, first_query) for i in range(0, len(columns), size)]
+                alone += [_Tile(columns[i : i + size], device, first_query) for i in range(0, len(columns), size)]
             else:
                 completions += [_Row(group.prompt, span) for span in group.completions if span.length]
-        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)] + tiles
+        self._blocks = [_Block(rows, device) for part in (prompts, completions) for rows in _blocks(part)] + alone
         places = torch.empty(sum(int(block.real.sum()) for block in self._blocks), dtype=torch.long)
         first = 0
         for block in self._blocks:  # row `places[t]` of all outputs, one block after the other, is query t
@@ -73,8 +76,8 @@ class SegmentRows:
         self._places = to_device(places, device)
 
     @staticmethod
-    def computes(variant: Variant) -> bool:
-        """Whether this kernel computes the variant: it computes all."""
+    def computes(variant: Variant, *, images: bool) -> bool:
+        """Whether this kernel computes the variant, and images that see themselves: it computes all."""
         return True
 
     def attend(
@@ -125,6 +128,7 @@ class _Block:
             if bool((before < self.num_before).any()):
                 self._padded = to_device((distance > before)[:, None, None], device)
         self._masks: dict[int | None, Tensor] = {}
+        self._is_causal = not self.num_before
 
     def attend(self, *tables_TX: Tensor, heads: tuple[int, int], scale: float | None, variant: Variant) -> Tensor:
         """[R, Q, H x E] from tables of the stream."""
@@ -154,7 +158,7 @@ class _Block:
 
         query = gathered(query_TX, self._query_index, heads[0])
         key, value = (gathered(table, self._key_index, heads[1]) for table in (key_TX, value_TX))
-        if variant.is_plain and not self.num_before:
+        if variant.is_plain and self._is_causal:
             found = nn.functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=heads[0] != heads[1]
             )
@@ -176,6 +180,24 @@ class _Block:
         return visible if window is None else visible.triu(self.num_before - window + 1)
 
 
+class _PromptWithImages(_Block):
+    """A prompt in which the tokens of an image see each other; a window cuts what lies before.
+
+    images: where they are in the stream.
+    """
+
+    def __init__(self, row: _Row, images: Sequence[Span], device: torch.device | str) -> None:
+        super().__init__([row], device)
+        self._is_causal = False
+        self._images = [slice(image.start - row.span.start, image.stop - row.span.start) for image in images]
+
+    def _visible(self, window: int | None, device: torch.device) -> Tensor:
+        visible = super()._visible(None, device)
+        for image in self._images:
+            visible[image, image] = True
+        return visible if window is None else visible.triu(1 - window)
+
+
 class _Tile(_Block):
     """Completions of equal length behind one copy of their prompt, of which each sees a part: a block of one row."""
 
@@ -192,7 +214,7 @@ class _Tile(_Block):
         self.real = torch.ones_like(self.query_index, dtype=torch.bool)
         self._query_index = to_device(self.query_index, device)
         self._key_index = to_device(torch.cat([prompt.index, own_index.flatten()])[None], device)
-        self._padded, self._masks = None, {}
+        self._padded, self._masks, self._is_causal = None, {}, False
 
     def _visible(self, window: int | None, device: torch.device) -> Tensor:
         """[Q, P + L]: of the prompt what is before the anchor, then the earlier tokens of the same column."""

@@ -33,12 +33,14 @@ class Span:
 class GroupSpans:
     """A prompt segment and the completion segments that attend to it; they follow it in the stream.
 
-    prefixes: how many tokens of the prompt each completion sees; empty where each sees all.
+    prefixes: how many tokens of the prompt each completion sees; empty where each sees all. images: parts of the prompt
+    whose tokens also see those after them in the same part.
     """
 
     prompt: Span
     completions: tuple[Span, ...]
     prefixes: tuple[int, ...] = ()
+    images: tuple[Span, ...] = ()
 
     def seen(self) -> list[tuple[Span, Span]]:
         """Each completion behind the part of the prompt that it sees."""

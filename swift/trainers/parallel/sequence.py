@@ -53,6 +53,7 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     from swift.models.attention.choice import choose_attention
     from swift.models.attention.interface import decoder_of, transformers_model
     from swift.models.attention.sequence_parallel import uncut_inputs
+    from swift.models.vision import vision_of
 
     for name in ("neftune_noise_alpha", "torch_compile"):
         if value := getattr(args, name, None):
@@ -66,6 +67,8 @@ def require_shareable(model: nn.Module, args: Any, flag: str = "model") -> None:
     obstacle, decoder = choose_attention(model), decoder_of(model)
     if decoder is not transformers_model(model).base_model and (more := uncut_inputs(decoder)):
         obstacle = f"its language model takes {', '.join(more)} beside embeddings"
+    if (vision := vision_of(model)) is not None and vision.see_themselves:
+        obstacle = "tokens of an image see each other"
     if obstacle is not None:
         raise ConfigError(
             f"{named} cannot be computed in parts ({obstacle}); use --sequence_parallel_size 1, with --deepspeed or "

@@ -231,11 +231,13 @@ class BatchRun:
         spans: list[Span] = []
         for prompt in distinct:
             spans.append(Span(spans[-1].stop if spans else 0, len(prompt)))
-        groups = [GroupSpans(span, ()) for span in spans]
+        vision = vision_of(model)
+        images = [vision.spans(ids, span.start) if vision else () for ids, span in zip(distinct, spans, strict=True)]
+        groups = [GroupSpans(span, (), images=shown) for span, shown in zip(spans, images, strict=True)]
         ids = [token for prompt in distinct for token in prompt]
         capture = PromptCapture()
         output = model(
-            **stream_inputs(ids, distinct, groups, self.device, vision_of(model)),
+            **stream_inputs(ids, distinct, groups, self.device, vision),
             attention_layout=SegmentLayout(groups, self.device),
             logits_to_keep=to_device([span.stop - 1 for span in spans], self.device),
             past_key_values=capture,
