@@ -54,6 +54,7 @@ FLAGS = {
     "logging_steps": 1, "save_steps": 5, "save_total_limit": 2, "report_to": "none", "add_version": "false",
     "gradient_checkpointing": "false", "async_generate": "true", "record_rollouts": "all", "reward_timeout": 5,
     "stall_timeout": 20, "vllm_server_timeout": 300, "engine_restarts": 1000, "max_excluded_frac": 1,
+    "engine_timeout": 60,
 }  # fmt: skip
 DEDICATED = {"vllm_mode": "dedicated", "infer_backend": "soaked"}
 PHASES: dict[str, dict[str, Any]] = {
@@ -66,6 +67,8 @@ PHASES: dict[str, dict[str, Any]] = {
 SAYS = re.compile(
     r"lost \(|error: |signal: |ran out|not finite|time-out|worker |excluded|starts? again|no space|failed"
 )
+OF_TRACKER = re.compile(r'Traceback.*\n  File ".*/resource_tracker.py".*\n.*\nKeyError: .*')
+"""Of Python's tracker of semaphores that was started again after a SIGKILL: it does not know the former ones."""
 POLL_S = 0.1
 MEMORY_S = 1800.0
 """Least age of a process of which growth is told."""
@@ -92,6 +95,7 @@ class Soak:
     ends: list[str] = field(default_factory=list)
     open: list[Fault] = field(default_factory=list)
     barren: int = 0
+    tracker_killed: bool = False
     best_at_start: int = 0
     sampled_at: float = 0.0
     max_steps: int = 10**6
@@ -214,6 +218,7 @@ class Soak:
         at, before = time.monotonic(), (self.best, self.console.stat().st_size, len(self.ends))
         begun = [fault for fault in drawn if self.injector.begin(fault, self.tops)]
         print(f"{self.phase}, step {self.best}: {begun}", flush=True)
+        self.tracker_killed |= any((fault.kind, fault.target) == ("kill", "resource tracker") for fault in begun)
         self.open, alive = list(begun), True
         while self.open:
             since_s = time.monotonic() - at
@@ -321,14 +326,17 @@ class Soak:
                 os.kill(pid, signal.SIGKILL)
 
     def look_for_leftovers(self) -> None:
-        """No port is open, and no shared memory is there."""
+        """No port is open, and no shared memory is there, but for semaphores of a tracker that was killed."""
         ports = [one.laddr.port for one in psutil.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         self.problems += [f"left behind: port {port}" for port in ports]
-        self.problems += [f"left behind: /dev/shm/{path.name}" for path in Path("/dev/shm").iterdir()]
+        for path in Path("/dev/shm").iterdir():
+            if not (self.tracker_killed and path.name.startswith("sem.mp-")):
+                self.problems.append(f"left behind: /dev/shm/{path.name}")
+            path.unlink()  # or the next run would have left it
 
     def look_for_tracebacks(self) -> None:
         """An end that was not foreseen keeps its traceback."""
-        text = self.text(self.printed)
+        text = OF_TRACKER.sub("", self.text(self.printed)) if self.tracker_killed else self.text(self.printed)
         if "Traceback (most recent call last)" in text:
             last = [line for line in text.splitlines() if re.match(r"\S*(Error|Exception)\b", line)][-1:]
             self.problems.append(f"a traceback: {last}")

@@ -1,7 +1,9 @@
-"""Draws the figures of architecture.md from the code: `python docs/figures.py` writes docs/images/*.svg.
+"""Draws the figures of the docs: `python docs/figures.py` writes docs/images/*.svg.
 
     package.svg                who imports whom, from the imports of every file
     prompt-*.svg, weight-*.svg the functions that a prompt or a weight crosses, in order, one figure for each topology
+    packing.svg                two groups as padded rows, and as one stream
+    memory.svg                 a device over a step, as `swift plan` has it
 
 The tours are written by hand in `TOURS`: the script checks that each function exists, not who calls whom.
 `tests/test_architecture.py` compares the files with what this script draws.
@@ -23,6 +25,7 @@ BASE = ("errors", "types", "flags", "startup", "devices", "elastic", "signals", 
 STYLE = (
     "text{font:13px sans-serif;fill:#1b1f24}.b{font-weight:600}.s{font-size:11px;fill:#57606a}"
     "rect{fill:#f6f8fa;stroke:#8c959f;rx:6}.lane{fill:#fff;stroke:#d0d7de}.step{fill:#ddf4ff;stroke:#54aeff}"
+    ".prompt{fill:#fff8c5;stroke:#d4a72c}"
     "line,path{stroke:#6e7781;fill:none;marker-end:url(#a)}"
 )
 HEAD = (
@@ -426,6 +429,67 @@ def draw_tour(tour: Tour) -> str:
     return HEAD.format(w=width, h=height, style=STYLE) + "".join(drawn) + "</svg>\n"
 
 
+GROUPS = ((5, (4, 9, 6, 3)), (7, (5, 2, 8, 4)))
+"""Of the figure of packing: tokens of a prompt, and of its completions."""
+
+
+def draw_packing() -> str:
+    """A cell for each token."""
+    cell, rows = 22, [(prompt, length) for prompt, lengths in GROUPS for length in lengths]
+    longest = max(prompt + length for prompt, length in rows)
+    drawn = [text(20, 28, f"Padded rows: {len(rows) * longest} tokens", "b")]
+
+    def cells(x: float, y: float, number: int, kind: str) -> list[str]:
+        return [box(x + place * cell, y, cell - 2, cell - 2, kind) for place in range(number)]
+
+    for number, (prompt, length) in enumerate(rows):
+        y, end = 42 + number * cell, 20 + (prompt + length) * cell
+        drawn += cells(20, y, prompt, "prompt") + cells(20 + prompt * cell, y, length, "step")
+        drawn += cells(end, y, longest - prompt - length, "lane")
+    x, y = 20.0, 42 + len(rows) * cell + 54
+    total = sum(prompt + sum(lengths) for prompt, lengths in GROUPS)
+    drawn.append(text(20, y - 12, f"One stream: {total} tokens; a completion sees its prompt and itself", "b"))
+    half = 10
+    for prompt, lengths in GROUPS:
+        for length, kind in ((prompt, "prompt"), *((length, "step") for length in lengths)):
+            drawn += [box(x + place * half, y, half - 1, cell - 2, kind) for place in range(length)]
+            x += length * half + 4
+    y += cell + 20
+    for x, (kind, words) in zip(
+        (20, 150, 320), (("prompt", "prompt"), ("step", "completion"), ("lane", "padding")), strict=True
+    ):
+        drawn += [*cells(x, y, 1, kind), text(x + cell + 4, y + 15, words)]
+    width = 40 + max(longest * cell, total * half + 4 * (len(rows) + len(GROUPS)))
+    return HEAD.format(w=width, h=y + 40, style=STYLE) + "".join(drawn) + "</svg>\n"
+
+
+PHASES = {
+    "start": (0.6, 3.5, 35.8, 0.0),
+    "weight sync": (0.6, 10.6, 16.7, 0.0),
+    "rollout": (0.6, 10.6, 35.8, 0.0),
+    "forward, backward": (0.6, 22.4, 1.5, 1.1),
+    "update": (0.6, 14.2, 1.5, 0.7),
+}
+"""GiB of process, trainer, engine and torch's cache: row C of scaling.md, by `swift plan ... --json true`."""
+
+
+def draw_memory() -> str:
+    """A bar for each phase."""
+    names, kinds, scale = ("process", "trainer", "vLLM", "torch's cache"), ("", "step", "prompt", "lane"), 9.0
+    drawn = [text(20, 28, "GiB of each of 8 H100 over a step: full tuning of 7B, vLLM in the same processes", "b")]
+    for number, (phase, sizes) in enumerate(PHASES.items()):
+        x, y = 150.0, 46 + number * 36
+        drawn.append(text(140, y + 17, phase, "", "end"))
+        for size, kind in zip(sizes, kinds, strict=True):
+            drawn += [box(x, y, size * scale, 24, kind)] if size else []
+            x += size * scale
+        drawn.append(text(x + 6, y + 17, f"{sum(sizes):.1f}", "s"))
+    y = 46 + len(PHASES) * 36 + 10
+    for number, (name, kind) in enumerate(zip(names, kinds, strict=True)):
+        drawn += [box(150 + number * 130, y, 20, 20, kind), text(176 + number * 130, y + 15, name)]
+    return HEAD.format(w=720, h=y + 40, style=STYLE) + "".join(drawn) + "</svg>\n"
+
+
 def shortened(words: str, most: int) -> str:
     """At most so many characters, whole words only."""
     return textwrap.shorten(words, most, placeholder="…")
@@ -436,7 +500,8 @@ def draw_all() -> dict[str, str]:
     for tour in TOURS.values():
         for step in tour.steps:
             check_exists(step.at)
-    return {"package.svg": draw_package(), **{f"{name}.svg": draw_tour(tour) for name, tour in TOURS.items()}}
+    own = {"package.svg": draw_package(), "packing.svg": draw_packing(), "memory.svg": draw_memory()}
+    return own | {f"{name}.svg": draw_tour(tour) for name, tour in TOURS.items()}
 
 
 def main() -> None:

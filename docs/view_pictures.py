@@ -32,6 +32,7 @@ def main(runs: list[str]) -> None:
 
         def take(name: str, there: str) -> None:
             browser.until(f"document.querySelector({there!r})")
+            browser.until("![...document.querySelectorAll('p.bar')].some(bar => bar.textContent.includes('…'))")
             time.sleep(SETTLED_S)
             path = IMAGES / f"view-{name}.png"
             browser.picture(path)

@@ -52,7 +52,8 @@ class Details:
     setting without which this one has no effect: a switch, `name=value|value` of a choice, or `name<number`. strict:
     whether it is then refused instead of noted. joins: whether values given under different aliases are concatenated
     instead of contradicting each other. registry: name of the registry in `swift.plugin.registry` whose entries are
-    choices (too); their attribute `summary`, if any, is part of the help. secret: whether the value is never
+    choices (too); their attribute `summary`, if any, is part of the help. lists: name of a registry whose built-in
+    entries the help names; other values are allowed as well. secret: whether the value is never
     shown; False: it contains no secret, whatever its keys are called; None: its URLs and keys may contain some.
     resume: whether it may change when a run is resumed.
     """
@@ -70,6 +71,7 @@ class Details:
     strict: bool = False
     joins: bool = False
     registry: str | None = None
+    lists: str | None = None
     secret: bool | None = None
     resume: Resume = "noted"
 
@@ -116,11 +118,13 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """The text under the field, one paragraph, and the summaries of the entries of its registry."""
+        """The text under the field, one paragraph, and what its registries say of their entries."""
         entries = registered(self.details.registry) if self.details.registry else {}
         summaries = {name: getattr(entry, "summary", "") for name, entry in entries.items()}
-        own = help_texts(self.owner).get(self.name, "")
-        return " ".join([own, *(f"{name}: {summary}." for name, summary in summaries.items() if summary)])
+        parts = [f"{name}: {summary}." for name, summary in summaries.items() if summary]
+        if self.details.lists and (listed := registered(self.details.lists)):
+            parts.append(f"Built in: {', '.join(listed.built_ins())}.")
+        return " ".join([help_texts(self.owner).get(self.name, ""), *parts])
 
     @property
     def summary(self) -> str:

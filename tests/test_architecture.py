@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "devices": set(),
     "signals": set(),
     "rendezvous": {"errors"},
-    "observability": {"devices", "errors", "flags", "startup", "types"},
+    "observability": {"devices", "errors", "flags", "plugin", "startup", "types"},
     "rl": {"flags", "plugin"},
     "dataset": {"plugin"},
     "data": {"errors", "flags", "plugin", "types"},

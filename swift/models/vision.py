@@ -245,12 +245,14 @@ class Vision:
 
     def spans(self, ids: Iterable[int], start: int = 0) -> tuple[Span, ...]:
         """Where tokens see each other in a prompt that begins at `start` of a stream; () if images do not."""
+        if not self.see_themselves:
+            return ()
         spans: list[Span] = []
         for shows, run in itertools.groupby(ids, lambda token: token < 0 or token == self.placeholder):
             length = sum(1 for _ in run)
             spans += [Span(start, length)] if shows else []
             start += length
-        return tuple(spans) if self.see_themselves else ()
+        return tuple(spans)
 
     def positions(self, ids: Sequence[int]) -> tuple[list[list[int]], int]:
         """Positions of a prompt's tokens, a row for each axis that differs, and the position of the next token."""

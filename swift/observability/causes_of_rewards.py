@@ -11,12 +11,12 @@ from swift.errors import counted
 from swift.observability.answers import MARKED
 from swift.observability.evidence import Evidence, Row, Series, is_short
 from swift.observability.findings import Finding, between, percent, steps_of
-from swift.observability.health_rules import PENALTIES
+from swift.plugin.registry import judging
 from swift.types import EXTRACTED
 
 FAULTS = ("timeout", "exception", "contract", "crash", "not_finite")
-OF_FORM = (*PENALTIES, "format", "format_strict")
-"""Shipped functions that do not ask whether an answer is right."""
+OF_FORM = ("form", "penalty")
+"""What functions judge that do not ask whether an answer is right."""
 TRUTHFUL = re.compile(
     r"^(?!.*(?:len|cost|time|count|penal)).*(?:acc|correct|right|answer|match|math|solution|exact|verif|gsm|code)",
     re.IGNORECASE,
@@ -89,7 +89,7 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
     for name in e.names:
         scored = [(row, right, v) for (row, right), v in zip(rows, values_of(e, name), strict=True) if v is not None]
         hits = [(row, v) for row, right, v in scored if right]
-        if name in OF_FORM or len(hits) < 5 or e.weights.get(name) == 0:
+        if name in judging(*OF_FORM) or len(hits) < 5 or e.weights.get(name) == 0:
             continue
         lowest = min(v for _, _, v in scored)
         unseen = [row for row, v in hits if v <= lowest]
@@ -168,7 +168,7 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     mixed = [rows for rows in flat if len({known.get(id(row)) for row in rows}) == 2]
     at = [rows[0]["step"] for rows in flat]
     steps = f"{percent(share)} of {len(groups)} groups have equal rewards ({steps_of(at)})"
-    if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= set(OF_FORM):
+    if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= judging(*OF_FORM):
         said = f"right and wrong answers have the same reward in {len(mixed)} of these groups"
         yield Finding("reward_constant", 0.9, [steps, said], to_test(e, " ".join(e.names)), at)
     elif share > 0.95 and (why := _no_truth(e, values)):
@@ -243,7 +243,7 @@ def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
                 if shown not in ("None", "")
                 else f"column {name} is empty"
             ]
-    if set(e.names) <= set(OF_FORM):
+    if set(e.names) <= judging(*OF_FORM):
         return []
     if len(set(values)) == 1 and values[0] > 0 and e.right is not None and statistics.fmean(e.right) < 0.8:
         return [f"every reward is {values[0]:g}, but {percent(statistics.fmean(e.right))} of the answers are right"]
@@ -262,7 +262,7 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
         values = [v for v in values_of(e, name) if v is not None]
         if weight >= 0 or not values:
             continue
-        wanted = name in OF_FORM or _tells_right(e, name) or max(values) <= 0
+        wanted = name in judging(*OF_FORM) or _tells_right(e, name) or max(values) <= 0
         evidence = [f"--reward_weights gives {name} {weight:g}, and its values are {min(values):g} to {max(values):g}"]
         if wanted:
             evidence.append("higher values of it are better, so the run is trained towards the worse ones")

@@ -16,15 +16,13 @@ from typing import Any
 import yaml
 
 from swift.errors import ConfigError, join_problems, shortened, suggest
+from swift.plugin.registry import judging
 
 GROWTH_STEPS, WARM_UP_STEPS = 100, 20
 """Optimizer steps over which the growth of memory is measured, after those in which caches fill."""
 
 NEAR_LIMIT = 0.9
 """Share of `max_completion_length` from which a mean length is at the limit."""
-
-PENALTIES = ("repetition", "soft_overlong")
-"""Shipped reward functions of which 0 is the best value."""
 
 Limit = float | list[float]
 COMPARISONS: dict[str, Callable[[float, Any], bool]] = {
@@ -96,7 +94,7 @@ class Rule:
     number: a metric (`rewards/*/mean`: that of each function, the sentence's {name}), or a function of the line.
     sentence: with {name}, {value}, {percent} (100 times the value) and {detail}.
     lines: wrong lines in a row before an alert. steps: instead, optimizer steps that they must cover.
-    ignored: values of {name} that the rule does not watch.
+    ignored: kinds of reward functions (`ORM.judges`) that the rule does not watch.
     share_of: a metric by which the number is divided. unless: a metric; a line in which it is not 0 is not judged.
     """
 
@@ -119,7 +117,7 @@ class Rule:
             for key in [key for key in line.logs if key.startswith(head) and key.endswith(tail)] if star else [head]:
                 name = key[len(head) : len(key) - len(tail)]
                 whole = line.get(self.share_of) if self.share_of else 1.0
-                if name not in self.ignored and whole and (value := line.get(key)) is not None:
+                if name not in judging(*self.ignored) and whole and (value := line.get(key)) is not None:
                     yield name, value / whole, ""
         elif (found := self.number(line)) is not None:
             yield "", *(found if isinstance(found, tuple) else (found, ""))
@@ -178,7 +176,7 @@ def _growth(line: Line) -> Reading:
 
 
 RULES: dict[str, Rule] = {
-    "reward_zero": Rule("rewards/*/mean", "=", 0.0, steps=20, ignored=PENALTIES,
+    "reward_zero": Rule("rewards/*/mean", "=", 0.0, steps=20, ignored=("penalty",),
         sentence="Reward {name} stays 0: run it alone with `swift reward-test` and check its columns."),
     "equal_rewards": Rule("frac_reward_zero_std", "=", 1.0, unless="teacher_kl", sentence=
         "Every group has equal rewards, so nothing is learned: change prompts, more generations, or dynamic_sample."),

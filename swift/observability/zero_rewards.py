@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.errors import counted
 from swift.observability.completions_log import shortened
-from swift.observability.health_rules import PENALTIES
+from swift.plugin.registry import judging
 from swift.types import EXTRACTED
 
 ENOUGH = 64
@@ -28,7 +28,7 @@ class ZeroRewards:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._values: Counter[str] = Counter()
-        self._rewarded: set[str] = set(PENALTIES)
+        self._rewarded: set[str] = judging("penalty")
         self._read: Counter[str] = Counter()  # completions from which a function has read an answer
         self._rows = self._cut = 0
         self._ended = False

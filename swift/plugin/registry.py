@@ -38,10 +38,12 @@ class ORM:
     Subclasses define `__call__(self, completions, **kwargs) -> list[float | None]`: one entry per
     completion, None where the function does not apply. `scope` is "sample" (calls may be split down to one
     sample), "group" (never less than the completions of one prompt) or "batch" (one call per generation
-    batch).
+    batch). `judges` is what the reward is about: whether the "answer" is right, the "form" of a text, or a "penalty",
+    of which 0 is the best value; alerts and `swift doctor` go by it.
     """
 
     scope = "sample"
+    judges = "answer"
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         self.args = args
@@ -190,6 +192,12 @@ def register_again(entries: Recorded, origin: str) -> None:
 
 orms = Registry("orms", "reward function", package="swift.rewards.functions")
 """Reward functions by name: classes, instances, functions or async functions."""
+
+
+def judging(*kinds: str) -> set[str]:
+    """Names of reward functions whose `ORM.judges` is one of these."""
+    return {name for name, entry in orms.items() if getattr(entry, "judges", ORM.judges) in kinds}
+
 
 rm_plugins = Registry("rm_plugins", "reward model plugin", package="swift.rewards.rm_plugin")
 """Classes of `--reward_model_plugin` by name, which score rows with a reward model."""

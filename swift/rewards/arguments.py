@@ -19,11 +19,13 @@ class RewardArguments:
     GROUP: ClassVar[str] = "Reward"
 
     reward_funcs: list[str] = flag(
-        [], values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS}, resume="fixed"
+        [],
+        values={f"axolotl.integrations.nemo_gym.rewards.{name}": name for name in AXOLOTL_FUNCTIONS},
+        lists="orms",
+        resume="fixed",
     )
-    """Names of reward functions: accuracy, format, format_strict, cosine, repetition, soft_overlong, reasoning_gym,
-    react_format, toolbench, environment (what `--gym_env` or NeMo Gym gave), or those of `--external_plugins`. Import
-    paths such as `package.module.function`, called as TRL calls them. Folders and hub ids are reward models."""
+    """Names of reward functions, built in or of `--external_plugins`; environment is what `--gym_env` or NeMo Gym gave.
+    Import paths such as `package.module.function`, called as TRL calls them. Folders and hub ids are reward models."""
 
     reward_model: list[str] = flag([], resume="fixed")
     """Folders or hub ids of reward models: sequence classification with one label. They follow the functions in

@@ -89,7 +89,7 @@ def layout_of(boundaries: Tensor, ids: Tensor, vision: Vision | None) -> Segment
         vision: that of the model.
     """
     groups = packed_rows(boundaries.diff().tolist())
-    if vision is not None and vision.see_themselves:
+    if vision is not None and vision.see_themselves:  # else ids would be waited for
         rows = zip(groups, ids[0].split([group.prompt.length for group in groups]), strict=True)
         groups = [replace(group, images=vision.spans(row.tolist(), group.prompt.start)) for group, row in rows]
     return SegmentLayout(groups, ids.device)

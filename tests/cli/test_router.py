@@ -10,6 +10,7 @@ import pytest
 import swift
 from swift.cli import mode
 from swift.cli.main import MODES, main, wanted
+from swift.plugin import orms
 
 
 def swift_command(*words):
@@ -79,6 +80,12 @@ def test_all_flags_are_more_than_the_everyday_ones(capsys):
     everyday = capsys.readouterr().out
     main(["rlhf", "--help-all"])
     assert len(capsys.readouterr().out) > len(everyday)
+
+
+def test_the_help_of_rewards_names_the_built_in_ones(capsys):
+    main(["rlhf", "--help", "reward_funcs"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Built in: {', '.join(orms.built_ins())}." in said and "soft_overlong" in orms.built_ins()
 
 
 @pytest.mark.parametrize(

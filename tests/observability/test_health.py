@@ -9,9 +9,10 @@ import pytest
 from swift.errors import ConfigError
 from swift.observability import doctor, plots
 from swift.observability.health import REPEAT_STEPS, HealthMonitor
-from swift.observability.health_rules import PENALTIES, RULES, load_rules
+from swift.observability.health_rules import RULES, load_rules
 from swift.observability.jsonl import JsonlWriter
 from swift.observability.metric_names import ALIASES, with_aliases
+from swift.plugin.registry import ORM, orms
 
 LINES = 130
 
@@ -151,9 +152,16 @@ def test_the_memory_of_a_resumed_run_is_compared_with_that_of_its_own_process():
     assert [alert.step for line in found for alert in line] == [180]
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@pytest.mark.parametrize("name", ["repetition", "soft_overlong"])
 def test_a_penalty_may_stay_zero(name):
     assert not alerts({f"rewards/{name}/mean": 0.0})
+
+
+def test_a_reward_of_a_plugin_says_whether_it_is_a_penalty(monkeypatch):
+    monkeypatch.setitem(orms, "mine", type("Mine", (ORM,), {}))
+    assert alerts({"rewards/mine/mean": 0.0})
+    monkeypatch.setattr(orms["mine"], "judges", "penalty")
+    assert not alerts({"rewards/mine/mean": 0.0})
 
 
 @pytest.mark.parametrize(

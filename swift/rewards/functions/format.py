@@ -18,6 +18,7 @@ class _PatternReward(ORM):
     `prompt_opens_think`: per sample, whether the prompt ended with `<think>`.
     """
 
+    judges = "form"
     pattern: re.Pattern[str]
 
     def __call__(

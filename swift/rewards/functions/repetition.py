@@ -37,6 +37,8 @@ def words(text: str) -> list[str]:
 class RepetitionPenalty(RepetitionParameters, ORM):
     """p (1 - distinct N-grams / N-grams), p = `repetition_max_penalty`; 0 for a text of fewer than N words."""
 
+    judges = "penalty"
+
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         """One reward per completion."""
         return [self._score(words(text)) for text in completions]

@@ -51,6 +51,7 @@ class SoftOverlong(SoftOverlongParameters, ORM):
         ConfigError: when C is missing or not between 0 and M; the message holds both values.
     """
 
+    judges = "penalty"
     max_completion_length: int = 512
 
     def __post_init__(self) -> None:
