@@ -40,6 +40,8 @@ GRACE_S = 30.0
 """Seconds the other workers have to end after one failed: enough for an unfinished collective to notice."""
 SAVE_GRACE_S = 600.0
 """Seconds they have when the run was interrupted: a large checkpoint may be on its way to the disk."""
+TRACKER_S = 2.0
+"""Seconds that Python's tracker has to remove the semaphores of processes that were killed."""
 POLL_S = 0.05
 MULTI_NODE_PORT = 29500
 PR_SET_PDEATHSIG = 1
@@ -327,9 +329,32 @@ class _Worker:
         """To the worker and every child that stayed in its group."""
         if self.process.poll() is None:
             self.sent.append(signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):  # all of them have ended
-            os.killpg(self.process.pid, signal.SIGKILL)
+        _kill_group(self.process.pid)
         self.process.wait()
+
+
+def _kill_group(group: int) -> None:
+    """Kill the processes of a group; Python's tracker among them removes their semaphores first."""
+    from swift.rollout.engines.guard import is_tracker
+
+    deadline = time.monotonic() + TRACKER_S
+    while time.monotonic() < deadline and any(map(is_tracker, members := _members(group))):
+        for pid in (pid for pid in members if not is_tracker(pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+    with contextlib.suppress(ProcessLookupError):  # all of them have ended
+        os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> list[int]:
+    import psutil
+
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            found += [pid] if os.getpgid(pid) == group else []
+    return found
 
 
 def _start(command: Sequence[str], environments: list[dict[str, str]], first_rank: int) -> list[_Worker]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from processes import alive, wait_for
@@ -251,6 +252,25 @@ def test_children_of_a_worker_end_with_the_run(tmp_path):
     assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ) == 3
     child = int((tmp_path / "child").read_text())
     assert wait_for(lambda: not alive(child))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="semaphores are files in /dev/shm on Linux")
+def test_semaphores_of_a_killed_worker_are_removed(tmp_path):
+    body = """
+        import multiprocessing
+        lock = multiprocessing.get_context("spawn").Lock()
+        (folder / f"lock{rank}").write_text(lock._semlock.name)
+        while len(list(folder.glob("lock*"))) < 2:
+            time.sleep(0.01)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(60)
+    """
+    assert launch(worker(tmp_path, body), LaunchPlan(2), environ=os.environ, grace_s=0.5) == 4
+    names = [file.read_text() for file in tmp_path.glob("lock*")]
+    assert len(names) == 2
+    assert [name for name in names if Path(f"/dev/shm/sem.{name.strip('/')}").exists()] == []
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(tmp_path):

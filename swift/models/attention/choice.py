@@ -88,7 +88,7 @@ def choose_streams(model: nn.Module, unless: str = "") -> str | None:
     if transformers_model(model).device.type == "meta":
         return obstacle
     gap = unless or _unforkable(model) or _forking_gap(model)
-    return None if gap is None else f"{obstacle}; {gap}"
+    return None if gap is None else "; ".join(dict.fromkeys((obstacle, gap)))
 
 
 def likely_streams(model: nn.Module, kernel: Kernel | None) -> None:
