@@ -71,7 +71,7 @@ FEATURES = (
         "use --tuner_type lora, vera, boft, ia3 or miss",
         "unsloth lora_modules lora_bias lora_dtype",
         families=("adalora_", "reft_", "llamapro_", "fourier_", "lora_ga_"),
-        values={"tuner_type": "adalora longlora llamapro fourierft reft adapter", "init_weights": "lora-ga"},
+        values={"tuner_type": "adalora longlora llamapro fourierft reft adapter", "init_weights": "lora-ga eva"},
     ),
     Feature(
         "GaLore and LISA",
