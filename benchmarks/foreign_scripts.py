@@ -118,7 +118,7 @@ class Parts:
         """A model of the same kind as the one of this name."""
         from swift.models.tiny import SIZES, build_tiny
 
-        arch = "qwen3_vl" if ms_swift.SEES.search(name) else "qwen3_moe" if EXPERTS.search(name) else "qwen3"
+        arch = ("qwen3_vl" if ms_swift.SEES.search(name) else "qwen3") + ("_moe" if EXPERTS.search(name) else "")
         path = self.folder / arch
         if not path.exists():
             SIZES["script"] = (64, 2, 8, 2, 128, 1024)  # 8 heads: --sequence_parallel_size divides them

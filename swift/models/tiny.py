@@ -41,7 +41,7 @@ HYBRIDS = {"qwen3_5_text": "linear_attention", "lfm2": "conv"}
 MIXTURES = ("qwen3_moe",)
 """Architectures with four experts of half the intermediate width, of which a token uses two."""
 
-VISION = ("qwen3_vl",)
+VISION = ("qwen3_vl", "qwen3_vl_moe")
 """Architectures that see images. The tower has half of the width and depth; an embedding stands for 16 x 16 pixels."""
 PATCH, MERGED = 8, 2
 IMAGE_TOKENS = {
@@ -175,6 +175,7 @@ def _build_seeing(folder: Path, arch: str, size: str, seed: int) -> Path:
             "bos_token_id": None,
             "eos_token_id": end,
             "pad_token_id": pad,
+            **(_mixture(widths) if arch == "qwen3_vl_moe" else {}),
         },
         vision_config={
             "depth": widths["num_hidden_layers"] // 2,
