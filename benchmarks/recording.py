@@ -72,7 +72,7 @@ def main() -> int:
     }
     if args.step_seconds:
         found |= {f"share_{name}": found[f"{name}_ms"] / 1000 / args.step_seconds for name in ("trainer", "writer")}
-    print(json.dumps({**vars(args), **found, **record.cpu_fields()}, indent=2))
+    print(json.dumps({**vars(args), **found, "cpu": record.family(record.cpu_fields())}, indent=2))
     return 0
 
 
