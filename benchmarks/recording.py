@@ -57,7 +57,7 @@ def main() -> int:
             write(*given)
             writers.append(time.thread_time() - began)
 
-        file._write = timed  # type: ignore[method-assign]
+        file._write = timed  # type: ignore[assignment, method-assign]
         for step in range(args.steps):
             began = time.thread_time()
             file.write(step, rows, {"loss": 0.0})
