@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,14 +38,16 @@ MEANINGS = {
 class ResponsePreprocessor(RowPreprocessor):
     """Turns a row with a question and an answer into `messages`, with `history` and `system` if it has them.
 
-    Of two columns with the same meaning neither is renamed.
+    Names of `MEANINGS` in upper case count as well. Of two columns with the same meaning, one of them by `columns`
+    perhaps, none is renamed but for that.
     """
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """See `RowPreprocessor`."""
         columns = self.columns.copy()
         for meaning, names in MEANINGS.items():
-            present = [name for name in names.split() if name in row]
+            given = {name for name, target in self.columns.items() if target == meaning and name in row}
+            present = given | {name for name in row if name.lower() in names.split()}
             columns |= dict.fromkeys(present, meaning) if len(present) == 1 else {}
         return self.preprocess({columns.get(name, name): value for name, value in row.items()})
 
@@ -52,6 +55,7 @@ class ResponsePreprocessor(RowPreprocessor):
         """The row with its chat; the first of several answers."""
         system, query, answer, history = (row.pop(name, None) for name in ("system", "query", "response", "history"))
         answer = answer[0] if isinstance(answer, list) else answer
+        history = ast.literal_eval(history) if isinstance(history, str) else history
         turns = [("system", system), *(pair for turn in history or [] for pair in zip(ROLES, turn, strict=True))]
         turns += [("user", query), ("assistant", answer)]
         return {**row, "messages": [{"role": role, "content": text} for role, text in turns if text is not None]}

@@ -108,7 +108,8 @@ def _settings(group: str) -> list[tuple[Flag, type, list[str]]]:
 def _item(flag: Flag, cls: type, modes: str) -> str:
     spellings = ", ".join(f"`--{spelling}`" for spelling in flag.spellings)
     kind = ", ".join(map(str, flag.choices)) or type_text(flag) + _range(flag)
-    meaning = help_texts(flag.owner)[flag.name] + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
+    text = flag.help if flag.details.lists else help_texts(flag.owner)[flag.name]
+    meaning = text + (f" Needs `{flag.needs_text}`." if flag.needs_text else "")
     of = f" ({modes})" if modes else ""
     default = default_text(flag, cls)
     return f"* {spellings}: {kind}; {default if default == 'required' else f'default: {default}'}{of}<br>{meaning}"

@@ -32,7 +32,6 @@ _SAME = {
         "1": "vllm_pipeline_parallel_size",
         "causal_lm": "task_type",
         "delete": "truncation_strategy",
-        "last_round": "loss_scale",
         "binpack": "packing_strategy",
     }.items()
     for flag in flags.split()

@@ -340,7 +340,7 @@ def _kill_group(group: int) -> None:
     deadline = time.monotonic() + TRACKER_S
     while time.monotonic() < deadline and any(map(is_tracker, members := _members(group))):
         for pid in (pid for pid in members if not is_tracker(pid)):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # another user's, by sudo
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
     with contextlib.suppress(ProcessLookupError):  # all of them have ended

@@ -11,7 +11,6 @@ from swift.errors import counted
 from swift.observability.answers import MARKED
 from swift.observability.evidence import Evidence, Row, Series, is_short
 from swift.observability.findings import Finding, between, percent, steps_of
-from swift.plugin.registry import judging
 from swift.types import EXTRACTED
 
 FAULTS = ("timeout", "exception", "contract", "crash", "not_finite")
@@ -73,7 +72,7 @@ def reward_failing(e: Evidence) -> Iterator[Finding]:
     evidence += [f"the run ended with: {reason}" for reason in ended[:1]]
     names = [name for name, count in failed.items() if count] or [one.partition(":")[0] for one in kinds]
     slow = sum(late.values()) > 0.5 * sum(failed.values()) > 0
-    longer = "--reward_timeout 120" if slow else ""
+    longer = f"--reward_timeout {max(120, 2 * e.arg('reward_timeout', 0.0)):g}" if slow else ""
     fix = f"{longer}, or a faster function" if slow else to_test(e, " ".join(names) or "<name>")
     strength = max(between(share, 0.01, 0.2, 0.3, 0.97), between(none, 0.2, 0.5, 0.35, 0.8), 0.9 if ended else 0)
     strength = max(strength, between(of_right, 0.08, 0.4, 0.6, 0.9) if selective else 0)
@@ -101,7 +100,7 @@ def reward_unparsed(e: Evidence) -> Iterator[Finding]:
     for name in e.names:
         scored = [(row, right, v) for (row, right), v in zip(rows, values_of(e, name), strict=True) if v is not None]
         hits = [(row, v) for row, right, v in scored if right]
-        if name in judging(*OF_FORM) or len(hits) < 5 or e.weights.get(name) == 0:
+        if name in e.judging(*OF_FORM) or len(hits) < 5 or e.weights.get(name) == 0:
             continue
         lowest = min(v for _, _, v in scored)
         unseen = [row for row, v in hits if v <= lowest]
@@ -180,7 +179,7 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     mixed = [rows for rows in flat if len({known.get(id(row)) for row in rows}) == 2]
     at = [rows[0]["step"] for rows in flat]
     steps = f"{percent(share)} of {len(groups)} groups have equal rewards ({steps_of(at)})"
-    if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= judging(*OF_FORM):
+    if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= e.judging(*OF_FORM):
         said = f"right and wrong answers have the same reward in {len(mixed)} of these groups"
         yield Finding("reward_constant", 0.9, [steps, said], to_test(e, " ".join(e.names)), at)
     elif share > 0.95 and (why := _no_truth(e, values)):
@@ -192,7 +191,8 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     top = high if high > low else (low if low > 0 else low + 1)
     bottom = sum(rows[0]["reward"] < top for rows in flat)
     reward = f"their rewards are from {min(r[0]['reward'] for r in flat):g} to {max(r[0]['reward'] for r in flat):g}"
-    hard, again = bottom >= 0.5 * len(flat), "" if dropped else "--dynamic_sample true"
+    hard = bottom >= 0.5 * len(flat)
+    again = "--dynamic_sample true" if not dropped and e.arg("rlhf_type", "") == "grpo" else ""
     if not hard and e.learns and len(equal_groups(e, early := groups[: len(groups) // 8 + 1])) < 0.5 * len(early):
         strength *= 0.5  # the run has solved it
     if same_texts and hard:
@@ -257,7 +257,7 @@ def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
                 if shown not in ("None", "")
                 else f"column {name} is empty"
             ]
-    if set(e.names) <= judging(*OF_FORM):
+    if set(e.names) <= e.judging(*OF_FORM):
         return []
     if len(set(values)) == 1 and values[0] > 0 and e.right is not None and statistics.fmean(e.right) < 0.8:
         return [f"every reward is {values[0]:g}, but {percent(statistics.fmean(e.right))} of the answers are right"]
@@ -276,13 +276,13 @@ def rewards_cancel(e: Evidence) -> Iterator[Finding]:
         values = [v for v in values_of(e, name) if v is not None]
         if weight >= 0 or not values:
             continue
-        wanted = name in judging(*OF_FORM) or _tells_right(e, name) or max(values) <= 0
+        wanted = name in e.judging(*OF_FORM) or _tells_right(e, name) or max(values) <= 0
         evidence = [f"--reward_weights gives {name} {weight:g}, and its values are {min(values):g} to {max(values):g}"]
         if wanted:
             evidence.append("higher values of it are better, so the run is trained towards the worse ones")
         mended = [abs(other) if one == name else other for one, other in e.weights.items()]
         fix = f"--reward_weights {' '.join(f'{one:g}' for one in mended)}"
-        yield Finding("rewards_cancel", 0.9 if wanted else 0.35, evidence, fix, settings=fix)
+        yield Finding("rewards_cancel", 0.9 if wanted else 0.35, evidence, fix, settings=fix if wanted else "")
     parts = {name: _inside(e, name) for name in e.names if e.weights.get(name, 1.0)}
     trends = [e.rightness.trend, *(e.series(f"rewards/{name}/mean").trend for name in parts)]
     agreed = e.learns and min(trends) > -2  # the sum is learned, and neither is given up for it

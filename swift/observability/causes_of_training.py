@@ -135,7 +135,8 @@ def learning_rate_low(e: Evidence) -> Iterator[Finding]:
     wanted = 1e-5 if e.arg("tuner_type", "full") == "full" else 1e-4
     fix = "--warmup_ratio 0.05" if warm else f"--learning_rate {wanted:.0e}"
     strength = 0.5 + 0.25 * still + between(total / bound, 1, 0.1, 0.1, 0.2)
-    yield Finding("learning_rate_low", strength, evidence, fix, settings=fix)
+    changes = warm or wanted > 2 * e.arg("learning_rate", 0.0)
+    yield Finding("learning_rate_low", strength, evidence, fix, settings=fix if changes else "")
 
 
 def dead_adapter(e: Evidence) -> Iterator[Finding]:
@@ -201,6 +202,8 @@ def entropy_collapse(e: Evidence) -> Iterator[Finding]:
     at = entropy.where(lambda value: value < 0.25 * entropy.values[0]) if low else []
     at += distinct.where(lambda share: share < 0.4) if same else []
     more = fix if cold else "--temperature 1.0 --entropy_coef 0.01"
+    if e.arg("streaming_partial_batch", False) and not cold:
+        more = ""  # which the coefficient does not go with
     yield Finding("entropy_collapse", strength * (0.4 if solved or e.learns else 1.0), evidence, fix, at, more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -86,13 +87,22 @@ class Examined:
     num_steps: int
 
     def command(self, finding: Finding) -> str:
-        """The command line of a run like this one with the settings that a finding asks for; "" if it asks for none."""
-        if not finding.settings or "rlhf_type" not in self.evidence.args:
+        """The command line of a new run like this one with the settings of a finding, in the same working folder.
+
+        "" if settings alone do not mend it.
+        """
+        args = self.evidence.args
+        if not finding.settings or "rlhf_type" not in args:
             return ""
         words = ["swift", "rlhf", str(self.folder / ARGS), *finding.settings.split()]
+        if args.get("resume_from_checkpoint"):  # of the last attempt
+            words += ["--resume_from_checkpoint", "none"]
         if not self.evidence.arg("add_version", True):  # its folder is taken
-            words += ["--output_dir", f"{self.folder.absolute()}-mended"]
-        return shlex.join(words)
+            folders = (Path(f"{self.folder.resolve()}-mended{number or ''}") for number in itertools.count())
+            words += ["--output_dir", str(next(path for path in folders if not path.exists()))]
+        attempts = (self.folder / "logs").glob("attempt-*")
+        ranks = max((len(list(attempt.glob("rank-*.log"))) for attempt in attempts), default=1)
+        return f"NPROC_PER_NODE={ranks} {shlex.join(words)}" if ranks > 1 else shlex.join(words)
 
     def causes(self) -> list[dict[str, Any]]:
         """The findings, as `--json true` has them."""

@@ -20,6 +20,7 @@ from swift.errors import parse_json
 from swift.observability.answers import is_right
 from swift.observability.jsonl import read_jsonl
 from swift.observability.jsonl import series as points
+from swift.plugin.registry import judging
 from swift.types import EXTRACTED
 
 EDGE_BYTES = 1 << 25
@@ -115,6 +116,7 @@ class Evidence:
 
     log: training lines. evals: evaluation lines. completions: rows of training completions, by step. record: rows of
     `read_rollouts` on some steps. about: metadata of the newest recorded step. reasons: how the newest attempt ended.
+    judges: reward functions, those of plugins too, by `ORM.judges`.
     adapter, adapter_before: the largest values of the LoRA B matrices in the newest and in the oldest checkpoint.
     """
 
@@ -125,6 +127,7 @@ class Evidence:
     about: Row = field(default_factory=dict)
     args: Row = field(default_factory=dict)
     reasons: Sequence[str] = ()
+    judges: Mapping[str, Sequence[str]] = field(default_factory=dict)
     adapter: Sequence[float] = ()
     adapter_before: Sequence[float] = ()
 
@@ -137,6 +140,10 @@ class Evidence:
         value = self.args.get(name)
         kind = int | float if isinstance(default, float) else type(default)
         return value if isinstance(value, kind) else default
+
+    def judging(self, *kinds: str) -> set[str]:
+        """Names of reward functions whose `ORM.judges` is one of these."""
+        return judging(*kinds) | {name for kind in kinds for name in self.judges.get(kind, ())}
 
     def total(self, key: str) -> float:
         """The sum of a count over the run."""
@@ -252,6 +259,7 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
     """The evidence in a run's folder, beside the lines of its log and the completions that count."""
     args_file, attempts = folder / "args.json", folder / "attempts.jsonl"
     args = parse_json(args_file.read_text(encoding="utf-8")) if args_file.is_file() else {}
+    newest = _newest(attempts)
     record, about = _recorded(folder)
     adapter, adapter_before = _adapters(folder)
     log = [sound(row) for row in log if abs(row["step"]) < LARGEST_STEP]
@@ -269,17 +277,18 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
         args={name: value for name, value in args.items() if is_number(value) or not isinstance(value, int | float)}
         if isinstance(args, dict)
         else {},
-        reasons=_reasons(attempts),
+        reasons=[str(row["reason"]) for row in newest if row.get("reason")],
+        judges=next((row["judges"] for row in newest if row.get("judges")), {}),
         adapter=adapter,
         adapter_before=adapter_before,
     )
 
 
-def _reasons(attempts: Path) -> list[str]:
-    """How the newest attempt ended; what ended earlier ones may have been mended since."""
+def _newest(attempts: Path) -> list[Row]:
+    """Rows of the newest attempt; what ended earlier ones may have been mended since."""
     rows = list(read_jsonl(attempts)) if attempts.is_file() else []
     newest = max((row.get("attempt") or 0 for row in rows), default=0)
-    return [str(row["reason"]) for row in rows if (row.get("attempt") or 0) == newest and row.get("reason")]
+    return [row for row in rows if (row.get("attempt") or 0) == newest]
 
 
 def ends_of(path: Path, rows: Callable[[Path], Sequence[Row]]) -> list[Row]:

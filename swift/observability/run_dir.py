@@ -28,6 +28,7 @@ from swift.errors import ConfigError, ResourceError
 from swift.observability.files import write_json, write_text, writing
 from swift.observability.jsonl import encode_row, read_jsonl, repair
 from swift.observability.secrets import mask_argv, mask_config
+from swift.plugin.registry import judging
 
 ARGS, ATTEMPTS, LOCK = "args.json", "attempts.jsonl", "lock"
 _VERSION = re.compile(r"v(\d+)-\d{8}-\d{6}")
@@ -156,12 +157,14 @@ class RunDirectory:
             if row["reason"] is None:
                 row["reason"] = "killed: the process ended without a word"
         self.attempt = max((int(row["attempt"]) for row in attempts), default=0) + 1
+        rewards = {*(settings.get("reward_funcs") or ())}
         self._record = {
             "attempt": self.attempt,
             "time": moment.astimezone().isoformat(timespec="seconds"),
             "argv": mask_argv(argv),
             "changed": {name: list(values) for name, values in changed.items()},
             "versions": library_versions(),
+            "judges": {kind: sorted(judging(kind) & rewards) for kind in ("form", "penalty") if rewards},
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "start_step": start_step,

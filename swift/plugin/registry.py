@@ -39,7 +39,7 @@ class ORM:
     completion, None where the function does not apply. `scope` is "sample" (calls may be split down to one
     sample), "group" (never less than the completions of one prompt) or "batch" (one call per generation
     batch). `judges` is what the reward is about: whether the "answer" is right, the "form" of a text, or a "penalty",
-    of which 0 is the best value; alerts and `swift doctor` go by it.
+    of which 0 is the best value; alerts and `swift doctor` expect of the latter two that they tell nothing of answers.
     """
 
     scope = "sample"

@@ -204,8 +204,9 @@ def group_keywords(
 def trajectories(keywords: Mapping[str, Any], completions: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """`trajectory_inputs` of ms-swift: id of a completion -> its row, in a list; messages end with the answer."""
     found = {}
+    names = keywords.keys() - {"trainer_state", "images", *PRIVATE_KEYWORDS}
     for index, text in enumerate(completions):
-        row = {name: values[index] for name, values in keywords.items() if name != "trainer_state"}
+        row = {name: keywords[name][index] for name in names}
         if row["messages"][-1]["role"] != "assistant":
             row["messages"] = [*row["messages"], {"role": "assistant", "content": text}]
         found[row["request_id"]] = [row]

@@ -418,12 +418,6 @@ def test_evaluation_without_data_is_off_and_noted_when_it_was_asked_for(words):
         ),
         (
             "dpo",
-            "--loss_scale last_round",
-            {},
-            "--loss_scale: last_round: known in ms-swift; this value changes nothing",
-        ),
-        (
-            "dpo",
             "--packing true --max_length 64 --packing_strategy binpack --packing_num_proc 4",
             {"packing": True},
             "--packing_strategy: binpack: known in ms-swift; this value changes nothing",

@@ -38,7 +38,6 @@ def test_settings_are_not_listed_as_known_elsewhere():
         "use_chat_template",
         "truncation_strategy",
         "load_from_cache_file",
-        "loss_scale",
         "packing_strategy",
     }  # of one mode; in others a value changes nothing
     assert {name for name in names if is_known(name)} == known

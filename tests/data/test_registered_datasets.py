@@ -34,6 +34,11 @@ if __name__ == "__main__":
             '{"asked": "c", "answers": ["d", "e"], "system_prompt": "s", "history": [["a", "b"]], "level": 1}',
             [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
         ),
+        (
+            "chats",
+            '{"asked": "c", "Problem": "not this", "Answer": "d", "history": "[[\'a\', \'b\']]"}',
+            [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")],
+        ),
     ],
 )
 def test_rows_with_a_question_and_an_answer_become_chats(tmp_path, name, row, chat):

@@ -8,6 +8,7 @@ import pytest
 
 from swift.errors import ConfigError
 from swift.observability import doctor, plots
+from swift.observability.evidence import gather
 from swift.observability.health import REPEAT_STEPS, HealthMonitor
 from swift.observability.health_rules import RULES, load_rules
 from swift.observability.jsonl import JsonlWriter
@@ -164,6 +165,13 @@ def test_a_reward_of_a_plugin_says_whether_it_is_a_penalty(monkeypatch):
     assert not alerts({"rewards/mine/mean": 0.0})
 
 
+def test_a_finished_run_knows_what_the_rewards_of_its_plugins_judge(tmp_path):
+    row = {"attempt": 1, "reason": "done", "judges": {"form": ["mine"], "penalty": []}}
+    JsonlWriter(tmp_path / "attempts.jsonl").write(row)
+    found = gather(tmp_path, [], [])
+    assert found.judging("form") >= {"mine", "format"} and "mine" not in found.judging("penalty")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -262,6 +270,14 @@ def test_the_doctor_gives_the_command_of_a_run_that_is_mended(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps(args | {"add_version": False}))
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert f"  command: {cause['command']} --output_dir {tmp_path}-mended\n" in capsys.readouterr().out
+    (tmp_path / "args.json").write_text(json.dumps(args | {"resume_from_checkpoint": "last"}))
+    for rank in range(2):
+        path = tmp_path / "logs" / "attempt-1" / f"rank-{rank}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
+    said = f"  command: NPROC_PER_NODE=2 {cause['command']} --resume_from_checkpoint none\n"
+    assert said in capsys.readouterr().out, "not a continuation of the sick one"
     (tmp_path / "args.json").write_text(json.dumps(args | {"torch_dtype": "float32"}))
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert "command:" not in capsys.readouterr().out, "no setting helps for sure"

@@ -87,8 +87,8 @@ class DivergenceArguments(ReferenceArguments):
     """Alpha of the alpha-divergence."""
 
     packing: bool = flag(False, group="Data", resume="fixed")
-    """Whether pairs are put together to rows of packing_length tokens. A row is a stream of tokens without padding, in
-    which the answers of a pair share their prompt, and a batch of pairs: its loss is the mean over them."""
+    """Whether pairs are put together to rows of packing_length tokens. A micro-batch of them is a stream of tokens
+    without padding, in which the answers of a pair share their prompt; its loss is the mean over its pairs."""
 
     packing_length: int | None = flag(
         at_least=2, group="Data", needs="packing", everyday=False, unset="max_length", resume="fixed"

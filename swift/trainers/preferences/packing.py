@@ -1,6 +1,6 @@
 """`--packing` and `--padding_free` of pairs: a batch is one stream of tokens, in which two answers share their prompt.
 
-A packed row is a batch of pairs: its loss is the mean over them, and that of a step the mean over its packed rows.
+The loss of a micro-batch of packed rows is the mean over all their pairs, that of a step the mean over micro-batches.
 """
 
 from __future__ import annotations
