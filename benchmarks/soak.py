@@ -38,6 +38,7 @@ from soak_faults import NETWORK, Fault, Injector, draw, join_network, processes,
 
 from swift.models.tiny import build_tiny
 from swift.observability.jsonl import JsonlWriter, read_log
+from swift.rollout.engines.guard import is_tracker
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests" / "support"))
@@ -310,12 +311,13 @@ class Soak:
         return self.console.read_bytes()[since:].decode(errors="replace")
 
     def look_for_processes(self, after: str) -> None:
-        """Within a while, no process of the trainer may be there any more."""
+        """Within a while, no process of the trainer may be there any more, but stopped ones and their trackers."""
         server = {one.pid for found in processes(self.tops).values() for one in found} if self.server else set()
         spared = self.spared | server | {fault.pid for fault in self.open}  # stopped ones end when they go on
         deadline = time.monotonic() + 20
         while True:
             left = [pid for pid in psutil.pids() if pid not in spared and there(pid)]
+            left = [pid for pid in left if not (self.open and is_tracker(pid))]
             if not left or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
