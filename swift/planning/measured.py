@@ -15,7 +15,8 @@ from swift.observability.run_dir import ARGS
 
 SAME = (
     "model", "tuner_type", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations",
-    "max_completion_length",
+    "max_completion_length", "max_length", "packing", "packing_length", "padding_free", "sequence_parallel_size",
+    "gradient_checkpointing",
 )  # fmt: skip
 """Settings that must be those of the run: a step would be another amount of work."""
 

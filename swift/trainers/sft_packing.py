@@ -87,7 +87,7 @@ def keeps_apart(model: nn.Module, args: Any, choose: Callable[[nn.Module], str |
     subject = f"--{flag}: true: rows of one stream cannot be kept apart in {type(model).__name__}: {obstacle}"
     if args.sequence_parallel_size > 1:
         raise ConfigError(f"{subject}, nor shared by processes; use --{flag} false and --sequence_parallel_size 1")
-    logger.warning("note: %s; each batch is computed as padded rows, with the same loss", subject)
+    logger.warning("note: %s; each batch is computed as padded rows, with the same loss but more memory", subject)
     return False
 
 
@@ -101,8 +101,10 @@ def layout_of(boundaries: Tensor, ids: Tensor, vision: Vision | None) -> Segment
     """
     groups = packed_rows(boundaries.diff().tolist())
     if vision is not None and vision.see_themselves:  # else ids would be waited for
-        rows = zip(groups, ids[0].split([group.prompt.length for group in groups]), strict=True)
-        groups = [replace(group, images=vision.spans(row.tolist(), group.prompt.start)) for group, row in rows]
+        stream = ids[0].tolist()
+        spans = [group.prompt for group in groups]
+        images = [vision.spans(stream[span.start : span.stop], span.start) for span in spans]
+        groups = [replace(group, images=shown) for group, shown in zip(groups, images, strict=True)]
     return SegmentLayout(groups, ids.device)
 
 

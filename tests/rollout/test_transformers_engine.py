@@ -79,6 +79,30 @@ def test_a_batch_that_runs_out_of_memory_is_sampled_again_in_halves(nano_folder,
         run(engine, requests[:1])
 
 
+def test_aborted_requests_come_back_where_removing_them_runs_out_of_memory(nano_folder, monkeypatch):
+    requests, keep, failures = make_requests(PROMPTS), BatchRun._keep, []
+
+    def short(batch, rows):
+        if not failures:
+            failures.append(len(batch.rows))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        keep(batch, rows)
+
+    monkeypatch.setattr(BatchRun, "_keep", short)
+    engine = make_engine(nano_folder)
+    for request in requests:
+        engine.submit(request)
+    engine.advance()
+    aborted = {request.request_id for request in requests[2:]}
+    engine.abort_submitted(aborted)
+    found = []
+    while (done := engine.advance()) is not None:
+        found += done
+    assert failures
+    assert sorted(one.request_id for one in found) == sorted(request.request_id for request in requests)
+    assert {one.request_id for one in found if one.finish_reason == "abort"} == aborted
+
+
 def test_a_batch_never_takes_more_than_the_cache_it_may(nano_folder, monkeypatch):
     """Long prompts with few tokens beside short prompts with many: every row is as wide as the widest of both."""
     taken = []

@@ -84,6 +84,8 @@ class SegmentLayout:
             [1, T, H, E]
         """
         variant = variant.within(self.longest)
+        if kernel is not None and not KERNELS[kernel].computes(variant, images=self.images):
+            kernel = None
         if kernel is None and variant.is_plain:
             heads = (query.shape[1], key.shape[1], query.shape[3], value.shape[3])
             autocasts = torch.is_autocast_enabled(query.device.type)

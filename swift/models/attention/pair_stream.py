@@ -33,14 +33,15 @@ class PairStream(SegmentLayout):
     ) -> None:
         shape, pairs = ids_RL.shape, len(ids_RL) // 2
         same = (ids_RL[:pairs] == ids_RL[pairs:]) & mask_RL[:pairs].bool() & mask_RL[pairs:].bool()
-        lengths_R, shared_P = to_host([mask_RL.sum(1), same.cumprod(1).sum(1)])
+        known = [mask_RL.sum(1), same.cumprod(1).sum(1), *([] if seen is None else [ids_RL])]
+        lengths_R, shared_P, *rest = to_host(known)
         groups: list[GroupSpans] = []
         end = 0
         for row, prompt, first, second in zip(
             range(pairs), shared_P.tolist(), *lengths_R.view(2, -1).tolist(), strict=True
         ):
             own = Span(end + prompt, first - prompt), Span(end + first, second - prompt)
-            images = seen(ids_RL[row, :prompt].tolist(), end) if seen is not None else ()
+            images = () if seen is None else seen(rest[0][row, :prompt].tolist(), end)
             shared = GroupSpans(Span(end, prompt), own, images=images)
             groups += [shared] if prompt else [GroupSpans(span, ()) for span in own]
             end = own[1].stop

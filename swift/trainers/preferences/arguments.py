@@ -93,7 +93,8 @@ class DivergenceArguments(ReferenceArguments):
     packing_length: int | None = flag(
         at_least=2, group="Data", needs="packing", everyday=False, unset="max_length", resume="fixed"
     )
-    """Length of packed rows in tokens, in which a prompt counts once. A longer pair has a row of its own."""
+    """Length of packed rows in tokens. A prompt counts once, or twice with sequence_parallel_size, which computes it
+    twice. A longer pair has a row of its own."""
 
     padding_free: bool = flag(False, group="Data", everyday=False, resume="fixed")
     """Whether a micro-batch is one stream of tokens, as with packing."""

@@ -27,8 +27,14 @@ from swift.trainers.trl.method import Encoded
 Batch = Mapping[str, Sequence[Any]]
 
 
+@dataclass(frozen=True, slots=True)
 class PairPacking(Packing):
-    """Pairs in rows of at most `length` tokens, prompts counted once; a longer pair has a row of its own."""
+    """Pairs in rows of at most `length` tokens; a longer pair has a row of its own.
+
+    prompts: how often that of a pair is computed.
+    """
+
+    prompts: int = 1
 
     def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
         """As `Packing`; a column of a row has a list with that of each of its pairs."""
@@ -42,8 +48,11 @@ class PairPacking(Packing):
 
         >>> PairPacking("bfd", 4).pack({"prompt_ids": [[1], [2], [3]], "chosen_ids": [[4, 4], [5], [6]]})
         {'prompt_ids': [[[1]], [[2], [3]]], 'chosen_ids': [[[4, 4]], [[5], [6]]]}
+        >>> PairPacking("bfd", 4, prompts=2).pack({"prompt_ids": [[2], [3]], "chosen_ids": [[5], [6]]})
+        {'prompt_ids': [[[2]], [[3]]], 'chosen_ids': [[[5]], [[6]]]}
         """
-        sizes = [sum(map(len, pair)) for pair in zip(*rows.values(), strict=True)]
+        prompts, *answers = rows.values()
+        sizes = [self.prompts * len(p) + sum(map(len, own)) for p, *own in zip(prompts, *answers, strict=True)]
         packs: list[list[int]] = []
         rooms: list[tuple[int, int]] = []  # left in a pack, and its number
         for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -61,7 +70,8 @@ def encode(args: Any, template: Template) -> Encoded:
     """The rows of pairs; those of training are packed if `--packing` says so."""
     from swift.models.policy import context_length
 
-    packing = PairPacking("bfd", packed_length(args, context_length(args))) if args.packing else None
+    prompts = 2 if args.sequence_parallel_size > 1 else 1
+    packing = PairPacking("bfd", packed_length(args, context_length(args)), prompts) if args.packing else None
     return encoding("pair", packing)(args, template)
 
 
@@ -89,7 +99,7 @@ class PairCollator:
         return self.collator([pair for row in rows for pair in self._pairs(row)])
 
     def _pairs(self, row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        if isinstance(row["prompt_ids"][0], int):
+        if isinstance(row["chosen_ids"][0], int):  # a prompt may be empty
             yield row
         else:
             yield from (dict(zip(row, pair, strict=True)) for pair in zip(*row.values(), strict=True))

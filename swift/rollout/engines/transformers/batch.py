@@ -78,11 +78,10 @@ class BatchRun:
         self._num_rows += len(rows)
 
     def end(self, rows: Iterable[Row]) -> None:
-        """End rows without a further token."""
+        """End rows without a further token; the next step removes them."""
         for row in rows:
             row.ended = True
         self.joining = [row for row in self.joining if not row.ended]
-        self._compact(COMPACT_SHARE)
 
     def step(self, model: nn.Module, version: int) -> list[Completion]:
         """Sample one token per unfinished row; returns the completions that end with it.
@@ -91,8 +90,7 @@ class BatchRun:
         finite ends with "error". Raises NumericError if that holds for every row of the batch.
         """
         logits = []
-        if self.joining:
-            self._compact(0.0)
+        self._compact(0.0 if self.joining else COMPACT_SHARE)
         if self.rows:
             decoded_RV, routes = self._computed(lambda: self._decode(model))
             logits.append(decoded_RV)

@@ -198,7 +198,10 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         return []
 
     def _sample_in_halves(self, requests: Sequence[Request]) -> None:
-        """Sample a batch that ran out of memory again; each sample has its own uniforms, so it stays the same."""
+        """Sample a batch that ran out of memory again; each sample has its own uniforms, so it stays the same.
+
+        The time limits of its requests begin anew.
+        """
         self._run, self.max_rows = None, len(requests) // 2
         gc.collect()
         if self.device.type != "cpu":
@@ -211,6 +214,8 @@ class TransformersEngine(SteppedEngine, StatefulEngine):
         for request in requests:
             self._running.take(request.request_id)
             self.submit(request)
+            if (asked := self._pending.get(request.request_id)) is not None:
+                asked.elapsed_s = None
 
     def check_length(self, request: Request) -> None:
         """Also refuses stop strings without a tokenizer, and guided decoding that cannot end or does not compile."""
