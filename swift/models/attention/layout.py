@@ -91,9 +91,7 @@ class SegmentLayout:
             autocasts = torch.is_autocast_enabled(query.device.type)
             dtype = torch.get_autocast_dtype(query.device.type) if autocasts else query.dtype
             kernel = kernel_for(query.device, dtype, heads)
-        if kernel != "rows" and (kernel is None or not KERNELS[kernel].computes(variant, images=self.images)):
-            kernel = "rows"
-        view: SegmentRows | FlexSegments | FlashSegments = self.view_of(KERNELS[kernel])
+        view: SegmentRows | FlexSegments | FlashSegments = self.view_of(KERNELS[kernel or "rows"])
         return view.attend(query, key, value, scale, variant)
 
 
