@@ -129,7 +129,8 @@ class Vision:
         self._lock = threading.Lock()
         self._drawn: dict[str, Tensor] = {}
         self._takes: set[str] = set()
-        self.see_themselves = config.model_type in SEE_THEMSELVES
+        self.model_type: str = config.model_type
+        self.see_themselves = self.model_type in SEE_THEMSELVES
         """Whether the tokens of an image see each other."""
         self._rope_index: Callable[..., tuple[Tensor, Tensor]] | None = None
 

@@ -31,8 +31,8 @@ from swift.errors import ConfigError, PromptTooLong, RefusedChat, ResourceError,
 from swift.models.source import locate
 from swift.models.trained import take_trained
 from swift.rollout.collector import launches_of
+from swift.rollout.engines.images import require_images
 from swift.rollout.engines.spec import EngineSpec, build_engine
-from swift.rollout.engines.vllm import require_images
 from swift.rollout.seeds import sample_seed
 from swift.startup import collector_resting
 from swift.types import Completion, Prompt, Request, SamplingParams
@@ -90,7 +90,7 @@ def load_engine(args: Any) -> tuple[Template, InferenceEngine]:
         template = load_chat(args)
         if args.infer_backend == "vllm":
             if template.vision is not None:
-                require_images()
+                require_images("vllm", template.vision.model_type)
             return template, build_engine(_vllm_spec(args, template))
         device, ends = own_device(), template.stop_token_ids
         model = load_for_inference(args, device=str(device))

@@ -9,7 +9,7 @@ import vlms
 from desk import contents, refused
 
 from swift.models.tiny import build_tokenizer
-from swift.rollout.engines import vllm
+from swift.rollout.engines import images, lmdeploy_api
 
 CHAT = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "x"}]
 ANSWERS = {"chosen": "x", "rejected": "y"}
@@ -126,9 +126,15 @@ def test_images_are_shared_by_processes_unless_their_tokens_see_each_other(
 
 
 def test_vllm_sees_with_torchvision_only(seeing, desk, capfd, monkeypatch):
-    monkeypatch.setattr(vllm, "find_spec", lambda _: None)
+    monkeypatch.setattr(images, "find_spec", lambda _: None)
     words = [*command(desk, "grpo", PLAIN, model=seeing), "--use_vllm", "true"]
     refused(words, "'torchvision', which it needs for a model that sees images", capfd, code=3)
+
+
+def test_lmdeploy_sees_with_some_families_only(vlm_folders, desk, capfd, monkeypatch):
+    monkeypatch.setattr(lmdeploy_api, "require", lambda: None)
+    words = [*command(desk, "grpo", PLAIN, model=vlm_folders("idefics3")), "--use_lmdeploy", "true"]
+    refused(words, "--use_lmdeploy: true: LMDeploy takes no images for a model of type idefics3; use", capfd)
 
 
 @pytest.mark.parametrize(

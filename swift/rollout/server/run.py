@@ -35,9 +35,9 @@ from swift.rollout.engines import guard
 from swift.rollout.engines.base import InferenceEngine
 from swift.rollout.engines.events import Timeouts
 from swift.rollout.engines.guided import require as require_guidance
+from swift.rollout.engines.images import require_images
 from swift.rollout.engines.pool import EnginePool
 from swift.rollout.engines.spec import EngineSpec, build_engine, factory, spec_from
-from swift.rollout.engines.vllm import require_images
 from swift.rollout.placement import PlacementRequest, place
 from swift.rollout.server.process import MARKER, Signals, Stopped, bind, listen, may_start_again, start_again
 from swift.rollout.server.service import RestartWanted, Service, Settings
@@ -90,8 +90,8 @@ def check(args: Any, given: Collection[str]) -> Plan:
         )
     folder = _weights_folder(args.weights_folder)
     template = load_chat(args)
-    if template.vision is not None and args.infer_backend == "vllm":
-        require_images()
+    if template.vision is not None:
+        require_images(args.infer_backend, template.vision.model_type)
     spec = spec_from(
         args,
         model=str(source.base),

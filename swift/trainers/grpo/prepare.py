@@ -104,7 +104,7 @@ def prepare(
         require_same_tokens(args.teacher_model, template.tokenizer, args, flag="--teacher_model")
     reward_models = models.open_reward_models(args) if collectives.is_main else None
     if template.vision is not None:
-        _check_vision(args, placement, reward_models)
+        _check_vision(args, template.vision.model_type, placement, reward_models)
     rewards = RewardPipeline(
         args,
         seed=args.seed,
@@ -218,17 +218,17 @@ def _with_answers(args: Any, prompts: Tokenizer, template: Template) -> tuple[To
     return (taught if args.needs_answers else prompts), taught, answers
 
 
-def _check_vision(args: Any, placement: Placement, reward_models: RewardModels | None) -> None:
+def _check_vision(args: Any, model_type: str, placement: Placement, reward_models: RewardModels | None) -> None:
     """Raises ConfigError: what does not work yet with a model that is loaded with its vision tower, one line each."""
     from swift.rollout.arguments import in_use
-    from swift.rollout.engines.vllm import require_images
+    from swift.rollout.engines.images import require_images
     from swift.trainers.images import vision_problems
 
     makers = in_use(args, ("rollout_source", "rollout_func"))
     problems = [f"{name}: makes completions of texts only; leave it out" for name in makers]
     join_problems([*problems, *vision_problems(args)])
-    if args.use_vllm and placement.mode not in ("in_process", "server"):
-        require_images()
+    if placement.mode not in ("in_process", "server"):
+        require_images(args.infer_backend, model_type)
     if reward_models is not None:
         join_problems(reward_models.blind())
 

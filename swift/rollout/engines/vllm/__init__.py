@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from swift.errors import ResourceError
 from swift.rollout.engines.vllm.versions import require_version as require
 
 if TYPE_CHECKING:
     from swift.rollout.engines.spec import EngineSpec
     from swift.rollout.engines.vllm.engine import VLLMEngine
 
-__all__ = ["build", "require", "require_images"]
-
-
-def require_images() -> None:
-    """Raises ResourceError: a package is missing that vLLM needs for models that see."""
-    if find_spec("torchvision") is None:
-        raise ResourceError(
-            "vllm: No module named 'torchvision', which it needs for a model that sees images; pip install torchvision"
-        )
+__all__ = ["build", "require"]
 
 
 def build(spec: EngineSpec) -> VLLMEngine:
