@@ -48,6 +48,8 @@ def balancing_loss(base: Any, router_logits: tuple[Tensor, ...], mask: Tensor | 
     compute = _loss_function(base)
     assert compute is not None and router_logits, "the model has given no router logits"
     config = base.config.get_text_config()
+    if mask is None:
+        mask = router_logits[0].new_ones(1, len(router_logits[0]))  # without one, each layer's count is awaited
     loss: Tensor = compute(router_logits, router_logits[0].shape[-1], config.num_experts_per_tok, mask)
     return loss
 

@@ -109,3 +109,11 @@ def test_shards_on_the_host_meet_nothing_of_the_device(on_gpu, command):
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
     assert found["copies"] == found["attention"] == []
+
+
+@pytest.mark.parametrize(
+    "flags", ["--tuner_type full --moe_router_replay trainer", "--tuner_type lora --router_aux_loss_coef 0.01"]
+)
+def test_experts_keep_the_budget(on_gpu, tmp_path, flags):
+    model = build_tiny(tmp_path / "model", size="nano", arch="qwen3_moe")
+    keeps_budget(*on_gpu(f"{GRPO} --torch_dtype bfloat16 --beta 0 {flags}", model=model))
