@@ -1,12 +1,9 @@
 """Whole runs of GRPO on the simulated GPU: no operand is elsewhere, and the host waits as seldom as it is said."""
 
-import base64
-import json
-
 import pytest
-from gpu_runs import BUDGET, CHECKED, EBFT, GRPO, LONG, SPLIT, STEPS, TWO, beyond
+from gpu_runs import BUDGET, CHECKED, EBFT, GRPO, LONG, SPLIT, STEPS, TWO, beyond, image_rows
 from hybrids import hybrid
-from vlms import build_vlm, image
+from vlms import build_vlm
 
 from swift.models.tiny import build_tiny
 
@@ -66,16 +63,10 @@ def test_completions_that_continue_from_states_keep_the_budget(on_gpu, tmp_path,
 
 def test_images_reach_the_tower_without_pageable_copies(on_gpu, tmp_path):
     """Towers of transformers read sizes of images and masks of patches on the host, in each pass."""
-    rows = tmp_path / "images.jsonl"
-    with rows.open("w") as file:
-        for number in range(24):
-            shown = [f"data:;base64,{base64.b64encode(image(number)).decode()}"]
-            asked = [{"role": "user", "content": f"<image>say {number}"}]
-            file.write(json.dumps({"messages": asked, "images": shown}) + "\n")
     flags = "--tuner_type full --torch_dtype float32 --beta 0 --freeze_vit false --max_length 200"
     model = build_vlm(tmp_path / "model", "idefics3")
     more = {"scoring.py _scoring_forward.<locals>.forward": 1000}
-    keeps_budget(*on_gpu(f"{CHECKED} {flags}", model=model, dataset=rows), more)
+    keeps_budget(*on_gpu(f"{CHECKED} {flags}", model=model, dataset=image_rows(tmp_path)), more)
 
 
 def test_shards_of_fsdp_keep_the_budget(on_gpu):

@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from gpu_runs import BUDGET, CHECKED, DECODE, EBFT, GRPO, LONG, STEPS, TWO, beyond
+from gpu_runs import BUDGET, CHECKED, DECODE, EBFT, GRPO, LONG, STEPS, TWO, beyond, image_rows
 from safetensors.torch import load_file
 from torch import equal
+from vlms import build_vlm
 
 FEATURES = "rewards.py FeatureRewards._features"
 
@@ -62,6 +63,16 @@ def test_trainers_of_trl_run_without_pageable_copies(on_gpu, command):
     assert code == 0, err[-3000:]
     assert found["steps"] == STEPS
     assert found["copies"] == found["attention"] == []
+
+
+def test_positions_of_packed_pairs_with_images_are_found_on_the_host(on_gpu, tmp_path):
+    model = build_vlm(tmp_path / "model", "qwen2_5_vl")
+    command = f"rlhf --rlhf_type dpo {TWO} --tuner_type lora --packing true --max_length 300"
+    code, err, found = on_gpu(command, model=model, dataset=image_rows(tmp_path))
+    assert code == 0, err[-3000:]
+    lines = [line for _, line, _ in found["waits"]]
+    assert any("transfer.py" in line for line in lines)
+    assert not any("sequence_parallel.py" in line for line in lines)
 
 
 @pytest.mark.long

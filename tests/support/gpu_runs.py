@@ -1,11 +1,13 @@
 """Whole `swift` runs on the simulated GPU, and how often they may wait there."""
 
+import base64
 import json
 from pathlib import Path
 
 import pytest
 from cli_runs import LIMIT_S, environment
 from preloaded import Program
+from vlms import image
 
 WORKER = Path(__file__).with_name("run_on_simulated_gpu.py")
 STEPS = 2
@@ -73,6 +75,18 @@ class GpuRuns:
         code = program.wait(LIMIT_S)
         found = json.loads(ledger.read_text()) if ledger.exists() else {}
         return code, errors.read_text(), found
+
+
+def image_rows(folder):
+    """A file of prompts with an image, each with two answers."""
+    rows = folder / "images.jsonl"
+    with rows.open("w") as file:
+        for number in range(24):
+            shown = [f"data:;base64,{base64.b64encode(image(number)).decode()}"]
+            asked = {"role": "user", "content": f"<image>say {number}"}
+            messages = [asked, {"role": "assistant", "content": f"{number} is said"}]
+            file.write(json.dumps({"messages": messages, "rejected_response": "no", "images": shown}) + "\n")
+    return rows
 
 
 @pytest.fixture

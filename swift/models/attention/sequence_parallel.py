@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.pair_stream import PairStream
 from swift.models.attention.spans import PLAIN, Variant, in_autocast_type, packed_rows
-from swift.models.transfer import to_device
+from swift.models.transfer import to_device, to_host
 
 KNOWN_INPUTS = {
     "input_ids", "inputs_embeds", "position_ids", "visual_pos_masks", "deepstack_visual_embeds", "attention_mask",
@@ -261,8 +261,10 @@ def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any])
     """Positions of the tokens of rows, [R, T], or [3, R, T] of images in a plane."""
     if inputs.get(KINDS) is None or not hasattr(model, "get_rope_index"):
         return mask.cumsum(1) - 1
-    grids = {name: value for name, value in inputs.items() if name.endswith("grid_thw")}
-    return model.get_rope_index(ids, attention_mask=mask, **{KINDS: inputs[KINDS]}, **grids)[0]  # type: ignore[no-any-return]
+    given = {KINDS: inputs[KINDS], **{name: value for name, value in inputs.items() if name.endswith("grid_thw")}}
+    ids_, mask_, *rest = to_host([ids, mask, *given.values()])  # it reads each row and grid on the host
+    positions = model.get_rope_index(ids_, attention_mask=mask_, **dict(zip(given, rest, strict=True)))[0]
+    return to_device(positions, ids.device)
 
 
 def spread_rows(decoder: nn.Module, group: SequenceGroup) -> None:
