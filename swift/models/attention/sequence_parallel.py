@@ -261,7 +261,8 @@ def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any])
     """Positions of the tokens of rows, [R, T], or [3, R, T] of images in a plane."""
     if inputs.get(KINDS) is None or not hasattr(model, "get_rope_index"):
         return mask.cumsum(1) - 1
-    given = {KINDS: inputs[KINDS], **{name: value for name, value in inputs.items() if name.endswith("grid_thw")}}
+    names = [name for name, value in inputs.items() if name.endswith("grid_thw") and value is not None]
+    given = {name: inputs[name] for name in (KINDS, *names)}
     ids_, mask_, *rest = to_host([ids, mask, *given.values()])  # it reads each row and grid on the host
     positions = model.get_rope_index(ids_, attention_mask=mask_, **dict(zip(given, rest, strict=True)))[0]
     return to_device(positions, ids.device)
