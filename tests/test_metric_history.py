@@ -18,6 +18,7 @@ def test_a_band_has_two_sides():
     assert metric_history.band([2.0, 2.0, 2.0]) == [1.538, 2.6]
     assert metric_history.band([-1.0, 1.0, 0.5]) == [-5.0, 5.0]
     assert metric_history.band([0.0, 0.0, 0.0]) == [-1e-6, 1e-6]
+    assert metric_history.band([2e-9, 1e-9, 3e-9])[0] < 0
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Bands for the metrics of the examples: `python tests/support/metric_history.py --write [part of a script's name]`.
 
 Each script runs for `STEPS` steps with five seeds. A metric's band reaches from the smallest to the largest of its
-medians over these steps, and further by the larger of `REACH` times their distance and `SLACK`, of values above 0 as
-ratios: about six standard deviations to each side, since another processor draws other tokens from the same seed. A
+medians over these steps, and further by the larger of `REACH` times their distance and `SLACK`, of values above `NOISE`
+as ratios: about six standard deviations to each side, since another processor draws other tokens from the same seed. A
 metric far off in the good direction is a broken metric, too. Bands are read in review like code.
 """
 
@@ -24,6 +24,8 @@ STEPS = 8
 SEEDS = (42, 43, 44, 46, 47)
 REACH = 2.0
 SLACK = 0.3
+NOISE = 1e-6
+"""Of rounding; values below it may have either sign."""
 SCRIPTS = [
     *(TRAIN / "grpo" / f"{name}.sh" for name in (
         "distillation", "experts_cpu", "guided_regex", "hybrid_cpu", "off_policy_cpu", "rollout_func",
@@ -87,11 +89,11 @@ def measured(script: Path, folder: Path, seed: int) -> dict[str, float]:
 def band(medians: list[float]) -> list[float]:
     """Lower and upper end, to four digits."""
     low, high = min(medians), max(medians)
-    if low > 0:
+    if low > NOISE:
         ratio = max((high / low) ** REACH, 1 + SLACK)
         low, high = low / ratio, high * ratio
     else:
-        reach = max(REACH * (high - low), SLACK * abs(low + high) / 2, 1e-6)
+        reach = max(REACH * (high - low), SLACK * abs(low + high) / 2, NOISE)
         low, high = low - reach, high + reach
     return [float(f"{low:.4g}"), float(f"{high:.4g}")]
 
