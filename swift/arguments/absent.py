@@ -151,10 +151,7 @@ FEATURES = (
         "eval_accumulation_steps eval_delay fsdp_config ignore_data_skip include_num_input_tokens_seen label_names "
         "label_smoothing_factor liger_loss logging_dir metric no_cuda profile resume_only_model save_on_each_node "
         "sequence_classification top_entropy torch_empty_cache_steps use_cpu zero_hpz_partition_size",
-        instead={
-            "hub_strategy": "leave it out; --push_to_hub uploads the model at the end",
-            "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
-        },
+        instead={"hub_strategy": "leave it out; --push_to_hub uploads the model at the end"},
     ),
 )
 

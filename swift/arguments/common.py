@@ -77,7 +77,13 @@ def training_data_missing(args: Any) -> Iterator[str]:
     if args.max_steps <= 0:
         yield f"--max_steps: {args.max_steps}: a stream has no known end; give --max_steps, or --streaming false"
     for kind in ("save", "eval"):
-        if getattr(args, f"{kind}_strategy") == "epoch":
+        if getattr(args, f"{kind}_strategy") == "epoch" and hasattr(args, "max_epochs"):
+            if args.dataloader_num_workers > 1:
+                yield (
+                    f"--{kind}_strategy: epoch: other processes read the stream and see where an epoch ends; use "
+                    "--dataloader_num_workers 1"
+                )
+        elif getattr(args, f"{kind}_strategy") == "epoch":
             yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"
 
 
@@ -120,11 +126,17 @@ class TrainerModeArguments(
 ):
     """Settings of the modes whose trainer is TRL's or transformers'."""
 
+    max_epochs: int | None = flag(at_least=1, group="Optimization", everyday=False, unset="no limit")
+    """Number of passes over a stream that end the run before max_steps. The last rows are left out if they do not fill
+    a step."""
+
     load_from_cache_file: bool = flag(True, group="Data", everyday=False, resume="free")
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from training_data_missing(self)
+        if self.max_epochs and not self.streaming:
+            yield f"--max_epochs: {self.max_epochs}: ends a stream of rows; use --num_train_epochs {self.max_epochs}"
         yield from float16_problems(self)
         yield from self.tuner_problems()
