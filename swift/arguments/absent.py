@@ -109,12 +109,9 @@ FEATURES = (
         "swanlab_exp_name swanlab_mode swanlab_project swanlab_token swanlab_workspace",
     ),
     Feature(
-        "Generated answers and benchmarks during training",
-        "An evaluation measures the loss of `--val_dataset`; in grpo it samples answers and scores them.",
-        instead={
-            "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
-            "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
-        },
+        "Benchmarks during training",
+        "An evaluation measures the loss of `--val_dataset`; `--predict_with_generate` and grpo score answers.",
+        instead={"eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation"},
     ),
     Feature(
         "Packed rows of other preference methods and reward models",

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
 from swift.models.labels import Labels, Problem
-from swift.trainers.arguments import ActivationArguments, RouterArguments
+from swift.trainers.arguments import MEASURED, ActivationArguments, RouterArguments
 
 LossScale = Literal[
     "default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think",
@@ -119,6 +119,15 @@ class SFTArguments(LanguageModelingArguments):
     completion_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says", resume="fixed")
     """Whether the loss counts the last answer only. true is loss_scale last_round, false is all."""
 
+    predict_with_generate: bool = flag(False, group="Run", everyday=False, resume="free")
+    """Whether evaluation also answers each row, greedily, and compares the answer with the row's: rouge-1, rouge-2,
+    rouge-l and bleu-4 of words, in percent."""
+
+    max_new_tokens: int = flag(
+        64, at_least=1, group="Run", everyday=False, needs="predict_with_generate", resume="free"
+    )
+    """Maximum number of tokens of such an answer."""
+
     @property
     def loss_tokens(self) -> LossScale:
         """What the three settings come to."""
@@ -135,9 +144,23 @@ class SFTArguments(LanguageModelingArguments):
         for name, off in (("loss_type", "nll"), ("sequence_parallel_size", 1)):
             if (value := getattr(self, name)) != off and set(WEIGHTS) & set(self.loss_scale.split("+")):
                 yield f"--{name}: {value}: not with the weights of --loss_scale {self.loss_scale}; use {off}"
+        if self.predict_with_generate:
+            for obstacle in (text for text, holds in self._no_answers().items() if holds):
+                yield f"--predict_with_generate: true: {obstacle}, or --predict_with_generate false"
+        elif (self.metric_for_best_model or "").removeprefix("eval_") in MEASURED:
+            yield f"--metric_for_best_model: {self.metric_for_best_model}: needs --predict_with_generate true"
         given = {self.assistant_only_loss, self.completion_only_loss} - {None}
         if len(given) > 1:
             yield "--completion_only_loss: contradicts --assistant_only_loss: one of them is true; drop one of the two"
+
+    def _no_answers(self) -> dict[str, bool]:
+        """Why no answers can be sampled, and what to use: for each whether it holds."""
+        return {
+            "nothing is evaluated; give --val_dataset or --split_dataset_ratio": self.eval_strategy == "no",
+            f"--{self.sharded_by} shards the model; leave it out": bool(self.sharded_by),
+            "packed rows are cut; use --packing_strategy bfd": self.packing and self.packing_strategy != "bfd",
+            "rows are cut; use --truncation_strategy delete": self.truncation_strategy != "delete",
+        }
 
 
 @dataclass(kw_only=True)

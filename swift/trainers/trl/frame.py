@@ -97,7 +97,7 @@ def build_trainer(
         **parts,
     )
     trainer.parting = method.parting(args) if vision is None else ""  # pixels are not in rows
-    trainer.divides = method.divides(args)
+    trainer.divides, trainer.template = method.divides(args), template
     trainer.given_accumulation = args.gradient_accumulation_steps
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:
