@@ -131,8 +131,8 @@ FEATURES = (
     Feature(
         "Other ways to load models",
         "A second model is named by its folder or hub id alone.",
-        flags="load_args load_data_args local_repo_path max_memory max_model_len merge_device_map model_kwargs "
-        "ref_adapters ref_model_revision ref_model_type reward_model_type rope_scaling teacher_adapters "
+        flags="load_args load_data_args local_repo_path max_memory merge_device_map model_kwargs "
+        "ref_adapters ref_model_revision ref_model_type reward_model_type teacher_adapters "
         "teacher_model_revision teacher_model_type exist_ok max_concurrency",
         instead={
             "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from swift.data.arguments import StreamArguments
 from swift.flags import REQUIRED, flag, flags_of
 from swift.models.arguments import TunerArguments
+from swift.rollout.placement import has_own_engine
 from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 
 GROUPS = (
@@ -52,6 +53,18 @@ def model_missing(args: Any) -> Iterator[str]:
     """A mode needs a model."""
     if not args.model and not args.adapters:
         yield "--model: missing: the mode needs a model; give --model <folder or hub id>, or --adapters"
+
+
+def context_problems(args: Any) -> Iterator[str]:
+    """Models beside the policy that do not get its other context."""
+    name = "rope_scaling" if args.rope_scaling else "max_model_len"
+    given = f"--{name}: {getattr(args, name)}"
+    if args.rope_scaling or args.max_model_len:
+        if has_own_engine(args):
+            yield f"{given}: an engine reads the model's own config.json; write it there, or use --use_vllm false"
+        for other in ("teacher_model", "teacher_model_server"):
+            if value := getattr(args, other, None):
+                yield f"{given}: not with --{other} {value}, whose context may differ; write it into config.json"
 
 
 def backend_problems(args: Any) -> Iterator[str]:

@@ -29,6 +29,7 @@ from swift.models.quantisation import (
     quantise_without_numbers,
     unpacked,
 )
+from swift.models.rope import lengthen
 from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
@@ -244,7 +245,7 @@ def _attention_for(config: Any, wanted: str) -> str:
 
 
 def load_config(folder: Path, args: CheckpointArguments) -> Any:
-    """The architecture's config; `--model_type` replaces the one written in config.json.
+    """The architecture's config; `--model_type` replaces the one written in config.json, `lengthen` its context.
 
     Raises:
         ConfigError: an architecture that transformers lacks, that needs repository code, or is multimodal.
@@ -266,8 +267,11 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
             )
     with unusable(f"--model: {folder}: config.json cannot be used"):
         if args.model_type and model_type != written.get("model_type"):
-            return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
-        return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
+            config = CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
+    lengthen(config, args)
+    return config
 
 
 def is_of_transformers(config: Any) -> bool:
