@@ -125,8 +125,18 @@ class Parts:
             build_tiny(path, size="script", arch=arch)
             if arch == "qwen3":
                 (path / "chat_template.jinja").write_text(TOOLS)
+                self.widen(path)
             self.lengthen(path)
         return path
+
+    @staticmethod
+    def widen(model: Path) -> None:
+        """More rows than tokens, as Qwen's models have."""
+        from transformers import AutoModelForCausalLM
+
+        wider = AutoModelForCausalLM.from_pretrained(model)
+        wider.resize_token_embeddings(512, mean_resizing=False)
+        wider.save_pretrained(model)
 
     @staticmethod
     def lengthen(model: Path) -> None:

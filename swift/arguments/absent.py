@@ -136,7 +136,6 @@ FEATURES = (
         "teacher_model_revision teacher_model_type exist_ok max_concurrency",
         instead={
             "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-            "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
             "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine "
             "samples",
         },

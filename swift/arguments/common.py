@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from swift.data.arguments import StreamArguments
-from swift.flags import REQUIRED, flag, flags_of
+from swift.flags import REQUIRED, flag, flags_of, typed
 from swift.models.arguments import TunerArguments
 from swift.rollout.placement import has_own_engine
 from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
@@ -56,15 +56,15 @@ def model_missing(args: Any) -> Iterator[str]:
 
 
 def context_problems(args: Any) -> Iterator[str]:
-    """Models beside the policy that do not get its other context."""
-    name = "rope_scaling" if args.rope_scaling else "max_model_len"
-    given = f"--{name}: {getattr(args, name)}"
-    if args.rope_scaling or args.max_model_len:
-        if has_own_engine(args):
-            yield f"{given}: an engine reads the model's own config.json; write it there, or use --use_vllm false"
-        for other in ("teacher_model", "teacher_model_server"):
-            if value := getattr(args, other, None):
-                yield f"{given}: not with --{other} {value}, whose context may differ; write it into config.json"
+    """Models beside the policy that do not get its other context, or its new tokens."""
+    for name in ("rope_scaling", "max_model_len", "new_special_tokens"):
+        if value := getattr(args, name):
+            given = f"--{name}: {typed(value)}"
+            if has_own_engine(args):
+                yield f"{given}: an engine reads the files of --model alone; change them, or use --use_vllm false"
+            for other in ("teacher_model", "teacher_model_server"):
+                if getattr(args, other, None):
+                    yield f"{given}: not with --{other}, which does not get it; change the files of --model instead"
 
 
 def backend_problems(args: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.expert_quantisation import is_expert, quantising_experts
 from swift.models.multimodal import is_part, loads_whole, refuse_part, refuse_towers
+from swift.models.new_tokens import add_rows, require_trained_rows
 from swift.models.quantisation import (
     is_quantised,
     prepare_quantised,
@@ -100,6 +101,7 @@ def load_policy(
         freeze(model, args)
     else:
         model = add_adapter(model, source, args, HEADS[reward_head][1])
+    require_trained_rows(model, args)
     return model.train()
 
 
@@ -191,6 +193,7 @@ def load_base(
         model._weight_conversions = None  # it is saved as it is
     set_autocast(model, getattr(args, "autocast", None))
     _check_weights(folder, model, info, reward_head)
+    add_rows(model, args)
     if not model_dropout:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -369,6 +372,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         for folder in source.adapters:
             model = merge_in(model, folder)
         freeze(model, args)
+        require_trained_rows(model, args)
         return model
     task = HEADS[reward_head][1]
     if source.adapters:
@@ -382,6 +386,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         )
     if args.changes_base:
         check_ranks(policy, args)
+    require_trained_rows(policy, args)
     return policy
 
 

@@ -107,5 +107,5 @@ def test_an_adapter_keeps_the_context_that_it_was_trained_with(nano_folders, tmp
 def test_an_engine_with_the_models_own_config_is_refused():
     argv = ["--rlhf_type grpo --model m --dataset d --reward_funcs format --use_vllm true"]
     argv = argv_of({}, *argv, "--rope_scaling yarn --max_model_len 9")
-    with pytest.raises(ConfigError, match=r"--rope_scaling: yarn: an engine reads the model's own config"):
+    with pytest.raises(ConfigError, match=r"--rope_scaling: yarn: an engine reads the files of --model alone"):
         parse("rlhf", argv, {})
