@@ -1,6 +1,7 @@
 """`--predict_with_generate`: evaluation samples answers and compares them with those of the rows."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from statistics import mean
@@ -9,7 +10,7 @@ import pytest
 import torch
 from image_rows import Plain, data_url, turn
 from test_sft_run import sft
-from trl_runs import argv_of, losses, rows, written
+from trl_runs import argv_of, in_two, logged, losses, rows, written
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
@@ -90,6 +91,21 @@ def test_answers_about_images(vlm_folders, tmp_path, packed):
     text = plain.text(chat[:-1], add_generation_prompt=True)
     scores = [similarity(plain.likeliest(text, [data_url(number)], 8), "a b")["bleu-4"] for number in range(3)]
     assert [row["eval_bleu-4"] for row in found] == pytest.approx([mean(scores)] * 2)
+
+
+@pytest.mark.long
+@with_packages
+@pytest.mark.usefixtures("optional")
+def test_two_processes_share_the_answers(sft_argv, tmp_path):
+    chats = [{"messages": [turn("user", f"{number}?"), turn("assistant", "so a b so")]} for number in range(32)]
+    data, val = written(tmp_path / "data.jsonl", chats), written(tmp_path / "val.jsonl", chats[:5])
+    flags = f"--dataset {data} --val_dataset {val} --learning_rate 1e-2 --max_steps 12 --eval_steps 12"
+    flags += " --predict_with_generate true --max_new_tokens 12 --per_device_train_batch_size"
+    alone = sft(sft_argv(f"{flags} 8"))
+    path = os.pathsep.join([*filter(None, sys.path), str(OPTIONAL)])
+    both = in_two(parse("sft", sft_argv(f"{flags} 4"), {}), PYTHONPATH=path)
+    for name in ("eval_rouge-l", "eval_bleu-4"):
+        assert logged(both, name) == pytest.approx(logged(alone, name)) and min(logged(both, name).values()) > 0
 
 
 WRONG = [

@@ -58,6 +58,14 @@ def test_a_stream_ends_after_its_passes_is_saved_after_each_and_resumed_exactly(
     assert_goes_on_exactly(run_dir, lambda *more: parse("sft", [*argv, *more], {}), at=saved[0])
 
 
+@pytest.mark.long
+def test_two_processes_end_a_stream_together(sft_argv):
+    flags = "--streaming true --max_steps 50 --logging_steps 1 --max_epochs 2 --save_strategy epoch"
+    run_dir = in_two(parse("sft", sft_argv(flags), {}))
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [*range(1, 9)], "twice 64 rows, 16 a step"
+    assert [int(one.name.partition("-")[2]) for one in list_checkpoints(run_dir)] == [4, 8]
+
+
 @pytest.mark.parametrize("arch", ["qwen3_5_text", "qwen3_vl"])
 def test_a_step_without_padding_is_that_of_padded_rows_in_hybrids_and_models_that_see(sft_argv, tmp_path, arch):
     model = build_tiny(tmp_path / "model", arch=arch, size="nano")
