@@ -66,8 +66,8 @@ $(STAMPS)/package: setup.py $(STAMPS)/requirements
 	@touch $@
 
 # In a folder of its own, for the runs that ask for it: PEFT imports bitsandbytes wherever it is, which takes a second or two.
-$(STAMPS)/optional: requirements/optim.txt $(STAMPS)/package
-	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/optional -r requirements/optim.txt
+$(STAMPS)/optional: requirements/optim.txt requirements/answers.txt $(STAMPS)/package
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/optional -r requirements/optim.txt -r requirements/answers.txt
 	@touch $@
 
 # In a folder of its own, too: all that atroposlib asks for is a hundred megabytes that only some environments need.

@@ -16,7 +16,8 @@ EXTRAS = {
     "guided": ["guided"],
     "hub": ["hub"],
     "loggers": ["loggers"],
-    "all": ["vllm", "deepspeed", "ray", "optim", "guided", "hub", "loggers"],
+    "answers": ["answers"],
+    "all": ["vllm", "deepspeed", "ray", "optim", "guided", "hub", "loggers", "answers"],
     "dev": ["dev"],
 }
 """Files of requirements that each extra installs."""

@@ -7,13 +7,16 @@ with the rows of the method, and paths that are not below `--root` temporary fol
 plugin files and DeepSpeed configurations of the project are its own. A script that names its model by a path of its
 author's counts as one of texts.
 
-Packages that `--pretend` names seem installed. Per script: `ok`, `here` (refused for what this machine lacks: a package
-or an accelerator), `refused`, or `bad` (a traceback, or no answer in time), with the lines that the user sees.
+Placeholders such as `<num-labels>` are numbers or addresses, and datasets have the columns that reward functions of
+the script's plugins ask for. Packages that `--pretend` names seem installed. Per script: `ok`, `here` (refused for what
+this machine lacks: a package, an accelerator, a server), `refused`, or `bad` (a traceback, or no answer in time), with
+the lines that the user sees.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import io
 import json
@@ -38,6 +41,7 @@ from swift.flags import typed
 
 MODELS = ("model", "model_id_or_path", "ref_model", "reward_model", "teacher_model", "sft_model", "base_model")
 DATASETS = ("dataset", "val_dataset", "cached_dataset", "cached_val_dataset")
+PLUGINS = ("external_plugins", "custom_register_path", "plugin")
 FOLDERS = ("output_dir", "logging_dir")
 DROPPED = ("load_args", "model_type", "template", "use_hf", "hub_token")
 """Flags about the files that are exchanged."""
@@ -53,7 +57,8 @@ TOOLS = """{% if tools %}<|im_start|>system
 {% endif %}"""
 """A template that writes tools as those of Qwen do."""
 HERE = re.compile(
-    r"not installed|seem to be installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install",
+    r"not installed|seem to be installed|no accelerator|needs? (a|an NVIDIA|\d+) GPU|cannot be reached|pip install|"
+    r"Failed to connect",
     re.IGNORECASE,
 )
 SECONDS = 180
@@ -125,8 +130,18 @@ class Parts:
             build_tiny(path, size="script", arch=arch)
             if arch == "qwen3":
                 (path / "chat_template.jinja").write_text(TOOLS)
+                self.widen(path)
             self.lengthen(path)
         return path
+
+    @staticmethod
+    def widen(model: Path) -> None:
+        """More rows than tokens, as Qwen's models have."""
+        from transformers import AutoModelForCausalLM
+
+        wider = AutoModelForCausalLM.from_pretrained(model)
+        wider.resize_token_embeddings(512, mean_resizing=False)
+        wider.save_pretrained(model)
 
     @staticmethod
     def lengthen(model: Path) -> None:
@@ -135,12 +150,18 @@ class Parts:
             text = re.sub(r'("(max_position_embeddings|model_max_length)": )\d+', r"\g<1>262144", file.read_text())
             file.write_text(text)
 
-    def dataset(self, method: str, sees: bool, labels: int | None, columns: dict[str, str]) -> Path:
-        """`ROWS` rows of a method; `columns` are renamed by the script, so they have their old names."""
-        path = self.folder / f"{method}-{sees}-{labels}-{'-'.join(columns)}.jsonl"
+    def dataset(
+        self, method: str, sees: bool, labels: int | None, columns: dict[str, str], more: Sequence[str]
+    ) -> Path:
+        """`ROWS` rows of a method; `columns` are renamed by the script, so they have their old names.
+
+        more: further columns.
+        """
+        path = self.folder / f"{method}-{sees}-{labels}-{'-'.join([*columns, *more])}.jsonl"
         if not path.exists():
             rows = [row(method, sees, labels, at) for at in range(ROWS)]
             for one in rows:
+                one |= {name: "5" for name in more if name not in one}
                 one |= {old: one.pop(new, "5") for old, new in columns.items()}
             path.write_text("".join(json.dumps(one) + "\n" for one in rows))
         return path
@@ -194,7 +215,7 @@ def row(method: str, sees: bool, labels: int | None, at: int) -> dict[str, Any]:
 
 def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
     """The dry run of the one command of a script that trains; nothing if none does."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = filled(path.read_text(encoding="utf-8", errors="replace"))
     if not re.search(r"swift\s+(sft|pt|rlhf)\b|swift/cli/(sft|pt|rlhf)\.py", text):
         return
     model = re.search(r"--model(?:_id_or_path)?[ =]+(\S+)", text)
@@ -209,6 +230,22 @@ def tried(name: str, path: Path, parts: Parts) -> Iterator[Result]:
     yield Result(name, kind, *answered(words, {**platform, **script.environment}))
 
 
+def filled(text: str) -> str:
+    """A script with an address or a number for each of its placeholders."""
+    names = list(dict.fromkeys(re.findall(r"<([a-z][\w-]*)>", text)))
+    for number, name in enumerate(names, start=8):
+        text = text.replace(f"<{name}>", f"127.0.0.{number}" if name.endswith("ip") else str(number))
+    return text
+
+
+def asked_for(plugins: Sequence[str]) -> list[str]:
+    """The columns that the reward functions in these files name as parameters."""
+    trees = [ast.parse(Path(file).read_text()) for file in plugins if Path(file).is_file()]
+    calls = [one for tree in trees for one in ast.walk(tree) if getattr(one, "name", "") == "__call__"]
+    names = [[parameter.arg for parameter in call.args.args] for call in calls]
+    return sorted({name for one in names if "completions" in one for name in one} - {"self", "completions"})
+
+
 def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
     """The flags of a script, with our models, datasets and folders."""
     files = [why.partition(": a file of settings")[0] for name, why in script.lost if name == "config"]
@@ -216,6 +253,8 @@ def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
     settings += [(item.spelling, item.raw) for item in script.given]
     given = {name: show(raw) for name, raw in settings}
     columns = json.loads(given.get("columns", "{}"))
+    plugins = [word for name, raw in settings if name in PLUGINS for word in show(raw).split()]
+    more = asked_for(plugins) if script.mode == "rlhf" else []
     labels = 2 if given.get("task_type") in ("seq_cls", "reranker") else None
     if "torch_dtype" not in given:
         yield from ("--torch_dtype", "bfloat16")  # what it is on their machines
@@ -226,7 +265,7 @@ def words_of(script: shell.Script, parts: Parts, sees: bool) -> Iterator[str]:
         if name in MODELS:
             values = [str(parts.model(value)) for value in values]
         elif name in DATASETS:
-            values = [f"{parts.dataset(script.mode, sees, labels, columns)}{count(value)}" for value in values]
+            values = [f"{parts.dataset(script.mode, sees, labels, columns, more)}{count(value)}" for value in values]
         elif name in FOLDERS:
             values = [str(parts.folder / "output")]
         yield f"--{name}"

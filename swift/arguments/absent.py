@@ -109,12 +109,9 @@ FEATURES = (
         "swanlab_exp_name swanlab_mode swanlab_project swanlab_token swanlab_workspace",
     ),
     Feature(
-        "Generated answers and benchmarks during training",
-        "An evaluation measures the loss of `--val_dataset`; in grpo it samples answers and scores them.",
-        instead={
-            "predict_with_generate": "evaluation measures the loss; swift infer answers --val_dataset",
-            "eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation",
-        },
+        "Benchmarks during training",
+        "An evaluation measures the loss of `--val_dataset`; `--predict_with_generate` and grpo score answers.",
+        instead={"eval_use_evalscope": "benchmarks of EvalScope are not run; --val_dataset has rows for evaluation"},
     ),
     Feature(
         "Packed rows of other preference methods and reward models",
@@ -134,12 +131,11 @@ FEATURES = (
     Feature(
         "Other ways to load models",
         "A second model is named by its folder or hub id alone.",
-        flags="load_args load_data_args local_repo_path max_memory max_model_len merge_device_map model_kwargs "
-        "ref_adapters ref_model_revision ref_model_type reward_model_type rope_scaling teacher_adapters "
+        flags="load_args load_data_args local_repo_path max_memory merge_device_map model_kwargs "
+        "ref_adapters ref_model_revision ref_model_type reward_model_type teacher_adapters "
         "teacher_model_revision teacher_model_type exist_ok max_concurrency",
         instead={
             "device_map": "leave it out; --deepspeed zero3 or --fsdp full_shard shards a model",
-            "new_special_tokens": "add the tokens to tokenizer and embedding of --model with transformers first",
             "offload_teacher_model": "leave it out; in grpo --offload_model takes it to the host while an engine "
             "samples",
         },
@@ -151,10 +147,7 @@ FEATURES = (
         "eval_accumulation_steps eval_delay fsdp_config ignore_data_skip include_num_input_tokens_seen label_names "
         "label_smoothing_factor liger_loss logging_dir metric no_cuda profile resume_only_model save_on_each_node "
         "sequence_classification top_entropy torch_empty_cache_steps use_cpu zero_hpz_partition_size",
-        instead={
-            "hub_strategy": "leave it out; --push_to_hub uploads the model at the end",
-            "max_epochs": "use --num_train_epochs, or with --streaming true --max_steps",
-        },
+        instead={"hub_strategy": "leave it out; --push_to_hub uploads the model at the end"},
     ),
 )
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from swift.data.arguments import StreamArguments
-from swift.flags import REQUIRED, flag, flags_of
+from swift.flags import REQUIRED, flag, flags_of, typed
 from swift.models.arguments import TunerArguments
+from swift.rollout.placement import has_own_engine
 from swift.trainers.arguments import OptimizationArguments, RunArguments, TrainerArguments
 
 GROUPS = (
@@ -54,6 +55,18 @@ def model_missing(args: Any) -> Iterator[str]:
         yield "--model: missing: the mode needs a model; give --model <folder or hub id>, or --adapters"
 
 
+def context_problems(args: Any) -> Iterator[str]:
+    """Models beside the policy that do not get its other context, or its new tokens."""
+    for name in ("rope_scaling", "max_model_len", "new_special_tokens"):
+        if value := getattr(args, name):
+            given = f"--{name}: {typed(value)}"
+            if has_own_engine(args):
+                yield f"{given}: an engine reads the files of --model alone; change them, or use --use_vllm false"
+            for other in ("teacher_model", "teacher_model_server"):
+                if getattr(args, other, None):
+                    yield f"{given}: not with --{other}, which does not get it; change the files of --model instead"
+
+
 def backend_problems(args: Any) -> Iterator[str]:
     """Backends that exclude each other."""
     if args.use_vllm and args.use_lmdeploy:
@@ -77,7 +90,13 @@ def training_data_missing(args: Any) -> Iterator[str]:
     if args.max_steps <= 0:
         yield f"--max_steps: {args.max_steps}: a stream has no known end; give --max_steps, or --streaming false"
     for kind in ("save", "eval"):
-        if getattr(args, f"{kind}_strategy") == "epoch":
+        if getattr(args, f"{kind}_strategy") == "epoch" and hasattr(args, "max_epochs"):
+            if args.dataloader_num_workers > 1:
+                yield (
+                    f"--{kind}_strategy: epoch: other processes read the stream and see where an epoch ends; use "
+                    "--dataloader_num_workers 1"
+                )
+        elif getattr(args, f"{kind}_strategy") == "epoch":
             yield f"--{kind}_strategy: epoch: a stream has no epochs; use --{kind}_strategy steps --{kind}_steps N"
 
 
@@ -120,11 +139,17 @@ class TrainerModeArguments(
 ):
     """Settings of the modes whose trainer is TRL's or transformers'."""
 
+    max_epochs: int | None = flag(at_least=1, group="Optimization", everyday=False, unset="no limit")
+    """Number of passes over a stream that end the run before max_steps. The last rows are left out if they do not fill
+    a step."""
+
     load_from_cache_file: bool = flag(True, group="Data", everyday=False, resume="free")
     """Whether tokenised rows of an earlier run with equal rows and settings are used again."""
 
     def problems(self) -> Iterator[str]:
         yield from model_missing(self)
         yield from training_data_missing(self)
+        if self.max_epochs and not self.streaming:
+            yield f"--max_epochs: {self.max_epochs}: ends a stream of rows; use --num_train_epochs {self.max_epochs}"
         yield from float16_problems(self)
         yield from self.tuner_problems()

@@ -174,6 +174,12 @@ RULES: tuple[Rule, ...] = (
         "reward in reinforcement learning",
         lambda args, _: hasattr(args, "num_generations"),
     ),
+    Rule(
+        "metric_for_best_model",
+        "rouge-l",
+        "rouge-l with predict_with_generate",
+        lambda args, _: getattr(args, "predict_with_generate", False),
+    ),
     Rule("metric_for_best_model", "loss", "else loss"),
     Rule(
         "greater_is_better",

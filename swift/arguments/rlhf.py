@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from swift.arguments.bridges import bridge_problems
-from swift.arguments.common import CommonArguments, backend_problems, model_missing, training_data_missing
+from swift.arguments.common import (
+    CommonArguments,
+    backend_problems,
+    context_problems,
+    model_missing,
+    training_data_missing,
+)
 from swift.data.arguments import PromptArguments
 from swift.flags import REQUIRED, flag
 from swift.models.arguments import ModelArguments
@@ -115,6 +121,7 @@ class RLHFArguments(
         if self.weight_bridge is not None or self.force_restart:
             yield from bridge_problems(self)
         yield from self.tuner_problems()
+        yield from context_problems(self)
         yield from self._engine_problems()
         yield from self._objective_problems()
         yield from self._teacher_problems()

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from swift.arguments.common import TrainerModeArguments
 from swift.flags import flag
 from swift.models.labels import Labels, Problem
-from swift.trainers.arguments import ActivationArguments, RouterArguments
+from swift.trainers.arguments import MEASURED, ActivationArguments, RouterArguments
 
 LossScale = Literal[
     "default", "last_round", "all", "ignore_empty_think", "last_round+ignore_empty_think",
@@ -22,43 +22,24 @@ WEIGHTS = ("hermes", "react", "qwen")
 
 
 @dataclass(kw_only=True)
-class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerModeArguments):
-    """What `swift sft` and `swift pt` have in common."""
+class PackingArguments(TrainerModeArguments):
+    """Rows without padding."""
 
     GROUP: ClassVar[str] = "Data"
-    USUAL_DROPOUT: ClassVar[float] = 0.05
 
     max_length: int | None = flag(
         at_least=1, unset="the model's context, with packing 2048 tokens at most", resume="fixed"
     )
-    """Maximum length of a row in tokens. Longer chats are left out and counted."""
-
-    min_length: int | None = flag(at_least=1, everyday=False, unset="none", resume="fixed")
-    """Minimum length of a row in tokens. Shorter ones are left out and counted."""
-
-    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False, resume="fixed")
-    """Rows above max_length: left out, or cut at this side. Rows with images are left out in any case."""
+    """Maximum length of a row in tokens. Longer ones are left out and counted."""
 
     packing: bool = flag(False, resume="fixed")
     """Whether rows are put together to rows of packing_length tokens. They do not attend to each other."""
-
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
-        "bfd", values={"binpack": "bfd"}, needs="packing", everyday=False, resume="fixed"
-    )
-    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
-    wherever a packed row is full."""
 
     packing_length: int | None = flag(at_least=2, needs="packing", everyday=False, unset="max_length", resume="fixed")
     """Length of packed rows in tokens. With max_length too, rows over that are left out instead of cut."""
 
     padding_free: bool = flag(False, everyday=False, resume="fixed")
     """Whether a micro-batch is one stream of tokens without padding, as with packing."""
-
-    group_by_length: bool = flag(False, group="Optimization", everyday=False, resume="fixed")
-    """Whether a batch has rows of similar length, which saves padding."""
-
-    loss_type: Literal["nll", "dft"] = flag("nll", values={"loss_scale": "nll"}, group="Objective", everyday=False)
-    """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
 
     def notes(self) -> Iterator[str]:
         if self.packing and not (self.packing_length or self.max_length):
@@ -71,15 +52,43 @@ class LanguageModelingArguments(RouterArguments, ActivationArguments, TrainerMod
                 f"--torch_compile: true: --{which} true gives each batch a layout of its own, which would be compiled "
                 f"again and again; use --torch_compile false, or --{which} false"
             )
-        if self.group_by_length and (self.packing or self.streaming):
-            which = "streaming" if self.streaming else "packing"
-            why = "a stream is read in its own order" if self.streaming else "packed rows are equally long"
-            yield f"--group_by_length: true: {why}; use --group_by_length false, or --{which} false"
         if self.packing and (self.max_length or 0) > (self.packing_length or self.max_length or 0):
             yield (
                 f"--packing_length: {self.packing_length}: shorter than --max_length {self.max_length}; use "
                 f"--max_length {self.packing_length}"
             )
+
+
+@dataclass(kw_only=True)
+class LanguageModelingArguments(RouterArguments, ActivationArguments, PackingArguments):
+    """What `swift sft` and `swift pt` have in common."""
+
+    GROUP: ClassVar[str] = "Data"
+    USUAL_DROPOUT: ClassVar[float] = 0.05
+
+    min_length: int | None = flag(at_least=1, everyday=False, unset="none", resume="fixed")
+    """Minimum length of a row in tokens. Shorter ones are left out and counted."""
+
+    truncation_strategy: Literal["delete", "left", "right"] = flag("delete", everyday=False, resume="fixed")
+    """Rows above max_length: left out, or cut at this side. Rows with images are left out in any case."""
+
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = flag(
+        "bfd", values={"binpack": "bfd"}, needs="packing", everyday=False, resume="fixed"
+    )
+    """Packing: bfd keeps rows whole (best-fit decreasing). bfd_split cuts those over packing_length. wrapped cuts
+    wherever a packed row is full."""
+
+    group_by_length: bool = flag(False, group="Optimization", everyday=False, resume="fixed")
+    """Whether a batch has rows of similar length, which saves padding."""
+
+    loss_type: Literal["nll", "dft"] = flag("nll", values={"loss_scale": "nll"}, group="Objective", everyday=False)
+    """Loss: negative log-likelihood, or that of Dynamic Fine-Tuning (arXiv:2508.05629)."""
+
+    def problems(self) -> Iterator[str]:
+        if self.group_by_length and (self.packing or self.streaming):
+            which = "streaming" if self.streaming else "packing"
+            why = "a stream is read in its own order" if self.streaming else "packed rows are equally long"
+            yield f"--group_by_length: true: {why}; use --group_by_length false, or --{which} false"
         if self.packing and self.max_length == 1:
             yield "--max_length: 1: a packed row of one token predicts nothing; use --max_length 2048"
 
@@ -119,6 +128,15 @@ class SFTArguments(LanguageModelingArguments):
     completion_only_loss: bool | None = flag(everyday=False, unset="as loss_scale says", resume="fixed")
     """Whether the loss counts the last answer only. true is loss_scale last_round, false is all."""
 
+    predict_with_generate: bool = flag(False, group="Run", everyday=False, resume="free")
+    """Whether evaluation also answers each row, greedily, and compares the answer with the row's: rouge-1, rouge-2,
+    rouge-l and bleu-4 of words, in percent."""
+
+    max_new_tokens: int = flag(
+        64, at_least=1, group="Run", everyday=False, needs="predict_with_generate", resume="free"
+    )
+    """Maximum number of tokens of such an answer."""
+
     @property
     def loss_tokens(self) -> LossScale:
         """What the three settings come to."""
@@ -135,9 +153,23 @@ class SFTArguments(LanguageModelingArguments):
         for name, off in (("loss_type", "nll"), ("sequence_parallel_size", 1)):
             if (value := getattr(self, name)) != off and set(WEIGHTS) & set(self.loss_scale.split("+")):
                 yield f"--{name}: {value}: not with the weights of --loss_scale {self.loss_scale}; use {off}"
+        if self.predict_with_generate:
+            for obstacle in (text for text, holds in self._no_answers().items() if holds):
+                yield f"--predict_with_generate: true: {obstacle}, or --predict_with_generate false"
+        elif (self.metric_for_best_model or "").removeprefix("eval_") in MEASURED:
+            yield f"--metric_for_best_model: {self.metric_for_best_model}: needs --predict_with_generate true"
         given = {self.assistant_only_loss, self.completion_only_loss} - {None}
         if len(given) > 1:
             yield "--completion_only_loss: contradicts --assistant_only_loss: one of them is true; drop one of the two"
+
+    def _no_answers(self) -> dict[str, bool]:
+        """Why no answers can be sampled, and what to use: for each whether it holds."""
+        return {
+            "nothing is evaluated; give --val_dataset or --split_dataset_ratio": self.eval_strategy == "no",
+            f"--{self.sharded_by} shards the model; leave it out": bool(self.sharded_by),
+            "packed rows are cut; use --packing_strategy bfd": self.packing and self.packing_strategy != "bfd",
+            "rows are cut; use --truncation_strategy delete": self.truncation_strategy != "delete",
+        }
 
 
 @dataclass(kw_only=True)
@@ -160,7 +192,7 @@ class PTArguments(LanguageModelingArguments):
 
 
 @dataclass(kw_only=True)
-class ClassifierArguments(TrainerModeArguments):
+class ClassifierArguments(PackingArguments):
     """`swift sft --task_type seq_cls`: classifiers and regression, with a head of labels on the model."""
 
     GROUP: ClassVar[str] = "Objective"
@@ -177,9 +209,6 @@ class ClassifierArguments(TrainerModeArguments):
         unset="regression with one label, else single_label_classification", resume="fixed"
     )
     """Loss: cross-entropy of one class of a row, binary cross-entropy of each of several, or mean squared error."""
-
-    max_length: int | None = flag(at_least=1, group="Data", unset="the model's context", resume="fixed")
-    """Maximum length of a text in tokens. Longer rows are left out and counted."""
 
     truncation_strategy: Literal["delete", "left", "right"] = flag(
         "delete", group="Data", everyday=False, resume="fixed"

@@ -90,6 +90,11 @@ class ExampleStream(Generic[Item]):
             join_problems(too_many_bad(bad, len(rows), self._specs[index], args))
         self._enter(0, 0)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last item."""
+        return self._epoch
+
     def next(self) -> Item:
         """The item of the next row; a new epoch begins where the rows end."""
         while True:
@@ -102,6 +107,10 @@ class ExampleStream(Generic[Item]):
             if item is not None:
                 self._num_items += 1
                 return item
+
+    def enter(self, epoch: int) -> None:
+        """Goes to the beginning of an epoch."""
+        self._enter(epoch, 0)
 
     def skip_to_epoch_end(self) -> None:
         """Goes to the next epoch unless one has just begun."""

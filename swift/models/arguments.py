@@ -133,6 +133,17 @@ class TunerArguments(ImageArguments, QuantArguments):
     USUAL_DROPOUT: ClassVar[float] = 0.0
     """The default of `lora_dropout`. Adapters on parameters leave it out; any other rate is refused there."""
 
+    rope_scaling: str | None = flag(everyday=False, unset="as config.json has it", resume="fixed")
+    """Scaling of RoPE for a longer context: yarn or linear, by the factor that max_model_len needs, or JSON of
+    transformers' rope_parameters, such as `{"rope_type": "yarn", "factor": 4}`."""
+
+    max_model_len: int | None = flag(at_least=1, everyday=False, unset="as config.json has it", resume="fixed")
+    """Context of the model in tokens; above its own with rope_scaling."""
+
+    new_special_tokens: list[str] = flag([], everyday=False, secret=False, resume="fixed")
+    """Special tokens that tokenizer and model get, or text files (.txt) of them. Embedding and output layer have to be
+    trained: modules_to_save, or tuner_type full."""
+
     tuner_type: Literal["lora", "full", "vera", "ia3", "boft", "miss"] = flag(
         "lora", aliases=("train_type",), values={"bone": "miss", "lora_llm": "lora"}, resume="fixed"
     )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from swift.errors import ConfigError, ResourceError, first_line, join_problems, suggest, unusable
 from swift.models.expert_quantisation import is_expert, quantising_experts
 from swift.models.multimodal import is_part, loads_whole, refuse_part, refuse_towers
+from swift.models.new_tokens import add_rows, require_trained_rows
 from swift.models.quantisation import (
     is_quantised,
     prepare_quantised,
@@ -29,6 +30,7 @@ from swift.models.quantisation import (
     quantise_without_numbers,
     unpacked,
 )
+from swift.models.rope import lengthen
 from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
@@ -99,6 +101,7 @@ def load_policy(
         freeze(model, args)
     else:
         model = add_adapter(model, source, args, HEADS[reward_head][1])
+    require_trained_rows(model, args)
     return model.train()
 
 
@@ -190,6 +193,7 @@ def load_base(
         model._weight_conversions = None  # it is saved as it is
     set_autocast(model, getattr(args, "autocast", None))
     _check_weights(folder, model, info, reward_head)
+    add_rows(model, args)
     if not model_dropout:
         for module in model.modules():
             if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -244,7 +248,7 @@ def _attention_for(config: Any, wanted: str) -> str:
 
 
 def load_config(folder: Path, args: CheckpointArguments) -> Any:
-    """The architecture's config; `--model_type` replaces the one written in config.json.
+    """The architecture's config; `--model_type` replaces the one written in config.json, `lengthen` its context.
 
     Raises:
         ConfigError: an architecture that transformers lacks, that needs repository code, or is multimodal.
@@ -266,8 +270,11 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
             )
     with unusable(f"--model: {folder}: config.json cannot be used"):
         if args.model_type and model_type != written.get("model_type"):
-            return CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
-        return AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
+            config = CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=args.trust_remote_code, local_files_only=True)
+    lengthen(config, args)
+    return config
 
 
 def is_of_transformers(config: Any) -> bool:
@@ -365,6 +372,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         for folder in source.adapters:
             model = merge_in(model, folder)
         freeze(model, args)
+        require_trained_rows(model, args)
         return model
     task = HEADS[reward_head][1]
     if source.adapters:
@@ -378,6 +386,7 @@ def check_policy(args: TunerArguments, reward_head: Head | None = None, *, weigh
         )
     if args.changes_base:
         check_ranks(policy, args)
+    require_trained_rows(policy, args)
     return policy
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, RefusedChat, attributed_to, counted, packages_for, suggest, unusable
 from swift.models.instruct_templates import in_place
 from swift.models.multimodal import loads_whole, no_tower
+from swift.models.new_tokens import new_tokens
 from swift.models.policy import load_config
 from swift.models.source import find_other, has_tokenizer, locate
 from swift.models.template import PlainText, Template, load_template
@@ -175,12 +176,14 @@ def require_same_tokens(name: str, tokenizer: PreTrainedTokenizerBase, args: Che
 
 def _read(folder: str | Path, args: CheckpointArguments) -> PreTrainedTokenizerBase:
     """`read_tokenizer` with the settings."""
-    return read_tokenizer(
+    tokenizer = read_tokenizer(
         folder,
         template=args.template,
         trust_remote_code=args.trust_remote_code,
         special_tokens=getattr(args, "special_tokens", {}),
     )
+    tokenizer.add_tokens(new_tokens(args), special_tokens=True)
+    return tokenizer
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str], flag: str) -> list[int]:

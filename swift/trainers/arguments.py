@@ -36,6 +36,9 @@ OPTIMIZER_PACKAGES = {
 }
 """The packages that optimizers come from, other than PyTorch."""
 
+MEASURED = ("rouge-1", "rouge-2", "rouge-l", "bleu-4")
+"""Metrics of `--predict_with_generate`."""
+
 CUT_AGAIN = ("adamw_torch_fused", "adamw_torch")
 """Optimizers whose state can be cut in another way, and by ZeRO for another number of processes."""
 

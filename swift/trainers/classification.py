@@ -2,6 +2,7 @@
 
 A text is a prompt as the model would be asked to continue it, or a finished chat; without a chat template, the contents
 of its messages as they are. A decoder reads its label off the last token that is no padding, an encoder off its first.
+With `--packing` or `--padding_free`, a decoder computes rows as one stream, in which they do not attend to each other.
 
 The losses are transformers': cross-entropy, binary cross-entropy of each label, mean squared error. They are divided by
 the labels of the whole optimizer step, so that neither accumulation nor processes change the gradient.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -21,12 +23,14 @@ from torch.nn import functional
 
 from swift.data.labels import LABEL
 from swift.errors import ConfigError, RefusedChat
+from swift.models.attention.interface import transformers_model
 from swift.models.labels import Labels
 from swift.models.template import Template
 from swift.models.vision import vision_of
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.images import ImageCollator
 from swift.trainers.rows import IGNORED, Encoder, counts
+from swift.trainers.sft_packing import Packing, best_fit, keeps_apart, layout_of, packed_length
 from swift.trainers.splits import encode_splits
 from swift.trainers.trl.method import Encoded, Method
 
@@ -86,8 +90,12 @@ def encode(args: Any, template: Template) -> Encoded:
     from swift.models.policy import context_length
 
     lines = [] if template.tokenizer.chat_template or args.use_chat_template is False else [WITHOUT_TEMPLATE]
-    encoder = LabelEncoder(template, args.max_length or context_length(args), args.labels, args.truncation_strategy)
-    train, val, more = encode_splits(args, encoder, "class")
+    length, packing = args.max_length or context_length(args), None
+    if args.packing:
+        packing = LabelPacking("bfd", packed_length(args, length))
+        length = min(length or packing.length, packing.length)
+    encoder = LabelEncoder(template, length, args.labels, args.truncation_strategy)
+    train, val, more = encode_splits(args, encoder, "class", packing=packing)
     return train, val, [*lines, *more]
 
 
@@ -115,14 +123,44 @@ def load_template(args: Any) -> Template:
     return load_chat(args, plain=not rendered, ends=False)
 
 
-class LabelCollator:
-    """Pads rows on the right; labels as the loss needs them: int64 [B] of classes, else float32 [B, labels]."""
+@dataclass(frozen=True, slots=True)
+class LabelPacking(Packing):
+    """Rows of at most `length` tokens together; each column of a packed row has a list for each of them."""
 
-    def __init__(self, pad_token_id: int, labels: Labels) -> None:
-        self.pad_token_id, self.labels = pad_token_id, labels
+    def __call__(self, table: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """As `Packing`."""
+        from datasets import Features, List, Value
+
+        features = Features({"input_ids": List(List(Value("int64"))), "labels": List(List(Value("float64")))})
+        return table.map(self.pack, batched=True, features=features, **(options or {}))
+
+    def pack(self, rows: Mapping[str, Sequence[Any]]) -> dict[str, list[list[Any]]]:
+        """A batch of rows, packed.
+
+        >>> LabelPacking("bfd", 4).pack({"input_ids": [[1, 2, 3], [4], [5]], "labels": [[0.0], [1.0], [2.0]]})
+        {'input_ids': [[[1, 2, 3], [4]], [[5]]], 'labels': [[[0.0], [1.0]], [[2.0]]]}
+        """
+        packs = best_fit(list(map(len, rows["input_ids"])), self.length)
+        return {name: [[values[index] for index in pack] for pack in packs] for name, values in rows.items()}
+
+
+class LabelCollator:
+    """Pads rows on the right; labels as the loss needs them: int64 [B] of classes, else float32 [B, labels].
+
+    packed: whether a row has several. streams: whether they become a stream [1, T] instead, with `bounds` [B + 1] of
+    rows as `cu_seq_lens_q`, and as `read` [B] the places that labels are read off.
+    """
+
+    def __init__(self, pad_token_id: int, labels: Labels, *, packed: bool = False, streams: bool = False) -> None:
+        self.pad_token_id, self.labels, self.packed, self.streams = pad_token_id, labels, packed, streams
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch."""
+        if self.packed and isinstance(rows[0]["input_ids"][0], list):  # not of evaluation
+            pairs = [zip(row["input_ids"], row["labels"], strict=True) for row in rows]
+            rows = [{"input_ids": ids, "labels": label} for ids, label in chain.from_iterable(pairs)]
+        if self.streams:
+            return self._stream([row["input_ids"] for row in rows], self._labels([row["labels"] for row in rows]))
         width = max(len(row["input_ids"]) for row in rows)
         ids = torch.full((len(rows), width), self.pad_token_id)
         mask = torch.zeros_like(ids)
@@ -130,6 +168,17 @@ class LabelCollator:
             ids[index, : len(row["input_ids"])] = torch.tensor(row["input_ids"])
             mask[index, : len(row["input_ids"])] = 1
         return {"input_ids": ids, "attention_mask": mask, "labels": self._labels([row["labels"] for row in rows])}
+
+    def _stream(self, rows: Sequence[list[int]], labels: Tensor) -> dict[str, Tensor]:
+        bounds = torch.tensor([0, *accumulate(map(len, rows))])
+        last = [max((at for at, token in enumerate(row) if token != self.pad_token_id), default=0) for row in rows]
+        return {
+            "labels": labels,  # first: Trainer takes the number of rows from it
+            "input_ids": torch.tensor([list(chain.from_iterable(rows))]),
+            "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None],
+            "cu_seq_lens_q": bounds,
+            "read": bounds[:-1] + torch.tensor(last),
+        }
 
     def _labels(self, given: Sequence[Sequence[float]]) -> Tensor:
         if self.labels.problem == "regression":
@@ -168,13 +217,17 @@ def metrics_of(prediction: Any, *, problem: str) -> dict[str, float]:
 
 
 class LabelTrainer(AtomicTrainer):
-    """Trainer with the batches, loss and metrics of a classifier; its head skips padding by the token of batches."""
+    """Trainer with the batches, loss and metrics of a classifier; its head skips padding by the token of batches.
 
-    def __init__(self, *, labels: Labels, **arguments: Any) -> None:
+    packed, streams: see `LabelCollator`.
+    """
+
+    def __init__(self, *, labels: Labels, packed: bool = False, streams: bool = False, **arguments: Any) -> None:
         pad_token_id = arguments["processing_class"].pad_token_id
         config = arguments["model"].config
         config.pad_token_id = config.get_text_config().pad_token_id = pad_token_id
-        collator, vision = LabelCollator(pad_token_id, labels), vision_of(arguments["model"])
+        collator = LabelCollator(pad_token_id, labels, packed=packed, streams=streams)
+        vision = vision_of(arguments["model"])
         super().__init__(
             data_collator=collator if vision is None else ImageCollator(collator, vision),
             compute_loss_func=functools.partial(loss_of, problem=labels.problem),
@@ -182,9 +235,29 @@ class LabelTrainer(AtomicTrainer):
             **arguments,
         )
 
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
+        """As Trainer's; the head's values for all tokens of a stream become those of its rows."""
+        if "cu_seq_lens_q" not in inputs:
+            return super().compute_loss(model, inputs, *arguments, **named)
+        bounds, read = inputs.pop("cu_seq_lens_q"), inputs.pop("read")
+        layout = layout_of(bounds, inputs["input_ids"], vision_of(self.model))
+        values: list[Tensor] = []
+        hook = transformers_model(model).score.register_forward_hook(lambda _, ids, made: values.append(made))
+
+        def streamed(**given: Any) -> Any:
+            output = model(**given, attention_layout=layout, use_cache=False)
+            output["logits"] = values.pop()[0, read]
+            return output
+
+        try:
+            return super().compute_loss(streamed, inputs, *arguments, **named)
+        finally:
+            hook.remove()
+
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:
-    return {"labels": args.labels}
+    streams = (args.packing or args.padding_free) and keeps_apart(model, args)
+    return {"labels": args.labels, "packed": args.packing, "streams": streams}
 
 
 SEQ_CLS = Method(

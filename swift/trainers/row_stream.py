@@ -1,6 +1,7 @@
 """Rows of a method that are read and tokenised while training.
 
-A stream is endless and depends on files and settings only. A resumed run reads it again up to its position.
+A stream depends on files and settings only, and is endless without `--max_epochs`. A resumed run reads it again up to
+its position.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from swift.data.loading import Example, Purpose
@@ -31,7 +32,7 @@ WARNED_COUNTS = tuple(10**power for power in range(12))
 
 @dataclass
 class RowStream:
-    """Each call opens the stream from its beginning; rows left out are counted in `left_out`."""
+    """Each call opens the stream at the beginning of an epoch; rows left out are counted in `left_out`."""
 
     args: StreamArguments
     encoder: Encoder
@@ -43,11 +44,15 @@ class RowStream:
         sees = self.encoder.template.vision is not None
         return ExampleStream(self.args, self.encoded, purpose=self.purpose, images=sees)
 
-    def __call__(self) -> Iterator[dict[str, Any]]:
-        """The encoded rows, one by one."""
+    def __call__(self, epoch: int) -> Iterator[dict[str, Any]]:
+        """The encoded rows of an epoch, one by one."""
         stream, num_bad = self.open(), 0
+        stream.enter(epoch)
         while True:
-            yield from stream.next()
+            rows = stream.next()
+            if stream.epoch > epoch:
+                return
+            yield from rows
             if stream.report.num_skipped > num_bad:
                 num_bad = stream.report.num_skipped
                 if num_bad in WARNED_COUNTS:
@@ -75,8 +80,37 @@ class RowStream:
             logger.warning("stream: %s: left out: %s; %d rows so far", origin, problem, count)
 
 
-def open_stream(rows: RowStream, packing: Packing | None) -> tuple[IterableDataset, list[str]]:
-    """The stream as a dataset, packed if `packing` is given, and lines to print about its columns.
+@dataclass
+class Epochs:
+    """The rows of the first `limit` epochs of a stream, each packed by itself if `packing` is given.
+
+    ends: how many rows the first epoch has, the first two, and so on, as far as the stream has been read.
+    """
+
+    rows: RowStream
+    packing: Packing | None
+    limit: int | None = None
+    ends: list[int] = field(default_factory=list)
+
+    def __call__(self) -> Iterator[dict[str, Any]]:
+        """The rows, one by one."""
+        number, self.ends[:] = 0, []
+        for epoch in count() if self.limit is None else range(self.limit):
+            for row in self._packed(epoch) if self.packing else self.rows(epoch):
+                number += 1
+                yield row
+            self.ends.append(number)
+
+    def _packed(self, epoch: int) -> Any:
+        from datasets import IterableDataset
+
+        features = features_of(self.rows.encoder.columns)
+        rows = IterableDataset.from_generator(self.rows, features, gen_kwargs={"epoch": epoch})
+        return self.packing(rows)  # type: ignore[misc]
+
+
+def open_stream(rows: RowStream, packing: Packing | None, limit: int | None) -> tuple[IterableDataset, list[str]]:
+    """The stream as a dataset, whose attribute `ends` is that of `Epochs`, and lines to print about its columns.
 
     Raises:
         ConfigError, ResourceError: for problems of the first rows.
@@ -84,5 +118,7 @@ def open_stream(rows: RowStream, packing: Packing | None) -> tuple[IterableDatas
     from datasets import IterableDataset
 
     lines = rows.open().report.lines()
-    stream = IterableDataset.from_generator(rows, features=features_of(rows.encoder.columns))
-    return (packing(stream) if packing else stream), [*lines, "train: a stream of rows"]
+    epochs = Epochs(rows, packing, limit)
+    stream: Any = IterableDataset.from_generator(epochs, None if packing else features_of(rows.encoder.columns))
+    stream.ends = epochs.ends
+    return stream, [*lines, "train: a stream of rows"]

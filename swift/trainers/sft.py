@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from swift.errors import ConfigError, RefusedChat
 from swift.models.instruct_templates import shows_input
 from swift.startup import collector_resting
+from swift.trainers.answers import AnswerEncoder, AnswersRows
+from swift.trainers.arguments import MEASURED
 from swift.trainers.loss_weights import WeightedTokens, named
 from swift.trainers.sft_packing import PackedRows, Packing, keeps_apart, packed_length
 from swift.trainers.trl.method import Encoded, Method, load_texts
+from swift.types import SamplingParams
 
 if TYPE_CHECKING:
     from swift.data.loading import Purpose
@@ -54,7 +57,8 @@ def encode(args: Any, template: Template, *, purpose: Purpose) -> Encoded:
     loss, notes = ("all", []) if purpose == "text" else loss_of(args, template)
     cut = args.packing and args.packing_strategy != "bfd" and not (args.max_length and args.packing_length)
     encoder = ChatEncoder(template, None if cut else length, loss, args.truncation_strategy, args.min_length or 0)
-    train, val, lines = encode_splits(args, encoder, purpose, packing=packing, packs_val=cut)
+    answers = AnswerEncoder(**vars(encoder)) if getattr(args, "predict_with_generate", False) else None
+    train, val, lines = encode_splits(args, encoder, purpose, held_out=answers, packing=packing, packs_val=cut)
     return train, val, [*notes, *lines]
 
 
@@ -108,7 +112,9 @@ def loss_of(args: Any, template: Template) -> tuple[str, list[str]]:
 
 
 def _parts(args: Any, model: Any) -> dict[str, Any]:
-    parts = {"weighs": True} if named(getattr(args, "loss_tokens", "")) else {}
+    parts: dict[str, Any] = {"weighs": True} if named(getattr(args, "loss_tokens", "")) else {}
+    if getattr(args, "predict_with_generate", False):
+        parts["sampling"] = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=0)
     if args.packing or args.padding_free:
         parts["apart"] = keeps_apart(model, args)
     return parts
@@ -137,9 +143,10 @@ SFT = Method(
     options=_options,
     parts=_parts,
     parting=lambda args: "rows",
-    overrides=(PackedRows, WeightedTokens),
+    overrides=(PackedRows, WeightedTokens, AnswersRows),
     logged=("mean_token_accuracy", "aux_loss"),
-    measured=("entropy", "num_tokens"),
+    measured=("entropy", "num_tokens", *MEASURED),
+    shown=(("rouge-l", "ROUGE-L"),),
 )
 
 

@@ -8,6 +8,7 @@ reads a stream from left to right, such as one with linear attention, gets the r
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -71,6 +72,25 @@ class Packing:
         for start, stop in pairwise(sorted({*ends, *starts})):
             packed["seq_lengths"][start // self.length].append(stop - start)
         return packed
+
+
+def best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Numbers of rows of these sizes, packed by best-fit decreasing; a larger one has a pack of its own.
+
+    >>> best_fit([3, 2, 2], 4)
+    [[0], [1, 2]]
+    """
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # left in a pack, and its number
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        place = bisect_left(rooms, (sizes[index],))
+        if place == len(rooms):
+            rooms.append((length, len(packs)))
+            packs.append([])
+        room, number = rooms.pop(place)
+        packs[number].append(index)
+        insort(rooms, (room - sizes[index], number))
+    return packs
 
 
 def keeps_apart(model: nn.Module, args: Any, choose: Callable[[nn.Module], str | None] = choose_attention) -> bool:

@@ -41,7 +41,7 @@ def encode_splits(
         "strict": args.strict,
     }
     if getattr(args, "streaming", False):
-        train, lines = open_stream(RowStream(args, encoder, purpose), packing)
+        train, lines = open_stream(RowStream(args, encoder, purpose), packing, args.max_epochs)
     else:
         rows = load_rows(args, "train", purpose=purpose, images=sees)
         train, report = encode_table(rows.examples, encoder, packing=packing, **options)

@@ -57,10 +57,9 @@ def test_the_page_is_current():
     ("command", "flag", "value"),
     [
         ("sft", "to_cached_dataset", "true"),
-        ("sft", "predict_with_generate", "true"),
         ("sft", "eval_use_evalscope", "true"),
-        ("sft", "new_special_tokens", "<a>"),
-        ("sft", "max_epochs", "3"),
+        ("sft", "tools_prompt", "react"),
+        ("sft", "eval_delay", "3"),
         ("sft", "device_map", "auto"),
         ("rlhf --rlhf_type gkd --teacher_model m", "offload_teacher_model", "true"),
         ("sft", "hub_strategy", "checkpoint"),

@@ -353,7 +353,7 @@ FLAGS = [
         ["--reward_funcs: environment: nothing rewards", "give --rollout_source, --gym_env"],
     ),
     ("--reward_funcs environment --rollout_func f.py:g", ["--reward_funcs: environment: nothing rewards"]),
-    ("--packing_length 8", ["--packing_length: 8: not a flag of swift rlhf; a flag of: sft, pt"]),
+    ("--packing_length 8", ["--packing_length: 8: not a flag of swift rlhf; a flag of: sft, sft --task_type"]),
     ("--result_path x.jsonl", ["--result_path: x.jsonl: not a flag of swift rlhf", "infer"]),
     *(
         (f"--optim {name}", [f"--optim: {name}: not a choice"])
@@ -365,7 +365,7 @@ FLAGS = [
     ),
     *((f"--profile_steps {steps}", [f"--profile_steps: {steps}: not FIRST:LAST"]) for steps in ("3", "5:3", "0:2")),
     ("--device_groups a", ["--device_groups: a: known in ms-swift, not supported here"]),
-    ("--predict_with_generate true", ["--predict_with_generate: true: known in", "swift infer answers --val_dataset"]),
+    ("--predict_with_generate true", ["--predict_with_generate: true: not a flag of swift rlhf; a flag of: sft"]),
     (
         "--eval_use_evalscope true --eval_limit 10",
         ["--eval_use_evalscope: true: known in ms-swift, not supported here"],

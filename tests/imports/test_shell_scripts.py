@@ -177,9 +177,23 @@ def test_a_script_says_what_the_shell_would_say(name, place):
     assert "hunter2" not in str(ours)
 
 
+NODE = "NNODES=2 NODE_RANK={} MASTER_ADDR={} swift sft --model nano --dataset {}\n"
+
+
+def test_of_the_commands_of_several_nodes_the_first_is_taken(place):
+    (place / "theirs.sh").write_text(NODE.format(0, "127.0.0.1", "rows.jsonl") + NODE.format(1, "m", "rows.jsonl"))
+    imported = import_file("theirs.sh")
+    ours = yaml.safe_load(imported.to_yaml("theirs.sh", "ours.yaml"))
+    assert ours["ENV"] == {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    (note,) = [why for key, fate, why in imported.draft.lines if key == "NODE_RANK" and fate == "no counterpart"]
+    assert "1: of other nodes, which start the same command" in note
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (NODE.format(0, "m", "rows.jsonl") + NODE.format(1, "m", "pairs.jsonl"), "swift sft, swift sft: a script"),
+        (NODE.format(0, "m", "rows.jsonl") * 2, "swift sft, swift sft: a script"),
         ("swift sft \\\n  --model m \\\n  # a comment\n  --dataset d\n", "--dataset: no command precedes it"),
         ("axolotl train config.yml\n", "axolotl train config.yml: its settings are in a file; give that file"),
         ("python train.py --model m\n", "none: a script is imported if one command of it trains"),

@@ -47,11 +47,15 @@ def plain_logits(plain, head, row):
 
 
 @pytest.mark.parametrize(
-    "family",
-    [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in vlms.FAMILIES],
+    ("family", "way"),
+    [
+        *((one, "") if one in SHORT else pytest.param(one, "", marks=pytest.mark.long) for one in vlms.FAMILIES),
+        *(("qwen3_vl", way) for way in ("--padding_free true", "--packing true --packing_length 512")),
+    ],
 )
-def test_a_classifier_is_that_of_plain_rows(family, settings, vlm_folders, tmp_path):
-    trainer = trainer_of(settings(TOWERS, family=family), tmp_path / "run")
+def test_a_classifier_is_that_of_plain_rows(family, way, settings, vlm_folders, tmp_path):
+    trainer = trainer_of(settings(TOWERS, way.split(), family=family), tmp_path / "run")
+    assert len(trainer.train_dataset) == (1 if "packing true" in way else 3)
     loss = trainer.compute_loss(trainer.model, trainer.data_collator(list(trainer.train_dataset)))
     loss.backward()
     plain = Plain(vlm_folders(family))

@@ -164,10 +164,51 @@ def test_metrics_count_rows_and_labels():
         ("--num_labels 1 --problem_type single_label_classification", "--num_labels: 1: one class teaches nothing"),
         ("--use_chat_template false --template chatml", "--template: chatml: contradicts --use_chat_template false"),
         ("--metric_for_best_model mse", "--metric_for_best_model: mse: not measured; there are: accuracy, loss"),
-        ("--packing true", "--packing: true: not a flag of swift sft --task_type seq_cls"),
+        ("--packing_strategy wrapped", "--packing_strategy: wrapped: not a flag of swift sft --task_type seq_cls"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(settings, capsys, flags, line):
     with pytest.raises(ConfigError) as refused:
         trained(settings(SINGLE, flags, "--strict true"))
     assert line in str(refused.value)
+
+
+def gradients(trainer, rows):
+    """Loss of rows, and its gradients."""
+    trainer.model.zero_grad()
+    batch = trainer.data_collator(rows)
+    loss = trainer.compute_loss(trainer.model.train(), trainer._prepare_inputs(batch))
+    loss.backward()
+    named = trainer.model.named_parameters()
+    return float(loss.detach()), {name: one.grad.clone() for name, one in named if one.grad is not None}, batch
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+@pytest.mark.parametrize("problem", [SINGLE, MULTI, VALUE])
+@pytest.mark.parametrize("way", ["--padding_free true", "--packing true --packing_length 200"])
+def test_streams_have_the_loss_and_gradient_of_padded_rows(settings, tmp_path, problem, tuner, way):
+    flags = f"--tuner_type {tuner} --lora_dropout 0 --dataset_shuffle false --load_from_cache_file false"
+    plain = trainer_of(settings(problem, flags), tmp_path / "plain")
+    stream = trainer_of(settings(problem, flags, way), tmp_path / "stream")
+    rows = list(stream.train_dataset)
+    ids = [one for row in rows for one in (row["input_ids"] if "packing true" in way else [row["input_ids"]])]
+    order = [next(row for row in plain.train_dataset if row["input_ids"] == one) for one in ids]
+    assert len(order) == 16 and (len(rows) < 16) == ("packing true" in way)
+    stream.model.load_state_dict(plain.model.state_dict())
+    found, ours, batch = gradients(stream, rows)
+    expected, theirs, _ = gradients(plain, order)
+    assert batch["input_ids"].shape == (1, sum(map(len, ids)))
+    assert found == pytest.approx(expected, abs=1e-5) and ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-5) for name in theirs)
+
+
+def test_a_packed_classifier_is_evaluated_as_a_padded_one_and_resumed_exactly(settings):
+    flags = (
+        "--split_dataset_ratio 0.3 --eval_steps 2 --max_steps 4 --learning_rate 1e-30 --per_device_eval_batch_size 3"
+    )
+    plain, packed = (
+        trained(settings(SINGLE, flags, way)) for way in ("--padding_free false", "--packing true --packing_length 64")
+    )
+    for name in ("eval_loss", "eval_accuracy"):
+        assert logged(packed, name) == pytest.approx(logged(plain, name), abs=1e-5)
+    assert_resumes_exactly(lambda *more: settings(SINGLE, "--packing true --packing_length 64 --max_steps 4", *more))

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 from test_sft_run import sft
-from trl_runs import argv_of, assert_resumes_exactly, in_two, rows, weights
+from trl_runs import argv_of, assert_goes_on_exactly, assert_resumes_exactly, in_two, rows, weights
 
 from swift.arguments import parse
 from swift.errors import ConfigError, ResourceError
@@ -15,6 +15,7 @@ from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.models.tiny import build_tiny
 from swift.models.vision import FILES
+from swift.trainers.checkpoint import list_checkpoints
 from swift.trainers.grpo.run import run as run_grpo
 from swift.trainers.trl.run import run
 
@@ -37,6 +38,32 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(sft_argv, flags):
     """The stream of 12 steps goes through its 64 rows one and a half times."""
     argv = sft_argv(flags.split(), "--logging_steps 1 --neftune_noise_alpha 5")
     assert_resumes_exactly(lambda *more: parse("sft", [*argv, *more], {}), at=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "saved"),
+    [("--max_epochs 2", 5, [3, 5]), ("--packing true --max_length 64 --max_epochs 3", 4, [2, 3, 4])],
+)
+def test_a_stream_ends_after_its_passes_is_saved_after_each_and_resumed_exactly(sft_argv, sums, flags, steps, saved):
+    """64 rows, 24 a step: the first pass ends in the third of five steps, and 8 rows are left; packed they are 32."""
+    batch = (
+        "--per_device_train_batch_size 8 --gradient_accumulation_steps 3 --save_strategy epoch --eval_strategy epoch"
+    )
+    argv = sft_argv(flags, batch, "--streaming true --max_steps 50 --logging_steps 1", f"--val_dataset {sums}#4")
+    run_dir = sft(argv)
+    found = rows(run_dir / "logging.jsonl")
+    assert [row["step"] for row in found if "loss" in row] == [*range(1, steps + 1)]
+    assert [row["step"] for row in found if "eval_loss" in row] == saved
+    assert [int(one.name.partition("-")[2]) for one in list_checkpoints(run_dir)] == saved
+    assert_goes_on_exactly(run_dir, lambda *more: parse("sft", [*argv, *more], {}), at=saved[0])
+
+
+@pytest.mark.long
+def test_two_processes_end_a_stream_together(sft_argv):
+    flags = "--streaming true --max_steps 50 --logging_steps 1 --max_epochs 2 --save_strategy epoch"
+    run_dir = in_two(parse("sft", sft_argv(flags), {}))
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [*range(1, 9)], "twice 64 rows, 16 a step"
+    assert [int(one.name.partition("-")[2]) for one in list_checkpoints(run_dir)] == [4, 8]
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5_text", "qwen3_vl"])
@@ -163,6 +190,12 @@ WRONG = [
     ("sft", "--packing true --group_by_length true", "--group_by_length: true: packed rows are equally long"),
     ("sft", "--streaming true", "--max_steps: -1: a stream has no known end"),
     ("sft", "--streaming true --max_steps 3 --split_dataset_ratio 0.5", "a stream cannot be split"),
+    ("sft", "--max_epochs 2", "--max_epochs: 2: .* use --num_train_epochs 2"),
+    (
+        "sft",
+        "--streaming true --max_steps 3 --save_strategy epoch --dataloader_num_workers 2",
+        "--save_strategy: epoch: other processes read the stream",
+    ),
     ("sft", "--streaming true --max_steps 3 --dataset org/name#:3", "a stream has no known number of rows"),
     ("sft", "--early_stopping_patience 2", "--early_stopping_patience: 2: nothing is evaluated"),
     ("sft", "--neftune_noise_alpha -1", "--neftune_noise_alpha: -1: out of range"),

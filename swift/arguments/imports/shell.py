@@ -40,6 +40,9 @@ LAUNCHED = {
 OF_PLATFORM = {"NNODES": "WORLD_SIZE", "NODE_RANK": "RANK", "MASTER_ADDR": "MASTER_ADDR", "MASTER_PORT": "MASTER_PORT"}
 """Our variables -> those of a platform that starts one process per node, which a launch reads itself."""
 
+OF_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Our variables that may differ between nodes: some name the first node in another way."""
+
 _BEFORE = ("export", "env", "nohup", "exec", "time", "then", "else", "do", "{", "(")
 """Words that a command follows."""
 _REST = ("$@", "$*", "${@}")
@@ -83,6 +86,8 @@ class Script:
 def read_script(path: str, text: str) -> Script:
     """Understands assignments, arrays, `export`, comments, continued lines, quotes, `&&`, pipes and launchers.
 
+    Of commands that differ by their node alone, the first is taken.
+
     Raises:
         ConfigError: quotes that do not end, no command that trains, or several.
     """
@@ -112,6 +117,11 @@ def read_script(path: str, text: str) -> Script:
             found.append(_script(project, command, launcher, read_command_line(flags), environment))
         elif project:
             others.append((" ".join(words[:2]), "another command of the script"))
+    if len(found) > 1 and all(_but_for_node(script) == _but_for_node(found[0]) for script in found):
+        ranks = [script.environment.get("NODE_RANK", "") for script in found]
+        if len({*ranks}) == len(found):
+            others.append(("NODE_RANK", f"{', '.join(ranks[1:])}: of other nodes, which start the same command"))
+            del found[1:]
     if len(found) != 1:
         seen = ", ".join(f"{script.project} {script.command}" for script in found) or "none"
         raise ConfigError(
@@ -119,6 +129,12 @@ def read_script(path: str, text: str) -> Script:
         )
     found[0].lost += others
     return found[0]
+
+
+def _but_for_node(script: Script) -> tuple[Any, ...]:
+    """What the nodes of a run have in common."""
+    same = {name: value for name, value in script.environment.items() if name not in OF_NODE}
+    return script.project, script.command, [(item.spelling, item.raw) for item in script.given], same, script.lost
 
 
 def _commands(path: str, text: str) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, suggest
+from swift.models.rope import recorded
 
 if TYPE_CHECKING:
     from swift.rollout.engines.base import InferenceEngine
@@ -131,9 +132,14 @@ def build_engine(spec: EngineSpec) -> InferenceEngine:
     """Build the engine in this process.
 
     Raises:
-        ConfigError: no backend of that name, or the backend refuses the settings.
+        ConfigError: no backend of that name, or the backend refuses the settings or the adapters.
         ResourceError: the backend's package is missing or has an unsupported version.
     """
+    if spec.backend != "transformers" and any(recorded(spec.adapters)):
+        raise ConfigError(
+            f"--adapters: {spec.adapters[-1]}: trained with another context than that of the base, which "
+            f"{spec.backend} would read; merge it with swift merge-lora, or use --infer_backend transformers"
+        )
     return factory(spec.backend)(spec)
 
 

@@ -5,7 +5,6 @@ The loss of a micro-batch of packed rows is the mean over all their pairs, that 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from swift.models.template import Template
 from swift.models.vision import vision_of
 from swift.trainers.parallel.sequence import cutting_obstacle
 from swift.trainers.preferences.rows import COLUMNS, encoding
-from swift.trainers.sft_packing import Packing, keeps_apart, packed_length
+from swift.trainers.sft_packing import Packing, best_fit, keeps_apart, packed_length
 from swift.trainers.trl.method import Encoded
 
 Batch = Mapping[str, Sequence[Any]]
@@ -53,16 +52,7 @@ class PairPacking(Packing):
         """
         prompts, *answers = rows.values()
         sizes = [self.prompts * len(p) + sum(map(len, own)) for p, *own in zip(prompts, *answers, strict=True)]
-        packs: list[list[int]] = []
-        rooms: list[tuple[int, int]] = []  # left in a pack, and its number
-        for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-            place = bisect_left(rooms, (sizes[index],))
-            if place == len(rooms):
-                rooms.append((self.length, len(packs)))
-                packs.append([])
-            room, number = rooms.pop(place)
-            packs[number].append(index)
-            insort(rooms, (room - sizes[index], number))
+        packs = best_fit(sizes, self.length)
         return {name: [[values[index] for index in pack] for pack in packs] for name, values in rows.items()}
 
 

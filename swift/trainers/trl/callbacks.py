@@ -44,6 +44,33 @@ class StopOnSignal(TrainerCallback):
         return control
 
 
+@dataclass(eq=False)
+class EpochEnds(TrainerCallback):
+    """Of a stream: evaluates and saves after each epoch, if settings say so, and ends the run with the stream.
+
+    ends: see `swift.trainers.row_stream.Epochs`. rows: of a step, on all processes.
+    """
+
+    ends: Sequence[int]
+    rows: int
+    evaluates: bool
+    saves: bool
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The stream is read ahead of a step, so an end that the step has reached is known."""
+        if self._reached(state):
+            control.should_evaluate = control.should_evaluate or self.evaluates
+            control.should_save = control.should_save or self.saves
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Called where the stream or the run ends, after a step that may have been evaluated."""
+        control.should_save = control.should_training_stop = True
+        control.should_evaluate = self.evaluates and not self._reached(state)
+
+    def _reached(self, state: Any) -> bool:
+        return any(0 <= state.global_step * self.rows - end < self.rows for end in self.ends)
+
+
 class EarlyStop(EarlyStoppingCallback):
     """As transformers', with a checkpoint of the last step; a resumed run continues the count."""
 

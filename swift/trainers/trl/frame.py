@@ -18,10 +18,10 @@ from swift.observability.metrics import MetricStore
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.distributed import Collectives
 from swift.trainers.images import ImageCollator
-from swift.trainers.parallel.sequence import SharedRows
+from swift.trainers.parallel.sequence import SharedRows, data_ranks
 from swift.trainers.session import equip, on_one_device, training_options
 from swift.trainers.splits import is_of_one
-from swift.trainers.trl.callbacks import EarlyStop
+from swift.trainers.trl.callbacks import EarlyStop, EpochEnds
 from swift.trainers.trl.method import Method, found
 from swift.trainers.trl.own_metrics import OwnMetrics
 from swift.trainers.trl.parts import InParts
@@ -70,6 +70,10 @@ def build_trainer(
     arguments = on_one_device(found(method.config)(**options))
     if getattr(args, "streaming", False):
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
+        micro_batches = data_ranks(args, collectives.world_size) * options["gradient_accumulation_steps"]
+        kinds = [args.eval_strategy == "epoch" and val is not None, args.save_strategy == "epoch"]
+        ends = EpochEnds(train.ends, args.per_device_train_batch_size * micro_batches, *kinds)  # type: ignore[union-attr]
+        callbacks = [*callbacks, ends]
     if vision is not None and method.collator is not None:
         parts["data_collator"] = ImageCollator(found(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
@@ -93,7 +97,7 @@ def build_trainer(
         **parts,
     )
     trainer.parting = method.parting(args) if vision is None else ""  # pixels are not in rows
-    trainer.divides = method.divides(args)
+    trainer.divides, trainer.template = method.divides(args), template
     trainer.given_accumulation = args.gradient_accumulation_steps
     for parameter, data in tensors.items():  # TRL rounds adapters on quantised weights to 16 bits; PEFT loads 32
         if parameter.dtype != data.dtype:

@@ -136,7 +136,8 @@ def plan_line(args: Any, train: Dataset | IterableDataset, world_size: int, accu
         f"{counted(accumulation, 'accumulation step')} = {counted(batch, 'row')} per step"
     )
     if not isinstance(train, Sized):
-        return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}"
+        passes = f" or {counted(args.max_epochs, 'pass')}" if args.max_epochs else ""
+        return f"plan: a stream; {step}; {counted(args.max_steps, 'step')}{passes}"
     per_round = ranks * args.per_device_train_batch_size
     per_rank = len(train) // per_round if args.dataloader_drop_last else -(-len(train) // per_round)
     per_epoch = -(-per_rank // accumulation)
