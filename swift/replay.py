@@ -163,6 +163,8 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
     """Advantages of the rows from their rewards; statistics over a batch are those of this step."""
     groups = {group: number for number, group in enumerate(dict.fromkeys(row["group"] for row in rows))}
     weights = list(args.reward_weights) or [1.0] * len(names)
+    kl_coef = args.beta if args.kl_in_reward else 0.0
+    penalties = [kl_coef * row["reward_kl"] for row in rows] if kl_coef else None
     made = compute_advantages(
         reward_matrix([[row["rewards"].get(name) for name in names] for row in rows]),
         torch.tensor([groups[row["group"]] for row in rows]),
@@ -171,6 +173,7 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
         estimator=args.advantage_estimator,
         parameters=parameters_of(get_estimator(args.advantage_estimator), args),
         scale=args.scale_rewards,
+        kl_penalty_S=None if penalties is None else torch.tensor(penalties, dtype=torch.float64),
     )
     return [float(value) for value in made.advantages_S.tolist()]
 
@@ -182,13 +185,16 @@ def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> 
         raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
     if args.rlhf_type == "gkd":
         raise ConfigError("--run: distributions of the teacher are not on record (gkd); only grpo is replayed")
-    if args.kl_in_reward and args.beta > 0:
-        raise ConfigError("--set: kl_in_reward: the KL of whole completions is not on record; leave it out")
-    needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", args.has_teacher)}
+    in_reward = bool(args.kl_in_reward)
     entropic = not computes and (args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy)
-    for name, (column, needed) in {**needs, "entropy_coef, top_entropy_quantile": ("entropy", entropic)}.items():
-        if needed and any(row[column] is None for row in computed):
-            raise ConfigError(f"--set: {name}: the run has not computed {column}, so they are not on record")
+    for name, column, needed, of in (
+        ("beta", "ref_logprobs", args.beta > 0 and not in_reward, computed),
+        ("kl_in_reward", "reward_kl", args.beta > 0 and in_reward, rows),
+        ("teacher_model", "teacher_logprobs", args.has_teacher, computed),
+        ("entropy_coef, top_entropy_quantile", "entropy", entropic, computed),
+    ):
+        if needed and any(row[column] is None for row in of):
+            raise ConfigError(f"--set: {name}: the run has not computed {column}, so the record has none; leave it out")
 
 
 def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) -> TrainSample:

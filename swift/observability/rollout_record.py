@@ -36,7 +36,10 @@ ARRAYS = {
 }  # fmt: skip
 """Columns with an array per completion, null where there is none, and their types."""
 
-PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards")
+PLAIN = (
+    "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",
+    "reward_kl",
+)  # fmt: skip
 """Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON."""
 
 Row = Mapping[str, Any]
@@ -129,6 +132,7 @@ def table_of(rows: Sequence[Row]) -> pyarrow.Table:
     for name in ("turns", "excluded"):
         columns[name] = pa.array([row[name] for row in rows], pa.string())
     columns["rewards"] = pa.array([row["rewards"] for row in rows], pa.list_(pa.float64()))
+    columns["reward_kl"] = pa.array([row["reward_kl"] for row in rows], pa.float64())
     for name, kind in ARRAYS.items():
         arrays = [row.get(name) for row in rows]
         lengths = [0 if array is None else len(array) for array in arrays]

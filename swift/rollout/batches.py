@@ -164,6 +164,8 @@ class BatchMaker:
             kl_S = kl_S if kl_S is not None else self._kl(groups)
             of_trained = [kl for kl, sample in zip(kl_S.tolist(), samples, strict=True) if sample.num_trained]
             metrics["kl_in_reward"] = fmean(of_trained or [0.0])
+            for sample, kl in zip(samples, kl_S.tolist(), strict=True):
+                sample.reward_kl = kl
             penalties = (config.reward_kl * kl_S).split([sum(len(g.completions) for g in part) for part in batches])
             results = [self.advantages(part, penalty) for part, penalty in zip(batches, penalties, strict=True)]
         advantages = _overridden(groups, torch.cat([result.advantages_S for result in results]))

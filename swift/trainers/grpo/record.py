@@ -87,7 +87,7 @@ class StepRecord:
 
 SAME = (
     "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",
-    "prompt_ids", "token_ids", "trained", "sampler_logprobs", "token_advantages",
+    "reward_kl", "prompt_ids", "token_ids", "trained", "sampler_logprobs", "token_advantages",
 )  # fmt: skip
 """Fields of a sample that are columns of the record."""
 
