@@ -29,8 +29,8 @@ from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
 from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RouterArguments, RunArguments
 
 UNRECORDED = (
-    "use_vllm", "use_lmdeploy", "async_generate", "dynamic_sample", "replay_buffer_size", "multi_turn_scheduler",
-    "gym_env", "rollout_func", "rollout_tools", "streaming_partial_batch", "val_dataset", "split_dataset_ratio",
+    "use_vllm", "use_lmdeploy", "async_generate", "dynamic_sample", "replay_buffer_size", "streaming_partial_batch",
+    "val_dataset", "split_dataset_ratio",
 )  # fmt: skip
 """Settings that sample, or that train on other rollouts than whole ones."""
 

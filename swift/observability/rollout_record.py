@@ -38,9 +38,10 @@ ARRAYS = {
 
 PLAIN = (
     "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",
-    "reward_kl",
+    "reward_kl", "completion",
 )  # fmt: skip
-"""Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON."""
+"""Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON, `completion` is
+what the trainer needs beside the tokens to train on it again."""
 
 Row = Mapping[str, Any]
 
@@ -132,6 +133,7 @@ def table_of(rows: Sequence[Row]) -> pyarrow.Table:
     for name in ("turns", "excluded"):
         columns[name] = pa.array([row[name] for row in rows], pa.string())
     columns["rewards"] = pa.array([row["rewards"] for row in rows], pa.list_(pa.float64()))
+    columns["completion"] = pa.array([row["completion"] for row in rows], pa.binary())
     columns["reward_kl"] = pa.array([row["reward_kl"] for row in rows], pa.float64())
     for name, kind in ARRAYS.items():
         arrays = [row.get(name) for row in rows]
