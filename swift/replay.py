@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from swift.arguments import Resolved
+    from swift.trainers.grpo.build import Beside
     from swift.trainers.grpo.settings import GRPOSettings
 
 EQUAL = 1e-6
@@ -64,17 +65,20 @@ def run(resolved: Resolved) -> int:
         raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {', '.join(groups)}")
     for settings in (own, other):
         _refuse(settings, rows, computes=bool(args.model))
-    template, policy = None, None
+    for name in ("ref_model", "teacher_model"):
+        if getattr(own, name) != (given := getattr(other, name)):
+            raise ConfigError(f"--set: {name}: {given}: a replay keeps that of the run; leave it out")
+    template, models = None, None
     if args.model:
         from swift.trainers.grpo.recorded_step import load_recorded, moved_tokens
 
         model = str(folder / args.model) if args.model.startswith("checkpoint-") else args.model
-        template, policy = load_recorded(own, model, rows, about["prompt"])
-    found, again = replayed(rows, names, own, about, advantages=False, policy=policy)
+        template, models = load_recorded(own, model, rows, about["prompt"])
+    found, again = replayed(rows, names, own, about, advantages=False, models=models)
     metrics = {"logged": about["metrics"], "again": found}
     if words:
         made = advantages_of(rows, names, other) != advantages_of(rows, names, own)
-        metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, policy=policy)
+        metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, models=models)
     gaps = differences(about["metrics"], found)
     group = [_told(row) for row in again if row["group_id"] == args.group]
     told = {"step": step, "metrics": metrics, "differences": gaps, "group": group}
@@ -122,26 +126,27 @@ def replayed(
     about: Mapping[str, Any],
     *,
     advantages: bool,
-    policy: nn.Module | None = None,
+    models: tuple[nn.Module, Beside] | None = None,
 ) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
-    """The metrics of a recorded global batch under the settings `args`, and its rows with the log-probs of `policy`.
+    """The metrics of a recorded global batch under the settings `args`, and its rows with the log-probs of the policy.
 
     rows: of `read_rollouts`. names: of the rewards. advantages: whether they are made of the rewards again; else they
-    are those on record. policy: gives log-probs and a gradient; None: log-probs are those on record.
+    are those on record. models: the policy, which gives log-probs and a gradient, and frozen ones beside it; None:
+    log-probs are those on record.
     """
-    settings = _settings(args, about, policy)
-    samples = [_sample(row, settings, of_policy=policy is not None) for row in rows]
+    settings = _settings(args, about, models[0] if models else None)
+    samples = [_sample(row, settings, of_policy=models is not None) for row in rows]
     if advantages:
         for sample, value in zip(samples, advantages_of(rows, names, args), strict=True):
             sample.advantage = value
     report = StepMetrics()
     batch = RolloutBatch(samples, 1, 1)
-    if policy is None:
+    if models is None:
         report.add("loss", _loss(settings, batch, rows, about["metrics"], report), 0.0)
     else:
         from swift.trainers.grpo.recorded_step import compute
 
-        made = compute(policy, settings, batch, report, about["step"])
+        made = compute(*models, settings, batch, report, about["step"])
         columns = "old_logprobs", "policy_logprobs"
         rows = [{**row, **{name: new[name] for name in columns}} for row, new in zip(rows, made, strict=True)]
     return summarise(report, batch, settings, ALONE), rows
@@ -184,7 +189,17 @@ def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> 
     if hasattr(args, "ebft_mode"):
         raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
     if args.rlhf_type == "gkd":
-        raise ConfigError("--run: distributions of the teacher are not on record (gkd); only grpo is replayed")
+        if not computes:
+            raise ConfigError(
+                "--model: none given: gkd compares whole distributions, which are not on record; give the checkpoint "
+                "before the step, such as --model checkpoint-11"
+            )
+        if not args.teaches_here:
+            raise ConfigError(
+                "--run: its teacher was elsewhere, and the likeliest tokens are not on record; replay a run with "
+                "--teacher_model and without --teacher_device"
+            )
+        return
     in_reward = bool(args.kl_in_reward)
     entropic = not computes and (args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy)
     for name, column, needed, of in (
@@ -201,7 +216,7 @@ def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) 
     """A row as it was trained on; `of_policy`: old log-probs that it lacks are those of the policy on record."""
     fields = (
         "prompt_ids", "token_ids", "sampler_logprobs", "trained", "advantage", "ref_logprobs", "teacher_logprobs",
-        "token_advantages",
+        "token_advantages", "teacher_prompt_ids",
     )  # fmt: skip
     old = row["sampler_logprobs" if settings.old_logprobs == "sampler" else "old_logprobs"]
     if old is None and of_policy:

@@ -142,8 +142,6 @@ class RLHFArguments(
             yield f"--rollout_only: true: records whole rollouts and nothing else; drop {other}"
         if not self.replay_from:
             return
-        if self.rlhf_type == "gkd":
-            yield "--replay_from: in gkd the rows of the data are trained on, too; record and replay grpo"
         given: dict[str, Any] = {name: getattr(self, name) for name in UNRECORDED}
         given |= {
             "rollout_source": self.rollout_source != "engine",

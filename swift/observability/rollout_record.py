@@ -32,7 +32,7 @@ FOLDER = "rollouts"
 ARRAYS = {
     "prompt_ids": "int32", "token_ids": "int32", "trained": "bool", "sampler_logprobs": "float32",
     "policy_logprobs": "float32", "old_logprobs": "float32", "ref_logprobs": "float32", "teacher_logprobs": "float32",
-    "entropy": "float32", "token_advantages": "float32", "versions": "int64",
+    "entropy": "float32", "token_advantages": "float32", "versions": "int64", "teacher_prompt_ids": "int32",
 }  # fmt: skip
 """Columns with an array per completion, null where there is none, and their types."""
 

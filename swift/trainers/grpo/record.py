@@ -95,6 +95,7 @@ class StepRecord:
 SAME = (
     "group", "group_id", "prompt_id", "index", "finish_reason", "completion", "excluded", "advantage", "rewards",
     "reward_kl", "prompt_ids", "token_ids", "trained", "sampler_logprobs", "token_advantages",
+    "teacher_prompt_ids",
 )  # fmt: skip
 """Fields of a sample that are columns of the record."""
 
