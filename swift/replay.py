@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from swift.arguments.ebft import FeatureArguments
 from swift.errors import ConfigError, counted
 from swift.models.router_loss import router_coefficient
 from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 EQUAL = 1e-6
 """Relative distance of a metric from what was logged, beyond which it is told; of values below 1, absolute."""
+KEPT = (
+    "ref_model", "teacher_model", *(field.name for field in fields(FeatureArguments) if field.name != "ebft_ce_coef"),
+)  # fmt: skip
+"""Settings of models and features, whose values are on record."""
 ALONE: Any = SimpleNamespace(world_size=1, rank=0, is_main=True, gather=lambda value: [value])
 
 
@@ -65,9 +70,12 @@ def run(resolved: Resolved) -> int:
         raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {', '.join(groups)}")
     for settings in (own, other):
         _refuse(settings, rows, computes=bool(args.model))
-    for name in ("ref_model", "teacher_model"):
-        if getattr(own, name) != (given := getattr(other, name)):
-            raise ConfigError(f"--set: {name}: {given}: a replay keeps that of the run; leave it out")
+    for name in KEPT:
+        if getattr(own, name, None) != (given := getattr(other, name, None)):
+            raise ConfigError(
+                f"--set: {name}: {given}: a replay keeps what the run's has given; leave it out, or train with it "
+                f"(--replay_from {folder})"
+            )
     template, models = None, None
     if args.model:
         from swift.trainers.grpo.recorded_step import load_recorded, moved_tokens
@@ -77,7 +85,8 @@ def run(resolved: Resolved) -> int:
     found, again = replayed(rows, names, own, about, advantages=False, models=models)
     metrics = {"logged": about["metrics"], "again": found}
     if words:
-        made = advantages_of(rows, names, other) != advantages_of(rows, names, own)
+        features = hasattr(own, "ebft_mode")  # their advantages are not those of rewards in groups
+        made = not features and advantages_of(rows, names, other) != advantages_of(rows, names, own)
         metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, models=models)
     gaps = differences(about["metrics"], found)
     group = [_told(row) for row in again if row["group_id"] == args.group]
@@ -140,9 +149,12 @@ def replayed(
         for sample, value in zip(samples, advantages_of(rows, names, args), strict=True):
             sample.advantage = value
     report = StepMetrics()
-    batch = RolloutBatch(samples, 1, 1)
+    batch = RolloutBatch(samples, 1, 1, references=[*map(_reference, filter(_has_reference, rows))])
     if models is None:
-        report.add("loss", _loss(settings, batch, rows, about["metrics"], report), 0.0)
+        loss = _loss(settings, batch, rows, report)
+        for weight, name in ((settings.router_aux_loss_coef, "aux_loss"), (settings.ce_coef, "ebft/ce_loss")):
+            loss = loss + (weight or 0.0) * about["metrics"].get(name, 0.0)
+        report.add("loss", loss, 0.0)
     else:
         from swift.trainers.grpo.recorded_step import compute
 
@@ -186,8 +198,6 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
 def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> None:
     """Raises ConfigError: the loss needs what is not on record. computes: a model gives log-probs and entropies."""
     computed = [row for row in rows if row["trained"].any() and (computes or row["policy_logprobs"] is not None)]
-    if hasattr(args, "ebft_mode"):
-        raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
     if args.rlhf_type == "gkd":
         if not computes:
             raise ConfigError(
@@ -207,6 +217,12 @@ def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> 
         ("kl_in_reward", "reward_kl", args.beta > 0 and in_reward, rows),
         ("teacher_model", "teacher_logprobs", args.has_teacher, computed),
         ("entropy_coef, top_entropy_quantile", "entropy", entropic, computed),
+        (
+            "ebft_ce_coef",
+            "reference_ids",
+            bool(getattr(args, "ebft_ce_coef", 0)),
+            [row for row in rows if not row["index"]],
+        ),
     ):
         if needed and any(row[column] is None for row in of):
             raise ConfigError(f"--set: {name}: the run has not computed {column}, so the record has none; leave it out")
@@ -224,11 +240,21 @@ def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) 
     return TrainSample(row["group"], old_logprobs=old, **{name: row[name] for name in fields})
 
 
+def _has_reference(row: Mapping[str, Any]) -> bool:
+    return row["reference_ids"] is not None
+
+
+def _reference(row: Mapping[str, Any]) -> TrainSample:
+    """The reference of a group, which is learnt."""
+    ids = row["reference_ids"]
+    unknown = np.full(ids.size, np.nan, dtype=np.float32)
+    return TrainSample(row["group"], row["prompt_ids"], ids, unknown, row["reference_trained"], 0.0)
+
+
 def _loss(
     settings: GRPOSettings,
     batch: RolloutBatch,
     rows: Sequence[Mapping[str, Any]],
-    logged: Mapping[str, float],
     report: StepMetrics,
 ) -> torch.Tensor:
     """The loss of the samples that the run computed, in one micro-batch; the others have no gradient."""
@@ -251,8 +277,7 @@ def _loss(
     policy_N = torch.from_numpy(np.concatenate(values["policy_logprobs"]))
     known = all(entropy is not None for entropy in values["entropy"])
     entropy_N = torch.from_numpy(np.concatenate(values["entropy"])) if known else None
-    loss = step._loss(shared, held, micro, policy_N, entropy_N)
-    return loss + settings.router_aux_loss_coef * logged.get("aux_loss", 0.0)
+    return step._loss(shared, held, micro, policy_N, entropy_N)
 
 
 def differences(logged: Mapping[str, float], again: Mapping[str, float]) -> list[str]:

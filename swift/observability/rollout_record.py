@@ -33,8 +33,10 @@ ARRAYS = {
     "prompt_ids": "int32", "token_ids": "int32", "trained": "bool", "sampler_logprobs": "float32",
     "policy_logprobs": "float32", "old_logprobs": "float32", "ref_logprobs": "float32", "teacher_logprobs": "float32",
     "entropy": "float32", "token_advantages": "float32", "versions": "int64", "teacher_prompt_ids": "int32",
+    "reference_ids": "int32", "reference_trained": "bool",
 }  # fmt: skip
-"""Columns with an array per completion, null where there is none, and their types."""
+"""Columns with an array per completion, null where there is none, and their types; a reference is that of its group,
+beside the first completion."""
 
 PLAIN = (
     "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",

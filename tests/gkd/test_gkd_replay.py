@@ -33,7 +33,7 @@ def test_with_student_and_teacher_a_step_is_that_of_the_log(gkd, capsys):
         ([], "--model: none given: gkd compares whole distributions, which are not on record"),
         (
             ["--model", "checkpoint-1", "--set", "teacher_model=x"],
-            "--set: teacher_model: x: a replay keeps that of the run",
+            "--set: teacher_model: x: a replay keeps what the run's has given",
         ),
     ):
         assert main(["replay", str(run_dir), *words]) == 2

@@ -78,6 +78,10 @@ class StepRecord:
             for name, values in of_rank.items():
                 computed.setdefault(name, {}).update(values)
         rows = [self._row(batch, number, computed) for number in batch.global_batch()]
+        references = {reference.group: reference for reference in batch.references}
+        for row in rows:
+            if row["index"] == 0 and (reference := references.get(row["group"])) is not None:
+                row |= {"reference_ids": reference.token_ids, "reference_trained": reference.trained}
         self.file.write(step, rows, metrics)
 
     def _row(self, batch: RolloutBatch, number: int, computed: dict[str, dict[int, np.ndarray]]) -> dict[str, Any]:
