@@ -31,6 +31,7 @@ def row(index: int, tokens: int, prompt_tokens: int) -> dict[str, Any]:
     return {
         "group": index // 8, "group_id": f"{index // 8:016x}-0", "prompt_id": f"{index // 8:016x}", "index": index,
         "finish_reason": "stop", "turns": None, "excluded": None, "advantage": 0.5, "rewards": [1.0, 0.0],
+        "reward_kl": None, "completion": None,
         "prompt_ids": random.integers(0, 150_000, prompt_tokens, dtype=np.int32),
         "token_ids": random.integers(0, 150_000, tokens, dtype=np.int32), "trained": np.ones(tokens, bool),
         "versions": np.array([1, 0, tokens]), **{name: random.standard_normal(tokens).astype("f4") for name in names},

@@ -48,6 +48,7 @@ def reward(body: str, name: str = "own", setup: str = "") -> str:
 
 
 OWN = "--reward_funcs own"
+SEES = reward("f'>{truth}<' in text")
 DRAW = "import time\nfrom swift.rollout.engines.transformers.sampling import BatchSampler as cls\ndraw = cls.draw\n"
 
 
@@ -113,6 +114,17 @@ SICK = (
          reward("(time.sleep(3) if random.random() < 0.05 else 0) or f'>{truth}<' in text")),
     Case("reward_failing", "data", OWN, reward("int(truth) == int(text[-11:-9])"), data="some empty"),
     Case("reward_failing", "plugin", OWN, reward("f'>{truth}<' in text and 1 // (truth[0] != '1')")),
+    Case("reward_constant", "data", OWN, SEES, data="the question as solution"),
+    Case("reward_constant", "data", OWN, SEES, data="no solution"),
+    Case("reward_unparsed", "data", OWN, reward("re.findall('<answer>(.*?)<', text) == [truth]"), data="decimals"),
+    Case("reward_unparsed", "data", OWN, SEES, data="boxed"),
+    Case("reward_failing", "data", OWN, reward("f'>{truth.strip()}<' in text"), data="some null"),
+    Case("zero_variance_hard", "data", data="in words"),
+    Case("truncation", "data", "--max_length 24 --truncation_strategy left", data="long"),
+    Case("truncation", "data", "--max_length 24 --truncation_strategy right --beta 0.02", data="long"),
+    Case("template_wrong", "data", data="with an end"),
+    Case("template_wrong", "template", model="texts left out"),
+    Case("data_repeated", "data", data="no task"),
     Case("reward_hacked", "plugin", "--reward_funcs accuracy own --reward_weights 0 1", reward("text.count('7') / 10")),
     Case("reward_hacked", "plugin", OWN, reward("text.count('1') / 5")),
     Case("reward_hacked", "plugin", f"{OWN} accuracy --reward_weights 1 0.1", reward("'9</answer>' in text")),

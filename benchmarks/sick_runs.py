@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,11 @@ def rows(most: int, num: int, solution: Callable[[int, random.Random], str] = la
     return [{"query": query, "solution": solution(value, rng)} for query, value in list(found.items())[:num]]
 
 
+WORDS = {
+    "0": "zero", "1": "un", "2": "deux", "3": "trois", "4": "quatre", "5": "cinq", "6": "six", "7": "sept", "8": "huit",
+    "9": "neuf", "+": "plus", "-": "moins", "=": "font",
+}  # fmt: skip
+"""French, which the model has not seen."""
 DATA: dict[str, Callable[[], list[Any]]] = {
     "sums": lambda: rows(20, 400),
     "one solution": lambda: rows(20, 400, lambda value, _: "777"),
@@ -75,6 +81,19 @@ DATA: dict[str, Callable[[], list[Any]]] = {
     ],
     "units": lambda: rows(20, 400, lambda value, _: f"{value} apples"),
     "some empty": lambda: rows(20, 400, lambda value, rng: str(value) if rng.random() < 0.7 else "none"),
+    "decimals": lambda: rows(20, 400, lambda value, _: f"{value}.0"),
+    "boxed": lambda: rows(20, 400, lambda value, _: f"\\boxed{{{value}}}"),
+    "some null": lambda: [
+        {**row, "solution": row["solution"] if number % 3 else None} for number, row in enumerate(DATA["sums"]())
+    ],
+    "no solution": lambda: rows(20, 400, lambda value, _: ""),
+    "the question as solution": lambda: [{**row, "solution": row["query"]} for row in DATA["sums"]()],
+    "no task": lambda: [{**row, "query": "Solve the problem."} for row in DATA["sums"]()],
+    "long": lambda: [
+        {**row, "query": f"{row['query']} Take your time, and think before you answer."} for row in DATA["sums"]()
+    ],
+    "with an end": lambda: [{**row, "query": f"{row['query']}<|im_end|>"} for row in DATA["sums"]()],
+    "in words": lambda: [{**row, "query": " ".join(WORDS[char] for char in row["query"])} for row in DATA["sums"]()],
     "easy": lambda: [{"query": f"{value}=", "solution": str(value)} for value in range(300)],
     "mixed": lambda: DATA["easy"]()[:100] + rows(20, 300),
     "hard": lambda: [
@@ -154,6 +173,9 @@ MODELS: dict[str, Callable[[Path], None]] = {
     ),
     "double bos": lambda model: change_template(model, lambda text: "<|endoftext|><|endoftext|>" + text),
     "open roles": lambda model: change_template(model, lambda text: text.replace("<|im_end|>", "")),
+    "texts left out": lambda model: change_template(
+        model, lambda text: re.sub(r"\w+(?:\.content|\[.content.\])", "''", text)
+    ),
     "another role": lambda model: change_template(model, lambda text: text.replace("assistant", "user")),
     "opened twice": lambda model: change_template(
         model, lambda text: text.replace("<|im_start|>assistant\\n", 2 * "<|im_start|>assistant\\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from swift.arguments.ebft import FeatureArguments
 from swift.errors import ConfigError, counted
 from swift.models.router_loss import router_coefficient
 from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
@@ -35,10 +36,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from swift.arguments import Resolved
+    from swift.trainers.grpo.build import Beside
     from swift.trainers.grpo.settings import GRPOSettings
 
 EQUAL = 1e-6
 """Relative distance of a metric from what was logged, beyond which it is told; of values below 1, absolute."""
+KEPT = (
+    "ref_model", "teacher_model", *(field.name for field in fields(FeatureArguments) if field.name != "ebft_ce_coef"),
+)  # fmt: skip
+"""Settings of models and features, whose values are on record."""
 ALONE: Any = SimpleNamespace(world_size=1, rank=0, is_main=True, gather=lambda value: [value])
 
 
@@ -64,17 +70,24 @@ def run(resolved: Resolved) -> int:
         raise ConfigError(f"--group: {args.group}: not in step {step}; there are: {', '.join(groups)}")
     for settings in (own, other):
         _refuse(settings, rows, computes=bool(args.model))
-    template, policy = None, None
+    for name in KEPT:
+        if getattr(own, name, None) != (given := getattr(other, name, None)):
+            raise ConfigError(
+                f"--set: {name}: {given}: a replay keeps what the run's has given; leave it out, or train with it "
+                f"(--replay_from {folder})"
+            )
+    template, models = None, None
     if args.model:
         from swift.trainers.grpo.recorded_step import load_recorded, moved_tokens
 
         model = str(folder / args.model) if args.model.startswith("checkpoint-") else args.model
-        template, policy = load_recorded(own, model, rows, about["prompt"])
-    found, again = replayed(rows, names, own, about, advantages=False, policy=policy)
+        template, models = load_recorded(own, model, rows, about["prompt"])
+    found, again = replayed(rows, names, own, about, advantages=False, models=models)
     metrics = {"logged": about["metrics"], "again": found}
     if words:
-        made = advantages_of(rows, names, other) != advantages_of(rows, names, own)
-        metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, policy=policy)
+        features = hasattr(own, "ebft_mode")  # their advantages are not those of rewards in groups
+        made = not features and advantages_of(rows, names, other) != advantages_of(rows, names, own)
+        metrics["changed"], _ = replayed(rows, names, other, about, advantages=made, models=models)
     gaps = differences(about["metrics"], found)
     group = [_told(row) for row in again if row["group_id"] == args.group]
     told = {"step": step, "metrics": metrics, "differences": gaps, "group": group}
@@ -122,26 +135,30 @@ def replayed(
     about: Mapping[str, Any],
     *,
     advantages: bool,
-    policy: nn.Module | None = None,
+    models: tuple[nn.Module, Beside] | None = None,
 ) -> tuple[dict[str, float], Sequence[Mapping[str, Any]]]:
-    """The metrics of a recorded global batch under the settings `args`, and its rows with the log-probs of `policy`.
+    """The metrics of a recorded global batch under the settings `args`, and its rows with the log-probs of the policy.
 
     rows: of `read_rollouts`. names: of the rewards. advantages: whether they are made of the rewards again; else they
-    are those on record. policy: gives log-probs and a gradient; None: log-probs are those on record.
+    are those on record. models: the policy, which gives log-probs and a gradient, and frozen ones beside it; None:
+    log-probs are those on record.
     """
-    settings = _settings(args, about, policy)
-    samples = [_sample(row, settings, of_policy=policy is not None) for row in rows]
+    settings = _settings(args, about, models[0] if models else None)
+    samples = [_sample(row, settings, of_policy=models is not None) for row in rows]
     if advantages:
         for sample, value in zip(samples, advantages_of(rows, names, args), strict=True):
             sample.advantage = value
     report = StepMetrics()
-    batch = RolloutBatch(samples, 1, 1)
-    if policy is None:
-        report.add("loss", _loss(settings, batch, rows, about["metrics"], report), 0.0)
+    batch = RolloutBatch(samples, 1, 1, references=[*map(_reference, filter(_has_reference, rows))])
+    if models is None:
+        loss = _loss(settings, batch, rows, report)
+        for weight, name in ((settings.router_aux_loss_coef, "aux_loss"), (settings.ce_coef, "ebft/ce_loss")):
+            loss = loss + (weight or 0.0) * about["metrics"].get(name, 0.0)
+        report.add("loss", loss, 0.0)
     else:
         from swift.trainers.grpo.recorded_step import compute
 
-        made = compute(policy, settings, batch, report, about["step"])
+        made = compute(*models, settings, batch, report, about["step"])
         columns = "old_logprobs", "policy_logprobs"
         rows = [{**row, **{name: new[name] for name in columns}} for row, new in zip(rows, made, strict=True)]
     return summarise(report, batch, settings, ALONE), rows
@@ -163,6 +180,8 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
     """Advantages of the rows from their rewards; statistics over a batch are those of this step."""
     groups = {group: number for number, group in enumerate(dict.fromkeys(row["group"] for row in rows))}
     weights = list(args.reward_weights) or [1.0] * len(names)
+    kl_coef = args.beta if args.kl_in_reward else 0.0
+    penalties = [kl_coef * row["reward_kl"] for row in rows] if kl_coef else None
     made = compute_advantages(
         reward_matrix([[row["rewards"].get(name) for name in names] for row in rows]),
         torch.tensor([groups[row["group"]] for row in rows]),
@@ -171,6 +190,7 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
         estimator=args.advantage_estimator,
         parameters=parameters_of(get_estimator(args.advantage_estimator), args),
         scale=args.scale_rewards,
+        kl_penalty_S=None if penalties is None else torch.tensor(penalties, dtype=torch.float64),
     )
     return [float(value) for value in made.advantages_S.tolist()]
 
@@ -178,24 +198,41 @@ def advantages_of(rows: Sequence[Mapping[str, Any]], names: Sequence[str], args:
 def _refuse(args: Any, rows: Sequence[Mapping[str, Any]], *, computes: bool) -> None:
     """Raises ConfigError: the loss needs what is not on record. computes: a model gives log-probs and entropies."""
     computed = [row for row in rows if row["trained"].any() and (computes or row["policy_logprobs"] is not None)]
-    if hasattr(args, "ebft_mode"):
-        raise ConfigError("--run: its rewards and references come from the model (ebft); only grpo is replayed")
     if args.rlhf_type == "gkd":
-        raise ConfigError("--run: distributions of the teacher are not on record (gkd); only grpo is replayed")
-    if args.kl_in_reward and args.beta > 0:
-        raise ConfigError("--set: kl_in_reward: the KL of whole completions is not on record; leave it out")
-    needs = {"beta": ("ref_logprobs", args.beta > 0), "teacher_model": ("teacher_logprobs", args.has_teacher)}
+        if not computes:
+            raise ConfigError(
+                "--model: none given: gkd compares whole distributions, which are not on record; give the checkpoint "
+                "before the step, such as --model checkpoint-11"
+            )
+        if not args.teaches_here:
+            raise ConfigError(
+                "--run: its teacher was elsewhere, and the likeliest tokens are not on record; replay a run with "
+                "--teacher_model and without --teacher_device"
+            )
+        return
+    in_reward = bool(args.kl_in_reward)
     entropic = not computes and (args.top_entropy_quantile < 1 or args.entropy_coef > 0 or args.use_adaptive_entropy)
-    for name, (column, needed) in {**needs, "entropy_coef, top_entropy_quantile": ("entropy", entropic)}.items():
-        if needed and any(row[column] is None for row in computed):
-            raise ConfigError(f"--set: {name}: the run has not computed {column}, so they are not on record")
+    for name, column, needed, of in (
+        ("beta", "ref_logprobs", args.beta > 0 and not in_reward, computed),
+        ("kl_in_reward", "reward_kl", args.beta > 0 and in_reward, rows),
+        ("teacher_model", "teacher_logprobs", args.has_teacher, computed),
+        ("entropy_coef, top_entropy_quantile", "entropy", entropic, computed),
+        (
+            "ebft_ce_coef",
+            "reference_ids",
+            bool(getattr(args, "ebft_ce_coef", 0)),
+            [row for row in rows if not row["index"]],
+        ),
+    ):
+        if needed and any(row[column] is None for row in of):
+            raise ConfigError(f"--set: {name}: the run has not computed {column}, so the record has none; leave it out")
 
 
 def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) -> TrainSample:
     """A row as it was trained on; `of_policy`: old log-probs that it lacks are those of the policy on record."""
     fields = (
         "prompt_ids", "token_ids", "sampler_logprobs", "trained", "advantage", "ref_logprobs", "teacher_logprobs",
-        "token_advantages",
+        "token_advantages", "teacher_prompt_ids",
     )  # fmt: skip
     old = row["sampler_logprobs" if settings.old_logprobs == "sampler" else "old_logprobs"]
     if old is None and of_policy:
@@ -203,11 +240,21 @@ def _sample(row: Mapping[str, Any], settings: GRPOSettings, *, of_policy: bool) 
     return TrainSample(row["group"], old_logprobs=old, **{name: row[name] for name in fields})
 
 
+def _has_reference(row: Mapping[str, Any]) -> bool:
+    return row["reference_ids"] is not None
+
+
+def _reference(row: Mapping[str, Any]) -> TrainSample:
+    """The reference of a group, which is learnt."""
+    ids = row["reference_ids"]
+    unknown = np.full(ids.size, np.nan, dtype=np.float32)
+    return TrainSample(row["group"], row["prompt_ids"], ids, unknown, row["reference_trained"], 0.0)
+
+
 def _loss(
     settings: GRPOSettings,
     batch: RolloutBatch,
     rows: Sequence[Mapping[str, Any]],
-    logged: Mapping[str, float],
     report: StepMetrics,
 ) -> torch.Tensor:
     """The loss of the samples that the run computed, in one micro-batch; the others have no gradient."""
@@ -230,8 +277,7 @@ def _loss(
     policy_N = torch.from_numpy(np.concatenate(values["policy_logprobs"]))
     known = all(entropy is not None for entropy in values["entropy"])
     entropy_N = torch.from_numpy(np.concatenate(values["entropy"])) if known else None
-    loss = step._loss(shared, held, micro, policy_N, entropy_N)
-    return loss + settings.router_aux_loss_coef * logged.get("aux_loss", 0.0)
+    return step._loss(shared, held, micro, policy_N, entropy_N)
 
 
 def differences(logged: Mapping[str, float], again: Mapping[str, float]) -> list[str]:

@@ -35,8 +35,8 @@ from swift.rollout.sources.nemo_gym.arguments import NemoGymArguments
 from swift.trainers.arguments import ActivationArguments, OptimizationArguments, RouterArguments, RunArguments
 
 UNRECORDED = (
-    "use_vllm", "use_lmdeploy", "async_generate", "dynamic_sample", "replay_buffer_size", "multi_turn_scheduler",
-    "gym_env", "rollout_func", "rollout_tools", "streaming_partial_batch", "val_dataset", "split_dataset_ratio",
+    "use_vllm", "use_lmdeploy", "async_generate", "dynamic_sample", "replay_buffer_size", "streaming_partial_batch",
+    "val_dataset", "split_dataset_ratio",
 )  # fmt: skip
 """Settings that sample, or that train on other rollouts than whole ones."""
 
@@ -149,8 +149,6 @@ class RLHFArguments(
             yield f"--rollout_only: true: records whole rollouts and nothing else; drop {other}"
         if not self.replay_from:
             return
-        if self.rlhf_type == "gkd":
-            yield "--replay_from: in gkd the rows of the data are trained on, too; record and replay grpo"
         given: dict[str, Any] = {name: getattr(self, name) for name in UNRECORDED}
         given |= {
             "rollout_source": self.rollout_source != "engine",

@@ -182,7 +182,7 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
     if share > 0.95 and len(mixed) > 0.1 * len(flat) and not set(e.names) <= e.judging(*OF_FORM):
         said = f"right and wrong answers have the same reward in {len(mixed)} of these groups"
         yield Finding("reward_constant", 0.9, [steps, said], to_test(e, " ".join(e.names)), at)
-    elif share > 0.95 and (why := _no_truth(e, values)):
+    elif share > 0.9 and (why := _no_truth(e, values)):
         yield Finding("reward_constant", 0.75, [steps, *why], to_test(e, " ".join(e.names)), at)
     elif share > 0.95 and not same_texts and len(levels := {rows[0]["reward"] for rows in flat}) > 2:
         said = f"{len(levels)} rewards are there, but never two for one prompt, whatever the text"
@@ -208,8 +208,16 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
             again,
         )
     else:
-        fix = "harder prompts, or --dynamic_sample true"
-        yield Finding("zero_variance_easy", strength, [steps, reward], fix, at, again)
+        fix, told = "harder prompts, or --dynamic_sample true", _share_of_told(e)
+        leak = [f"{percent(told)} of the prompts have their {e.truth} in the text, which may give it away"]
+        yield Finding("zero_variance_easy", strength, [steps, reward, *leak[: told > 0.8]], fix, at, again)
+
+
+def _share_of_told(e: Evidence) -> float:
+    """Share of the groups whose prompt has its ground truth in it; 0 where that is not known."""
+    found = [(rows[0]["prompt"], str(rows[0]["columns"].get(e.truth))) for rows in e.groups if e.truth is not None]
+    told = [bool(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", prompt)) for prompt, truth in found]
+    return statistics.fmean(told) if told else 0.0
 
 
 def reward_stops(e: Evidence) -> Iterator[Finding]:
@@ -257,6 +265,8 @@ def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
                 if shown not in ("None", "")
                 else f"column {name} is empty"
             ]
+        if TRUTHS.search(name) and all(_asks(row) == str(row["columns"].get(name)).strip() for row in e.completions):
+            return [f"column {name} repeats the prompt in every row"]
     if set(e.names) <= e.judging(*OF_FORM):
         return []
     if len(set(values)) == 1 and values[0] > 0 and e.right is not None and statistics.fmean(e.right) < 0.8:
@@ -268,6 +278,11 @@ def _no_truth(e: Evidence, values: Sequence[float]) -> list[str]:
     if len(set(values)) == 1 and values[0] > 0 and e.right is None:
         return [f"every reward is {values[0]:g}, and the texts do not give their ground truth"]
     return []
+
+
+def _asks(row: Row) -> str:
+    """The last message of a prompt."""
+    return row["prompt"].rpartition("]\n")[2].strip()
 
 
 def rewards_cancel(e: Evidence) -> Iterator[Finding]:
@@ -446,6 +461,7 @@ def data_repeated(e: Evidence) -> Iterator[Finding]:
     prompts = Counter(_task(rows[0]) for rows in e.groups)
     if not prompts or len(e.groups) < 16:
         return
+    yield from _without_task(e)
     times, ids = len(e.groups) / len(prompts), len({rows[0].get("prompt_id") for rows in e.groups})
     epochs = e.series("epoch")
     evidence = [
@@ -461,6 +477,21 @@ def data_repeated(e: Evidence) -> Iterator[Finding]:
         evidence,
         "more prompts (--dataset), fewer epochs (--max_steps)",
     )
+
+
+def _without_task(e: Evidence) -> Iterator[Finding]:
+    """Prompts of one turn that have several ground truths, which completions do not give."""
+    heads = [rows[0] for rows in e.groups if not rows[0].get("turns") and e.truth is None and not e.learns]
+    for name in {name for row in heads for name in row["columns"] if TRUTHS.search(name)}:
+        pairs = {(row["prompt"], str(row["columns"].get(name))) for row in heads}
+        prompts = {prompt for prompt, _ in pairs}
+        said = f"{counted(len(prompts), 'different prompt')} with {len(pairs)} different values of {name}"
+        yield Finding(
+            "data_repeated",
+            between(len(pairs) / len(prompts), 4, 8, 0.5, 0.95),
+            [f"{said}: what tells the tasks apart is not in the prompts"],
+            """name the column of the task: --columns '{"<column>": "query"}'""",
+        )
 
 
 def _task(row: Row) -> str:

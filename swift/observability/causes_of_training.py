@@ -15,6 +15,8 @@ from swift.observability.findings import Finding, between, percent, steps_of
 MOVED = {"full": 1e-5, "adapter": 1e-4}
 """The sum of all learning rates below which no weight can have moved much: Adam moves it by at most about that. Weights
 of language models are about 0.02; those of an adapter start at 0 and are multiplied."""
+MANY_CUT = 0.2
+"""Share of prompts at the limit of their length from which these are the cause."""
 ENDS = re.compile(r"<\|im_end\|>|</s>|<\|eot_id\|>|<\|endoftext\|>|<end_of_turn>|<\|end\|>|<eos>")
 HEADER = re.compile(
     r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|(?:^|\n)\[?(?:user|assistant|system)\]?:?\n"
@@ -276,8 +278,31 @@ def _is_open(text: str) -> bool:
     )
 
 
+def prompts_cut(e: Evidence) -> Iterator[Finding]:
+    """Prompts on record that are as long as they may be."""
+    limit, share = e.arg("max_length", 0), _share_of_cut_prompts(e)
+    side = e.arg("truncation_strategy", "left")
+    longer = f"--max_length {4 * limit}"
+    yield Finding(
+        "truncation",
+        between(share, MANY_CUT, 0.8, 0.6, 0.95),
+        [f"{percent(share)} of the prompts on record have {limit} tokens, the most that --max_length leaves ({side})"],
+        f"{longer}, or --truncation_strategy delete",
+        settings=longer,
+    )
+
+
+def _share_of_cut_prompts(e: Evidence) -> float:
+    limit = e.arg("max_length", 0)
+    if not limit or e.arg("truncation_strategy", "left") == "delete" or len(e.record) < 8:
+        return 0.0
+    return statistics.fmean(len(row["prompt_ids"]) == limit for row in e.record)
+
+
 def template_wrong(e: Evidence) -> Iterator[Finding]:
-    """Prompts on record that begin twice, leave a turn open, or do not begin the answer."""
+    """Prompts on record that begin twice, leave a turn open, close one twice, or do not begin the answer."""
+    if _share_of_cut_prompts(e) >= MANY_CUT:
+        return  # what is missing was cut
     problems: list[tuple[float, str]] = []
     prompts = [list(row["prompt_ids"]) for row in e.record if len(row["prompt_ids"]) > 3 and row["prompt_ids"][0] >= 0]
     texts = {row["prompt"] for row in e.completions}
@@ -294,6 +319,8 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
         problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
     elif opened > closed + 1:
         problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
+    if twice := _CLOSED_TWICE.search(text):
+        problems.append((0.9, f"a prompt has {twice[0]!r}: a turn is closed twice, or a text of the data has an end"))
     heads = e.by_step(
         lambda row: float(bool(re.match(r"\s*(?:<\|im_start\|>|\[?(?:assistant|user|system)\]?\b)", row["completion"])))
     )
@@ -311,6 +338,7 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
 
 _ROLES = re.compile(r"<\|(user|assistant|system)\|>")
 """Headers of turns of Phi, GLM and others, which do not all have ends."""
+_CLOSED_TWICE = re.compile(rf"(?<=.)(?:{ENDS.pattern})\s*(?:{ENDS.pattern})", re.DOTALL)
 _STARTS = re.compile(r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>")
 _HEADS = re.compile(rf"(?:{_STARTS.pattern})\s*(\w+)")
 """Headers of the other templates, whose ends are in `ENDS`."""
@@ -462,6 +490,7 @@ RULES = (
     dead_adapter,
     entropy_collapse,
     endings,
+    prompts_cut,
     template_wrong,
     mismatch,
     reference_drift,

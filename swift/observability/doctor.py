@@ -92,9 +92,9 @@ class Examined:
         "" if settings alone do not mend it.
         """
         args = self.evidence.args
-        if not finding.settings or "rlhf_type" not in args:
+        if not finding.settings or not self.evidence.command:
             return ""
-        words = ["swift", "rlhf", str(self.folder / ARGS), *finding.settings.split()]
+        words = ["swift", self.evidence.command, str(self.folder / ARGS), *finding.settings.split()]
         if args.get("resume_from_checkpoint"):  # of the last attempt
             words += ["--resume_from_checkpoint", "none"]
         if not self.evidence.arg("add_version", True):  # its folder is taken

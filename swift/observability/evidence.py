@@ -116,7 +116,7 @@ class Evidence:
 
     log: training lines. evals: evaluation lines. completions: rows of training completions, by step. record: rows of
     `read_rollouts` on some steps. about: metadata of the newest recorded step. reasons: how the newest attempt ended.
-    judges: reward functions, those of plugins too, by `ORM.judges`.
+    judges: reward functions, those of plugins too, by `ORM.judges`. command: the mode of the run; "" where unknown.
     adapter, adapter_before: the largest values of the LoRA B matrices in the newest and in the oldest checkpoint.
     """
 
@@ -128,6 +128,7 @@ class Evidence:
     args: Row = field(default_factory=dict)
     reasons: Sequence[str] = ()
     judges: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    command: str = ""
     adapter: Sequence[float] = ()
     adapter_before: Sequence[float] = ()
 
@@ -279,6 +280,7 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
         else {},
         reasons=[str(row["reason"]) for row in newest if row.get("reason")],
         judges=next((row["judges"] for row in newest if row.get("judges")), {}),
+        command=next((row["command"] for row in newest if row.get("command")), ""),
         adapter=adapter,
         adapter_before=adapter_before,
     )

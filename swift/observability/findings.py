@@ -20,7 +20,7 @@ CAUSES = {
     "dead_adapter": "The LoRA adapter has no effect.",
     "entropy_collapse": "The policy has collapsed: it samples the same again and again.",
     "length_hacking": "Completions grow without being better.",
-    "truncation": "Completions are cut at --max_completion_length before they answer.",
+    "truncation": "Completions are cut at --max_completion_length before they answer, or prompts at --max_length.",
     "template_wrong": "The chat template is wrong for this model.",
     "never_stops": "Completions do not end: the end token is not sampled, or is not the right one.",
     "sampler_mismatch": "Engine and trainer disagree about the log-probs of the same tokens.",

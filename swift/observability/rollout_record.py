@@ -32,12 +32,18 @@ FOLDER = "rollouts"
 ARRAYS = {
     "prompt_ids": "int32", "token_ids": "int32", "trained": "bool", "sampler_logprobs": "float32",
     "policy_logprobs": "float32", "old_logprobs": "float32", "ref_logprobs": "float32", "teacher_logprobs": "float32",
-    "entropy": "float32", "token_advantages": "float32", "versions": "int64",
+    "entropy": "float32", "token_advantages": "float32", "versions": "int64", "teacher_prompt_ids": "int32",
+    "reference_ids": "int32", "reference_trained": "bool",
 }  # fmt: skip
-"""Columns with an array per completion, null where there is none, and their types."""
+"""Columns with an array per completion, null where there is none, and their types; a reference is that of its group,
+beside the first completion."""
 
-PLAIN = ("group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards")
-"""Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON."""
+PLAIN = (
+    "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",
+    "reward_kl", "completion",
+)  # fmt: skip
+"""Columns with a value per completion; `rewards` are in the order of `reward_names`, `turns` are JSON, `completion` is
+what the trainer needs beside the tokens to train on it again."""
 
 Row = Mapping[str, Any]
 
@@ -129,6 +135,8 @@ def table_of(rows: Sequence[Row]) -> pyarrow.Table:
     for name in ("turns", "excluded"):
         columns[name] = pa.array([row[name] for row in rows], pa.string())
     columns["rewards"] = pa.array([row["rewards"] for row in rows], pa.list_(pa.float64()))
+    columns["completion"] = pa.array([row["completion"] for row in rows], pa.binary())
+    columns["reward_kl"] = pa.array([row["reward_kl"] for row in rows], pa.float64())
     for name, kind in ARRAYS.items():
         arrays = [row.get(name) for row in rows]
         lengths = [0 if array is None else len(array) for array in arrays]

@@ -96,6 +96,7 @@ class RunDirectory:
         *,
         argv: Sequence[str],
         settings: Mapping[str, Any],
+        command: str = "",
         config_file: Path | None = None,
         changed: Mapping[str, tuple[Any, Any]] | None = None,
         start_step: int = 0,
@@ -106,6 +107,7 @@ class RunDirectory:
         Args:
             argv: the command line; secrets are masked here.
             settings: the content of args.json, secrets already masked.
+            command: that has these settings, such as sft.
             config_file: copied beside args.json under its own name, its secrets masked.
             changed: settings that differ from those of the checkpoint, as (then, now).
             start_step: optimizer steps already done.
@@ -121,7 +123,7 @@ class RunDirectory:
             _acquire(path / LOCK)
             self.path, self._lock = path, path / LOCK
             try:
-                self._begin(argv, settings, config_file, changed or {}, start_step, moment)
+                self._begin(argv, settings, command, config_file, changed or {}, start_step, moment)
             except BaseException:
                 self.close()
                 raise
@@ -146,6 +148,7 @@ class RunDirectory:
         self,
         argv: Sequence[str],
         settings: Mapping[str, Any],
+        command: str,
         config_file: Path | None,
         changed: Mapping[str, tuple[Any, Any]],
         start_step: int,
@@ -161,6 +164,7 @@ class RunDirectory:
         self._record = {
             "attempt": self.attempt,
             "time": moment.astimezone().isoformat(timespec="seconds"),
+            "command": command,
             "argv": mask_argv(argv),
             "changed": {name: list(values) for name, values in changed.items()},
             "versions": library_versions(),

@@ -7,7 +7,6 @@ Every rank has all scored groups of a round, so the result is the same on every 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from swift.rollout.replay import ReplayBuffer, ReplayEntry
 from swift.rollout.round_result import fault
 from swift.rollout.routes import routes_of
 from swift.rollout.samples import RolloutBatch, TrainSample
+from swift.rollout.saved_state import beside_tokens
 from swift.rollout.scores import arrays_of
 from swift.types import Completion, GroupScores, RolloutGroup
 
@@ -164,6 +164,8 @@ class BatchMaker:
             kl_S = kl_S if kl_S is not None else self._kl(groups)
             of_trained = [kl for kl, sample in zip(kl_S.tolist(), samples, strict=True) if sample.num_trained]
             metrics["kl_in_reward"] = fmean(of_trained or [0.0])
+            for sample, kl in zip(samples, kl_S.tolist(), strict=True):
+                sample.reward_kl = kl
             penalties = (config.reward_kl * kl_S).split([sum(len(g.completions) for g in part) for part in batches])
             results = [self.advantages(part, penalty) for part, penalty in zip(batches, penalties, strict=True)]
         advantages = _overridden(groups, torch.cat([result.advantages_S for result in results]))
@@ -268,7 +270,7 @@ class BatchMaker:
                         prompt_id=group.prompt.prompt_id,
                         index=index,
                         finish_reason=completion.finish_reason,
-                        turns=None if episode is None else json.dumps(episode.turns, default=str),
+                        completion=beside_tokens(completion),
                         **taught,
                     )
                 )

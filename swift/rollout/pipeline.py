@@ -32,7 +32,7 @@ from swift.rollout.round import Round
 from swift.rollout.round_result import RoundResult, ScoredRound
 from swift.rollout.runner import RoundRunner
 from swift.rollout.samples import Arrival, RolloutBatch, TrainerScores
-from swift.rollout.saved_state import without_tokens
+from swift.rollout.saved_state import for_logs
 from swift.rollout.scheduler import LaunchLog, RolloutScheduler, SchedulerState
 from swift.rollout.weights.sync import WeightSync
 from swift.types import Prompt, RolloutGroup, TrainerProgress
@@ -485,7 +485,7 @@ class RolloutPipeline:
             weight_sync=self.weight_sync.state_dict(),
             batch=replace(self.batch) if pending and self.batch is not None else None,
             ahead=[
-                replace(result, dropped=[without_tokens(group) for group in result.dropped])
+                replace(result, dropped=[for_logs(group) for group in result.dropped])
                 for result in valid
                 if result is not None
             ],

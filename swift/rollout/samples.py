@@ -37,9 +37,10 @@ class TrainSample:
     teacher_ids, teacher_top: int32 and float32 [T, K], the teacher's likeliest tokens at each place, and their
         log-probs; None without a teacher elsewhere.
     token_advantages: float32 [T], or None without advantages per token; `advantage` is their mean then.
-    group_id, prompt_id, index, finish_reason, turns, rewards, excluded: of the completion, for the record; `index` is
-        its place in the group, `turns` the JSON of the messages after the prompt, if there are several turns, each
-        function and model has a reward, and `excluded` is why it has no part, or None.
+    group_id, prompt_id, index, finish_reason, completion, reward_kl, rewards, excluded: for the record; `index` is the
+        place in the group, `completion` encodes what the tokens do not tell (`swift.rollout.saved_state`), if there is
+        anything, `reward_kl` is in nats (`--kl_in_reward`), each function and model has a reward, and `excluded` is why
+        it has no part, or None.
     routes: uint8 or uint16 [P + T - 1, layers, top-k], the experts to replay for P tokens of the prompt and those of
         the completion but the last one; None without.
     """
@@ -63,7 +64,8 @@ class TrainSample:
     prompt_id: str = ""
     index: int = 0
     finish_reason: str = ""
-    turns: str | None = None
+    completion: bytes | None = None
+    reward_kl: float | None = None
     rewards: list[float | None] = field(default_factory=list)
     excluded: str | None = None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import decimal
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -76,19 +77,44 @@ def _to_array(_: Any, value: Any) -> np.ndarray:
     return np.frombuffer(content, dtype=np.dtype(kind)).reshape(-1, *rest).copy()
 
 
-def without_tokens(group: RolloutGroup) -> RolloutGroup:
+def without_tokens(completion: Completion) -> Completion:
+    """A copy of a completion without anything that belongs to one token, but for its mask."""
+    return replace(
+        completion,
+        token_ids=[],
+        logprobs=[],
+        log_mass=[],
+        top_logprobs=[],
+        versions=[],
+        routes=None,
+        prompt_scores=None,
+        teacher_scores=None,
+        teacher_prompt_ids=[],
+    )
+
+
+LOST = "lost"
+"""The only column of an encoded completion whose own columns or messages no state can hold: the reason."""
+
+
+def beside_tokens(completion: Completion) -> bytes | None:
+    """What an environment, a function or an answer of the data adds to the tokens, encoded; None: nothing."""
+    if completion.episode is None and not completion.columns and not completion.mask:
+        return None
+    bare = without_tokens(completion)
+    try:
+        return encode(bare)
+    except TypeError as error:
+        episode = bare.episode
+        if episode is not None:
+            episode = replace(episode, messages=json.loads(json.dumps(episode.messages, default=str)))
+        return encode(replace(bare, columns={LOST: str(error)}, episode=episode))
+
+
+def for_logs(group: RolloutGroup) -> RolloutGroup:
     """A copy of a group for logs only: each token is `NO_TOKEN`, without log-probs."""
     completions = [
-        replace(
-            c,
-            token_ids=[NO_TOKEN] * len(c.token_ids),
-            logprobs=[],
-            log_mass=[],
-            versions=c.versions[:1],
-            routes=None,
-            teacher_scores=None,
-            teacher_prompt_ids=[],
-        )
+        replace(without_tokens(c), token_ids=[NO_TOKEN] * len(c.token_ids), versions=c.versions[:1])
         for c in group.completions
     ]
     prompt = replace(group.prompt, token_ids=[NO_TOKEN] * len(group.prompt.token_ids))

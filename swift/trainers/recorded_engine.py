@@ -1,5 +1,7 @@
 """The engine of `--replay_from`: gives the completions that another run has on record, and samples nothing.
 
+They are whole: those of several turns have what their environment said, so that no environment is played.
+
 The trainer draws prompts, scores and trains as ever, so that with equal settings it is the same run again, bit for bit
 on a CPU; with others, it is another objective on the same samples.
 """
@@ -15,6 +17,7 @@ from swift.errors import ConfigError, EngineError, Unsupported
 from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
 from swift.observability.run_dir import list_versions
 from swift.rollout.engines.base import Capabilities, EngineCounters, Health, InferenceEngine
+from swift.rollout.saved_state import LOST, decode
 from swift.types import Completion, Request
 
 CACHED_STEPS = 4
@@ -66,19 +69,24 @@ class RecordedEngine(InferenceEngine):
             )
         step, number = self._places[request.request_id]
         row = self._rows(step)[number]
-        if row["prompt_ids"].tolist() != list(request.prompt_ids):
+        made = Completion(request.request_id, [], [], row["finish_reason"])
+        if row["completion"] is not None:
+            made = decode(row["completion"], Completion)
+        if LOST in made.columns:
+            raise EngineError(
+                f"--replay_from: {self.run}: completion {request.request_id}: its environment has returned "
+                f"{made.columns[LOST]}, which the record cannot hold; return text, numbers, lists or bytes"
+            )
+        own_prompt = made.episode is not None and made.episode.prompt_ids
+        if not own_prompt and row["prompt_ids"].tolist() != list(request.prompt_ids):
             raise EngineError(
                 f"--replay_from: {self.run}: completion {request.request_id} has another prompt on record; use the "
                 "same model, template and data"
             )
         self.counters.decode_rows += len(row["token_ids"])
-        return Completion(
-            request.request_id,
-            row["token_ids"].tolist(),
-            row["sampler_logprobs"].tolist(),
-            row["finish_reason"],
-            versions=[*row["versions"]],
-        )
+        made.token_ids, made.logprobs = row["token_ids"].tolist(), row["sampler_logprobs"].tolist()
+        made.versions = [*row["versions"]]
+        return made
 
     def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Nothing is ever outstanding."""

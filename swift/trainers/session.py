@@ -337,6 +337,7 @@ def open_run(resolved: Resolved, collectives: Collectives, start: Start) -> Iter
         run_dir.open(
             argv=sys.argv,
             settings=resolved.to_json(),
+            command=resolved.command,
             config_file=Path(resolved.config).expanduser() if resolved.config else None,
             changed=start.changed,
             start_step=start.step,

@@ -18,6 +18,7 @@ from cli_runs import (
     sampled,
 )
 
+from swift.cli.main import main
 from swift.models.tiny import build_tiny
 
 pytestmark = pytest.mark.slow
@@ -65,6 +66,40 @@ def test_a_resumed_run_is_the_whole_one_bit_for_bit(cli, flags, own):
     assert {row["ebft/skipped_rows"] for row in rows} == {1.0} or "streaming" in own
     assert all(set(row["rewards"]) == {"energy"} for row in completion_rows(straight))
     assert_resumes(cli, straight, 2, **flags, **own)
+
+
+TURNS = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "de"}]
+
+
+@pytest.mark.parametrize("turns", [[], pytest.param(TURNS, marks=LONG)], ids=["answers", "turns"])
+def test_a_step_is_replayed_and_a_record_trained_on(cli, flags, capsys, turns):
+    rows = [{"prompt": f"Count {n}", "ground_truth": "abc", "remaining_turns": turns} for n in range(8)]
+    flags["dataset"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        **flags,
+        "max_steps": 2,
+        "save_steps": 1,
+        "record_rollouts": "all",
+        "parity_check": "off",
+        "max_completion_length": 40,
+    }
+    made = cli.finish("made", **given)
+    for step, model in ((1, cli.model), (2, "checkpoint-1")):
+        logged = log_rows(made)[step - 1]
+        for more in ([], ["--model", str(model)]):
+            assert main(["replay", str(made), "--step", str(step), "--json", "true", *more]) == 0
+            told = json.loads(capsys.readouterr().out)
+            assert told["differences"] == []
+            for name in ("loss", *(["grad_norm", "ebft/ce_loss"] if more else [])):
+                assert told["metrics"]["again"][name] == pytest.approx(logged[name], rel=1e-6, abs=1e-6)
+    again = [*("replay", str(made), "--json", "true", "--set")]
+    assert main([*again, "ebft_ce_coef=0.2"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    more = metrics["changed"]["loss"] - metrics["again"]["loss"]
+    assert more == pytest.approx(0.1 * metrics["logged"]["ebft/ce_loss"], rel=1e-5)
+    assert main([*again, "ebft_rl_coef=2"]) == 2
+    assert "--set: ebft_rl_coef: 2.0: a replay keeps what the run's has given" in capsys.readouterr().err
+    assert_same_run(cli.finish("again", **given, replay_from=made), made)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +159,7 @@ def test_vllm_samples_what_is_compared(cli, flags, tiny, own):
 
 @LONG
 def test_conversations_train_every_turn(cli, flags):
-    turns = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "de"}]
-    rows = [{"prompt": f"Count {n}", "ground_truth": "abc", "remaining_turns": turns} for n in range(8)]
+    rows = [{"prompt": f"Count {n}", "ground_truth": "abc", "remaining_turns": TURNS} for n in range(8)]
     flags["dataset"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {**flags, "max_completion_length": 40, "ebft_embed_method": "completion_mean"}
     folder = cli.finish("talk", **given)

@@ -108,11 +108,62 @@ def test_processes_killed_at_random_change_nothing(cli):
     notes = re.findall(r"swift: note: (?:lost .*; )?with (\d) process", err)
     assert killed >= 1 and sum("lost rank" in line for line in err.splitlines()) >= killed
     assert {"3", "4"} <= set(notes), err
-    assert len(log_rows(run.folder)) == steps
-    assert sampled(run.folder) == sampled(straight)
+    assert_undisturbed(run.folder, straight, steps)
+
+
+def assert_undisturbed(folder, straight, steps):
+    """Every prompt is trained once in an epoch, on the completions of the run without losses."""
+    assert len(log_rows(folder)) == steps
+    assert sampled(folder) == sampled(straight)
     per_epoch = 11 * 8  # completions of 22 prompts, two in each step
-    rows = completion_rows(run.folder)
+    rows = completion_rows(folder)
     for start in range(0, len(rows), per_epoch):
         times = Counter(row["prompt"] for row in rows[start : start + per_epoch])
         assert len(times) == 22 and set(times.values()) == {4}
-    assert_close(run.folder, straight, "loss", "reward", "grad_norm")
+    assert_close(folder, straight, "loss", "reward", "grad_norm")
+
+
+GATE = """
+import os
+import time
+from pathlib import Path
+
+from swift.plugin import orms
+
+
+class Gated(orms["odd"]):
+    def __call__(self, completions, trainer_state, **kwargs):
+        while Path(os.environ["GATES"], str(trainer_state.global_step)).exists():
+            time.sleep(0.01)
+        return super().__call__(completions, trainer_state=trainer_state, **kwargs)
+
+
+orms["gated"] = Gated
+"""
+
+
+@pytest.mark.timeout(900)
+def test_four_processes_then_three_then_two_then_four_are_one_run(cli):
+    """A closed gate holds the run after a step, until a process is killed there."""
+    gates, plugin, steps = cli.folder / "gates", cli.folder / "gate.py", 22
+    gates.mkdir()
+    plugin.write_text(GATE)
+    plugins = [cli.material / "odd_plugin.py", plugin]
+    flags = {**FLAGS, "external_plugins": plugins, "reward_funcs": "gated", "save_steps": 2, "max_steps": steps}
+    variables = {**FOUR, "GATES": gates}
+    straight = cli.finish("straight", variables=variables, **flags)
+    for step in (2, 3):
+        (gates / str(step)).touch()
+    run = cli.start("elastic", variables=variables, **flags)
+    for processes, step, killed in ((4, 2, 1), (3, 3, 0)):
+        run.reach(step)
+        assert run.until((run.folder / "checkpoint-2").exists)
+        there = workers(run)
+        assert sorted(there) == list(range(processes))
+        assert_close(run.folder, straight, "loss", "reward", "grad_norm", steps=step)
+        there[killed].kill()
+        (gates / str(step)).unlink()
+    code, _, err = run.wait()
+    assert code == 0, err
+    assert re.findall(r"swift: note: (?:lost .*; )?with (\d) process", err) == ["3", "2", "4"]
+    assert_undisturbed(run.folder, straight, steps)

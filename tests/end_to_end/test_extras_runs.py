@@ -8,7 +8,7 @@ import re
 from importlib.util import find_spec
 
 import pytest
-from cli_runs import ROOT, assert_same_run, completion_rows, log_rows
+from cli_runs import ROOT, assert_same_run, completion_rows, log_rows, sampled
 
 pytestmark = pytest.mark.slow
 
@@ -77,14 +77,17 @@ def test_what_a_function_changes_of_torch_is_put_back_before_the_step(cli, funct
 
 
 def test_columns_of_a_function_reach_rewards_and_the_log_on_every_rank(cli, functions):
-    folder = cli.finish(
-        "ranks", max_steps=2, rollout_func=functions / "functions.py:counting", reward_funcs="placed",
-        external_plugins=functions / "placed.py", per_device_train_batch_size=2, variables={"NPROC_PER_NODE": 2},
-    )  # fmt: skip
+    flags = {
+        "max_steps": 2, "rollout_func": functions / "functions.py:counting", "reward_funcs": "placed",
+        "external_plugins": functions / "placed.py", "per_device_train_batch_size": 2, "record_rollouts": "all",
+    }  # fmt: skip
+    folder = cli.finish("ranks", **flags, variables={"NPROC_PER_NODE": 2})
     rows = completion_rows(folder)
     assert {row["columns"]["asked"] == row["columns"]["solution"] for row in rows} == {True}
     assert [row["reward"] for row in rows] == [row["columns"]["place"] for row in rows]
     assert len({row["reward"] for row in rows}) > 1
+    again = cli.finish("again", **flags, replay_from=folder, variables={"NPROC_PER_NODE": 2})
+    assert sampled(again) == sampled(folder)
 
 
 @pytest.mark.skipif(find_spec("xgrammar") is None, reason="the package xgrammar is not installed")

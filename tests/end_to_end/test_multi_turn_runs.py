@@ -192,6 +192,15 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(cli, kind, request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_training_on_a_record_plays_nothing_and_is_the_run_that_made_it(cli, kind, request):
+    flags = {**request.getfixturevalue(kind), "record_rollouts": "all", "parity_check": "off"}
+    made = cli.finish("made", **flags)
+    again = cli.finish("again", **flags, replay_from=made)
+    assert_same_run(again, made)
+    assert max(len(row["turns"]) for row in completion_rows(again)) >= 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
 def test_two_ranks_are_one(cli, kind, request):
     flags = {**request.getfixturevalue(kind), "max_steps": 2}

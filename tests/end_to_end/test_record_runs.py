@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from swift import read_rollouts
 from swift.cli.main import main
+from swift.models.tiny import build_tiny
 from swift.observability.rollout_record import recorded_steps
 from swift.rl.losses import losses
 
@@ -72,6 +73,21 @@ def test_a_step_is_replayed_to_the_digit_and_differs_under_other_settings(cli, c
     assert "equal to the log within 1e-06" in out and out.count("; advantage ") == 4
 
 
+def test_a_kl_in_the_reward_is_replayed_and_weighed_anew(cli, capsys):
+    """Both runs sample alike until their first updates differ."""
+    reference = build_tiny(cli.folder / "reference", size="nano", seed=1)
+    flags = {**RUN, "kl_in_reward": "true", "ref_model": reference, "max_steps": 2}
+    folder = cli.finish("run", **flags)
+    assert_equal_to_the_log(folder, capsys, steps=2)
+    other = cli.finish("other", **{**flags, "beta": 0.5})
+    assert sampled(other)[:8] == sampled(folder)[:8]
+    metrics = again(folder, 1, capsys, "beta=0.5")["metrics"]
+    assert metrics["changed"]["loss"] == pytest.approx(log_rows(other)[0]["loss"], rel=1e-6, abs=1e-6)
+    assert metrics["changed"]["loss"] != pytest.approx(metrics["again"]["loss"], rel=1e-2)
+    assert main(["replay", str(folder), "--set", "kl_in_reward=false"]) == 2
+    assert "--set: beta: the run has not computed ref_logprobs" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("loss", losses)
 def test_every_loss_is_replayed(cli, capsys, loss):
@@ -100,6 +116,7 @@ def test_the_ranks_write_one_record(cli, capsys):
         ("--set loss_type", "--set: loss_type: not understood; write name=value"),
         ("--set loss_type=ppo", "--loss_type: ppo: not a choice"),
         ("--set teacher_kl_coef=1 teacher_model=m", "--set: teacher_model: the run has not computed teacher_logprobs"),
+        ("--set kl_in_reward=true beta=0.1", "--set: kl_in_reward: the run has not computed reward_kl, so the record"),
         ("--set entropy_coef=0.1", "--set: entropy_coef, top_entropy_quantile: the run has not computed entropy"),
         ("--group nobody", "--group: nobody: not in step 4; there are: "),
         ("--model checkpoint-9", "checkpoint-9: no such folder; nearest: "),

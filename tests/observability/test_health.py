@@ -258,13 +258,15 @@ def test_the_doctor_draws_where_the_cause_is(tmp_path, capsys, monkeypatch):
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["doctor.png"]
 
 
-def test_the_doctor_gives_the_command_of_a_run_that_is_mended(tmp_path, capsys):
-    args = {"rlhf_type": "grpo", "torch_dtype": "float16"}
+@pytest.mark.parametrize("command", ["rlhf", "sft", "pt"])
+def test_the_doctor_gives_the_command_of_a_run_that_is_mended(tmp_path, capsys, command):
+    args = {"torch_dtype": "float16"}
+    JsonlWriter(tmp_path / "attempts.jsonl").write({"attempt": 1, "command": command})
     (tmp_path / "args.json").write_text(json.dumps(args))
     JsonlWriter(tmp_path / "logging.jsonl").write(*[{"attempt": 1, "step": step, "loss": None} for step in range(1, 9)])
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=True)))
     (cause,) = json.loads(capsys.readouterr().out)["causes"]
-    assert cause["command"] == f"swift rlhf {tmp_path / 'args.json'} --torch_dtype bfloat16"
+    assert cause["command"] == f"swift {command} {tmp_path / 'args.json'} --torch_dtype bfloat16"
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert f"\n  command: {cause['command']}\n" in capsys.readouterr().out
     (tmp_path / "args.json").write_text(json.dumps(args | {"add_version": False}))

@@ -50,8 +50,8 @@ def learning(step):
     return answers(step, 0.1 + 0.7 * step / STEPS)
 
 
-def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), **metrics):
-    """Evidence of a run: metrics are numbers, or functions of the step; `every`: --logging_steps."""
+def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), prompt="", **metrics):
+    """Evidence of a run: metrics are numbers, or functions of the step; `every`: --logging_steps; `prompt`: a text."""
     usual = {"loss": 0.01, "learning_rate": 1e-5, "grad_norm": 0.3, "frac_reward_zero_std": 0.3}
     log = [
         {"step": step, "attempt": 1, **{k: v(step) if callable(v) else v for k, v in {**usual, **metrics}.items()}}
@@ -59,7 +59,9 @@ def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), **metri
         if step == 1 or step % every == 0
     ]
     completions = [row for step in range(1, steps + 1) for row in rows(step)]
-    return Evidence(log, completions=completions, args={**FULL, **(args or {})}, reasons=reasons, record=record)
+    about = {"prompt": prompt}
+    args = {**FULL, **(args or {})}
+    return Evidence(log, completions=completions, args=args, reasons=reasons, record=record, about=about)
 
 
 def rejected(rows, kind, share):
@@ -133,6 +135,9 @@ HEALTHY = {
     "learns": lambda: run(learning, reward=rising),
     "a game whose prompt is always one text": lambda: run(
         lambda s: [{**row, "prompt": "[user]\nguess"} for row in learning(s)], reward=rising
+    ),
+    "few prompts are at the limit": lambda: run(
+        learning, reward=rising, record=recorded([[*range(32 - n % 8)] for n in range(16)]), args={"max_length": 32}
     ),
     "12 steps at 1e-6": lambda: run(answers, steps=12, learning_rate=lambda s: 1e-6 * (1 - s / 12)),
     "step 15 of a warm-up": lambda: run(answers, steps=15, learning_rate=lambda s: 1e-6 * s / 30),
@@ -259,6 +264,40 @@ CAUSES = {
         "template_wrong",
         lambda: run(hard, record=recorded([[5, 6, 7, 8]] * 12)),
     ),
+    "prompts that are cut on the right": (
+        "truncation",
+        lambda: run(
+            hard,
+            record=recorded([[1, n % 7, *range(30)] for n in range(12)]),
+            prompt="<|im_start|>user\nproblem",
+            args={"max_length": 32, "truncation_strategy": "right"},
+        ),
+    ),
+    "a column whose texts have an end": (
+        "template_wrong",
+        lambda: run(hard, prompt="<|im_start|>user\n1+2=<|im_end|><|im_end|>\n<|im_start|>assistant\n"),
+    ),
+    "prompts without the task": (
+        "data_repeated",
+        lambda: run(lambda s: [{**row, "prompt": "[user]\nSolve it."} for row in hard(s)]),
+    ),
+    "no solution in any row, and a function that gives almost all a 1": (
+        "reward_constant",
+        lambda: run(
+            lambda s: [
+                {**row, "columns": {"solution": ""}}
+                for row in answers(
+                    s, score=lambda n, right: [float(s % 4 != n or i > 1 or s > 12) for i, _ in enumerate(right)]
+                )
+            ]
+        ),
+    ),
+    "the question in place of the solution": (
+        "reward_constant",
+        lambda: run(
+            lambda s: [{**row, "columns": {"solution": row["prompt"].removeprefix("[user]\n")}} for row in hard(s)]
+        ),
+    ),
     "hard data and some timeouts": (
         "zero_variance_hard",
         lambda: run(lambda s: rejected(hard(s), "timeout: accuracy", 0.016)),
@@ -295,6 +334,19 @@ def same_numbers():
 @pytest.mark.parametrize("name", HEALTHY)
 def test_a_healthy_run_is_not_called_sick(name):
     assert [(one.cause, one.confidence, *one.evidence) for one in diagnose(HEALTHY[name]())] == []
+
+
+def test_a_leak_of_the_ground_truth_is_told():
+    def asked(step, *columns):
+        texts = [[row["columns"][name] for name in columns] for row in answers(step, 1.0)]
+        return [
+            {**row, "prompt": f"[user]\n{step} {told}"} for row, told in zip(answers(step, 1.0), texts, strict=True)
+        ]
+
+    (leaks, *_), (plain, *_) = (diagnose(run(lambda s, c=c: asked(s, *c))) for c in (["solution"], []))
+    assert leaks.cause == plain.cause == "zero_variance_easy"
+    assert leaks.evidence[-1] == "100% of the prompts have their solution in the text, which may give it away"
+    assert len(plain.evidence) == len(leaks.evidence) - 1
 
 
 @pytest.mark.parametrize("name", CAUSES)

@@ -16,10 +16,10 @@ from swift.observability.rollout_record import RolloutRecord, keeps, recorded_st
 def row(number, length=3, **more):
     return {
         "group": 0, "group_id": "a-1", "prompt_id": "a", "index": number, "finish_reason": "stop", "turns": None,
-        "excluded": None, "advantage": 0.5, "rewards": [1.0, None], "prompt_ids": np.arange(2, dtype=np.int32),
-        "token_ids": np.arange(length, dtype=np.int32), "trained": np.arange(length) > 0,
-        "sampler_logprobs": np.linspace(-1, 0, length, dtype=np.float32), "policy_logprobs": None,
-        "versions": np.array([2, 0, 1, 3, 1, length]), **more,
+        "excluded": None, "advantage": 0.5, "rewards": [1.0, None], "reward_kl": None, "completion": None,
+        "prompt_ids": np.arange(2, dtype=np.int32), "token_ids": np.arange(length, dtype=np.int32),
+        "trained": np.arange(length) > 0, "sampler_logprobs": np.linspace(-1, 0, length, dtype=np.float32),
+        "policy_logprobs": None, "versions": np.array([2, 0, 1, 3, 1, length]), **more,
     }  # fmt: skip
 
 

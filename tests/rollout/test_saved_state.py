@@ -14,7 +14,7 @@ from swift.observability.completions_log import completion_rows
 from swift.rollout import mailbox
 from swift.rollout.round_result import RoundResult, ScoredRound
 from swift.rollout.samples import TrainSample
-from swift.rollout.saved_state import FORMAT, decode, encode, require_plain, without_tokens
+from swift.rollout.saved_state import FORMAT, decode, encode, for_logs, require_plain
 from swift.trainers.checkpoint import STATE, read_state, write_state
 from swift.types import Completion, GroupScores, Prompt, RolloutGroup
 
@@ -106,7 +106,7 @@ def dropped_group(tokens):
 
 def test_dropped_groups_are_logged_after_a_resume_as_before():
     group = dropped_group(5)
-    result = RoundResult([], {"rewards/f/mean": math.nan}, dropped=[without_tokens(group)], launched=1, num_dropped=1)
+    result = RoundResult([], {"rewards/f/mean": math.nan}, dropped=[for_logs(group)], launched=1, num_dropped=1)
     again = through(result, RoundResult)
 
     def rows(groups):
@@ -116,11 +116,11 @@ def test_dropped_groups_are_logged_after_a_resume_as_before():
     assert rows(again.dropped) == rows([group])
     assert (again.launched, again.num_dropped) == (1, 1)
     assert math.isnan(again.metrics["rewards/f/mean"])
-    assert [without_tokens(one) for one in again.dropped] == again.dropped
+    assert [for_logs(one) for one in again.dropped] == again.dropped
 
 
 def test_the_tokens_of_dropped_groups_are_not_saved_and_cannot_be_taken_for_tokens():
-    saved = RoundResult([], {}, dropped=[without_tokens(dropped_group(5000))])
+    saved = RoundResult([], {}, dropped=[for_logs(dropped_group(5000))])
     assert len(encode(saved)) < 1000 + 2 * 5000, "a byte for each token"
     for completion in through(saved, RoundResult).dropped[0].completions:
         assert set(completion.token_ids) == {-1} and completion.logprobs == []

@@ -40,6 +40,7 @@ def test_the_run_folder_has_the_files_of_every_mode(sft_argv):
     assert json.loads((run_dir / "args.json").read_text())["learning_rate"] == 3e-3
     (attempt,) = rows(run_dir / "attempts.jsonl")
     assert (attempt["end_step"], attempt["exit_code"], attempt["reason"]) == (6, 0, "done")
+    assert attempt["command"] == "sft" and parse("sft", [str(run_dir / "args.json")], {}).args.max_steps == 6
     assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [1, 2, 4, 6]
     assert all(
         {"loss", "learning_rate", "step_time", "max_steps", "attempt"} <= set(r)

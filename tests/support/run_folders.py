@@ -30,10 +30,10 @@ def recorded(group_id="p0-1", index=0, **more):
     """A row of the record of rollouts."""
     return {
         "group": 0, "group_id": group_id, "prompt_id": "p0", "index": index, "finish_reason": "stop", "excluded": None,
-        "turns": None, "advantage": 0.5, "rewards": [1.0, 0.5], "prompt_ids": np.arange(2, dtype=np.int32),
-        "token_ids": np.array([72, 105, 33], np.int32), "trained": np.array([True, True, False]),
-        "sampler_logprobs": np.array([-0.5, -1.0, -0.25], np.float32), "policy_logprobs": None,
-        "versions": np.array([2, 0, 1, 3, 1, 3]), **more,
+        "turns": None, "completion": None, "reward_kl": None, "advantage": 0.5, "rewards": [1.0, 0.5],
+        "prompt_ids": np.arange(2, dtype=np.int32), "token_ids": np.array([72, 105, 33], np.int32),
+        "trained": np.array([True, True, False]), "sampler_logprobs": np.array([-0.5, -1.0, -0.25], np.float32),
+        "policy_logprobs": None, "versions": np.array([2, 0, 1, 3, 1, 3]), **more,
     }  # fmt: skip
 
 

@@ -297,7 +297,7 @@ def _source(run: Attempt) -> Source | None:
     source, parts = _samples(run), run.parts
     if source is None or not parts.args.has_teacher:
         return source
-    if parts.answers is not None and parts.args.lmbda < 1:
+    if parts.answers is not None and parts.args.lmbda < 1 and not parts.args.replay_from:
         source = _mixed(run, source, parts.answers)
     return TaughtSource(source, TeacherPrompts(parts.template), parts.teacher)
 

@@ -156,7 +156,8 @@ def prepare(
         _check_sent_adapter(args)
     require_backend(args)
     lines += _route_lines(args, placement, plan)
-    play = _play_of(args, references, toolbox, rewards.names, template.tokenizer)
+    recorded = bool(args.replay_from)  # rollouts are whole: nobody plays or calls a function
+    play = None if recorded else _play_of(args, references, toolbox, rewards.names, template.tokenizer)
     makers = in_use(args, COMPLETION_SETTINGS) or (["--dataset: remaining_turns"] if play is not None else [])
     if makers:
         _check_lockstep(args, placement, makers[0])
@@ -165,7 +166,7 @@ def prepare(
     return Parts(
         args, collectives, template, source, first, eval_prompts, rewards, reward_names, reward_weights, plan, start,
         placement, depth, stalest, load_rules(args.health_rules), lines,
-        rollout_func=load_rollout_func(args.rollout_func) if args.rollout_func is not None else None,
+        rollout_func=load_rollout_func(args.rollout_func) if args.rollout_func and not recorded else None,
         play=play,
         heartbeat=Heartbeat(collectives),
         references=references,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from swift.observability.rollout_record import RolloutRecord, keeps
 from swift.rollout.samples import FROZEN, FrozenName, RolloutBatch
+from swift.rollout.saved_state import decode
 from swift.trainers.distributed import Collectives
+from swift.types import Completion
 
 Copied = tuple[list[int], Tensor]
 """Indexes of samples, and the log-probs of their tokens."""
@@ -75,6 +78,10 @@ class StepRecord:
             for name, values in of_rank.items():
                 computed.setdefault(name, {}).update(values)
         rows = [self._row(batch, number, computed) for number in batch.global_batch()]
+        references = {reference.group: reference for reference in batch.references}
+        for row in rows:
+            if row["index"] == 0 and (reference := references.get(row["group"])) is not None:
+                row |= {"reference_ids": reference.token_ids, "reference_trained": reference.trained}
         self.file.write(step, rows, metrics)
 
     def _row(self, batch: RolloutBatch, number: int, computed: dict[str, dict[int, np.ndarray]]) -> dict[str, Any]:
@@ -82,14 +89,25 @@ class StepRecord:
         row = {name: getattr(sample, name) for name in SAME}
         for name in ("policy_logprobs", "old_logprobs", "entropy", *FROZEN):
             row[name] = computed.get(name, {}).get(number, getattr(sample, name, None))
-        return {**row, "versions": np.asarray(sample.versions, dtype=np.int64).reshape(-1)}
+        return {
+            **row,
+            "turns": _turns(sample.completion),
+            "versions": np.asarray(sample.versions, dtype=np.int64).reshape(-1),
+        }
 
 
 SAME = (
-    "group", "group_id", "prompt_id", "index", "finish_reason", "turns", "excluded", "advantage", "rewards",
-    "prompt_ids", "token_ids", "trained", "sampler_logprobs", "token_advantages",
+    "group", "group_id", "prompt_id", "index", "finish_reason", "completion", "excluded", "advantage", "rewards",
+    "reward_kl", "prompt_ids", "token_ids", "trained", "sampler_logprobs", "token_advantages",
+    "teacher_prompt_ids",
 )  # fmt: skip
 """Fields of a sample that are columns of the record."""
+
+
+def _turns(encoded: bytes | None) -> str | None:
+    """JSON of the messages after the prompt, of several turns."""
+    episode = None if encoded is None else decode(encoded, Completion).episode
+    return None if episode is None else json.dumps(episode.turns, default=str)
 
 
 def _by_sample(batch: RolloutBatch, parts: Sequence[Copied]) -> dict[int, np.ndarray]:

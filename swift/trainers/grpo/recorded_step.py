@@ -25,7 +25,7 @@ from swift.models.source import is_adapter, locate
 from swift.models.tuners import load_relative
 from swift.rollout.samples import RolloutBatch
 from swift.trainers.distributed import Collectives
-from swift.trainers.grpo.build import load_trained
+from swift.trainers.grpo.build import Beside, load_beside, load_trained
 from swift.trainers.grpo.metrics import StepMetrics
 from swift.trainers.grpo.record import StepRecord
 from swift.trainers.grpo.settings import GRPOSettings
@@ -39,8 +39,8 @@ Row = Mapping[str, Any]
 IDS = "prompt_ids", "token_ids"
 
 
-def load_recorded(args: Any, model: str, rows: Sequence[Row], prompt: str) -> tuple[Template, nn.Module]:
-    """Template and policy of a model for a step on record.
+def load_recorded(args: Any, model: str, rows: Sequence[Row], prompt: str) -> tuple[Template, tuple[nn.Module, Beside]]:
+    """Template of a model for a step on record, the policy, and beside it the teacher of a distillation.
 
     Args:
         args: of the run.
@@ -68,11 +68,12 @@ def load_recorded(args: Any, model: str, rows: Sequence[Row], prompt: str) -> tu
     if relative:
         load_relative(policy, Path(model))
     choose_streams(policy)
-    return template, policy
+    beside = load_beside(args, policy, len(template.tokenizer)) if args.rlhf_type == "gkd" else {}
+    return template, (policy, beside)
 
 
 def compute(
-    policy: nn.Module, settings: GRPOSettings, batch: RolloutBatch, report: StepMetrics, step: int
+    policy: nn.Module, beside: Beside, settings: GRPOSettings, batch: RolloutBatch, report: StepMetrics, step: int
 ) -> list[dict[str, Any]]:
     """Forward and backward of a recorded global batch; adds `loss` and `grad_norm` to the report.
 
@@ -80,7 +81,7 @@ def compute(
         rows as the record would have of it.
     """
     made: list[dict[str, Any]] = []
-    again = step_of(policy, settings, Collectives(), own_device())
+    again = step_of(policy, settings, Collectives(), own_device(), beside=beside)
     whole_logits = prepare_scoring(policy) is not None
     if not again.logprobs.planner.ready:
         again.logprobs.planner.measure(whole_logits=whole_logits, has_state=True)

@@ -27,6 +27,7 @@ from swift.rl.kl import k3, teacher_advantages
 from swift.rl.losses import get_loss, sequence_weights
 from swift.rl.objective import policy_loss
 from swift.rollout.samples import Arrival, FrozenName, RolloutBatch, TrainSample
+from swift.trainers.gkd.loss import DistillationLoss
 from swift.trainers.grpo.entropy import STEERING, EntropyControl, TopEntropy
 from swift.trainers.grpo.logprobs import LogProbs, Scored, keep, take_sampler_logprobs
 from swift.trainers.grpo.metrics import StepMetrics, observe
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from swift.models.attention.sequence_parallel import SequenceGroup
     from swift.models.reference import ReferenceModel
     from swift.trainers.distributed import Collectives
-    from swift.trainers.gkd.loss import DistillationLoss
     from swift.trainers.grpo.settings import GRPOSettings
     from swift.trainers.parallel.deepspeed import DeepSpeedSteps
 
@@ -72,10 +72,10 @@ class GlobalBatchStep:
     """Makes the gradients of one optimizer step.
 
     sequences: completions of a full global batch, for one whose samples are still arriving. timer: times phases.
-    distillation: computes the loss in place of the policy gradient; None without. deepspeed: drives its engine; None
-    without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a forward pass with its backward pass.
-    loss_scale: of the loss in backward passes. record: takes the log-probs for the record of rollouts. rollout_only:
-    nothing is computed. num_updates: before the current one. passes: done micro-batches and all of them, on this rank.
+    deepspeed: drives its engine; None without. fsdp: FSDP2 shards the model. around_pass: gives what stands around a
+    forward pass with its backward pass. loss_scale: of the loss in backward passes. record: takes the log-probs for the
+    record of rollouts. rollout_only: nothing is computed. num_updates: before the current one. passes: done
+    micro-batches and all of them, on this rank.
     """
 
     logprobs: LogProbs
@@ -83,7 +83,6 @@ class GlobalBatchStep:
     accelerator: Accelerator
     sequences: int
     timer: Callable[[str], contextlib.AbstractContextManager[None]]
-    distillation: DistillationLoss | None = None
     deepspeed: DeepSpeedSteps | None = None
     fsdp: bool = False
     around_pass: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -93,6 +92,11 @@ class GlobalBatchStep:
     rollout_only: bool = False
     passes: tuple[int, int] = (0, 0)
     _has_stepped: bool = False
+
+    def __post_init__(self) -> None:
+        settings = self.logprobs.settings.distillation
+        self.distillation = None if settings is None else DistillationLoss(self.logprobs, settings)
+        """Computes the loss in place of the policy gradient."""
 
     def run(
         self, model: nn.Module, policy: nn.Module, batch: RolloutBatch, report: StepMetrics, num_updates: int

@@ -46,7 +46,6 @@ from swift.rollout.samples import FrozenName, RolloutBatch, TrainSample
 from swift.trainers.atomic_trainer import AtomicTrainer
 from swift.trainers.checkpoint import loading, read_state, write_state
 from swift.trainers.distributed import Collectives
-from swift.trainers.gkd.loss import DistillationLoss
 from swift.trainers.grpo.alignment import AlignmentCheck
 from swift.trainers.grpo.entropy import EntropyControl, controller_state, restored_controller
 from swift.trainers.grpo.logprobs import LogProbs
@@ -182,8 +181,6 @@ class GRPOTrainer(AtomicTrainer):
             around_pass=offloading(self.model) if offloads_activations else nullcontext,
             loss_scale=loss_scale_of(self.model),
         )
-        if settings.distillation is not None:
-            self.step.distillation = DistillationLoss(self.logprobs, settings.distillation)
 
     def _why_not_forked(self, settings: GRPOSettings) -> str:
         """What in this run keeps completions from continuing from states; "" if nothing does."""
