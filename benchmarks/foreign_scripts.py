@@ -124,6 +124,7 @@ class Parts:
         from swift.models.tiny import SIZES, build_tiny
 
         arch = ("qwen3_vl" if ms_swift.SEES.search(name) else "qwen3") + ("_moe" if EXPERTS.search(name) else "")
+        arch = "qwen2_5_omni" if "omni" in name.lower() else arch
         path = self.folder / arch
         if not path.exists():
             SIZES["script"] = (64, 2, 8, 2, 128, 1024)  # 8 heads: --sequence_parallel_size divides them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from swift.models.policy import load_config, quiet_loading
+from swift.models.policy import class_of, load_config, quiet_loading
 from swift.models.source import locate
 from swift.models.tuners import adapter_config, adapter_errors
 
@@ -19,14 +19,14 @@ def adapted_parameter(args: TunerArguments) -> str:
         ConfigError: the adapter does not fit the model.
     """
     import torch
+    import transformers
     from peft import PeftConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     source = locate(args)
+    config = load_config(source.base, args)
     with torch.device("meta"), quiet_loading():
-        model = AutoModelForCausalLM.from_config(
-            load_config(source.base, args), trust_remote_code=args.trust_remote_code
-        )
+        kind = getattr(transformers, class_of(config, args, None))
+        model = kind.from_config(config, trust_remote_code=args.trust_remote_code)
     if (
         all(parameter.ndim < 3 for parameter in model.parameters())
         and not args.target_parameters
@@ -34,11 +34,11 @@ def adapted_parameter(args: TunerArguments) -> str:
     ):
         return ""
     with adapter_errors(source.adapters[0] if source.adapters else source.base):
-        config: Any = adapter_config(model, args, "CAUSAL_LM")
+        adapter: Any = adapter_config(model, args, "CAUSAL_LM")
         if source.adapters:
-            config = PeftConfig.from_pretrained(str(source.adapters[0]))
-        config.init_lora_weights = True
-        policy = get_peft_model(model, config, low_cpu_mem_usage=True)
+            adapter = PeftConfig.from_pretrained(str(source.adapters[0]))
+        adapter.init_lora_weights = True
+        policy = get_peft_model(model, adapter, low_cpu_mem_usage=True)
     return next(
         (
             f"{name.removeprefix('base_model.model.').replace('.base_layer', '')}.{layer.parameter_name}"

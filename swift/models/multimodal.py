@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +23,10 @@ Part = Literal["vit", "aligner", "llm", "head"]
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 """Keys of config.json for the towers of a multimodal checkpoint."""
 
+THINKER = "qwen2_5_omni"
+"""The `model_type` of checkpoints with a part that sees, whose class is in `swift.models.thinker`."""
+NOT_LOADED = ("talker", "token2wav", "thinker.audio_tower")
+"""Other modules of such a checkpoint: training leaves them as they are."""
 
 OF_TOWERS: dict[str, Any] = {
     "freeze_vit": True, "freeze_aligner": True, "freeze_llm": False, "vit_lr": None, "aligner_lr": None,
@@ -40,10 +45,12 @@ def loads_whole(config: Any, args: CheckpointArguments) -> bool:
 
 def is_whole(config: Any) -> bool:
     """Whether a config is that of a model of images and text."""
-    from transformers import AutoModelForImageTextToText
+    return _is_known(type(config)) and getattr(seeing(config), "vision_config", None) is not None
 
-    seen = type(config) in AutoModelForImageTextToText._model_mapping
-    return seen and getattr(config, "vision_config", None) is not None
+
+def seeing(config: Any) -> Any:
+    """The part of a config that has the tower and the placeholders: its own, or that of a thinker."""
+    return getattr(config, "thinker_config", config)
 
 
 def parts_of(model: Any) -> dict[str, Part]:
@@ -52,7 +59,7 @@ def parts_of(model: Any) -> dict[str, Part]:
     inside = next(name for name, module in model.named_modules() if module is decoder)
     parts: dict[str, Part] = {}
     for name, _ in model.named_modules():
-        if name == inside or name.startswith((f"{inside}.", "lm_head")):
+        if name == inside or name.startswith((f"{inside}.", "lm_head", "thinker.lm_head")):
             parts[name] = "llm"
         elif name.startswith("score"):
             parts[name] = "head"
@@ -161,7 +168,7 @@ def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model", 
     from transformers import CONFIG_MAPPING
 
     found, model_type = [tower for tower in TOWERS if written.get(tower) is not None], written.get("model_type")
-    if sees and found == ["vision_config"] and _is_known_whole(model_type):
+    if sees and found in (["vision_config"], ["thinker_config"]) and _is_known_whole(model_type):
         return
     if found and not (model_type in CONFIG_MAPPING and is_part(CONFIG_MAPPING[model_type])):
         strange = [tower for tower in found if tower != "vision_config" or not sees] or found
@@ -174,6 +181,15 @@ def refuse_towers(written: Mapping[str, Any], name: str, flag: str = "--model", 
 
 def _is_known_whole(model_type: Any) -> bool:
     """Whether transformers has a model of images and text for the type in a config.json."""
-    from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+    from transformers import CONFIG_MAPPING
 
-    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in AutoModelForImageTextToText._model_mapping
+    return model_type in CONFIG_MAPPING and _is_known(CONFIG_MAPPING[model_type])
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether there is a model of images and text for a class of configs."""
+    from transformers import AutoModelForImageTextToText
+
+    if getattr(kind, "model_type", None) == THINKER:
+        import_module("swift.models.thinker")
+    return kind in AutoModelForImageTextToText._model_mapping

@@ -268,6 +268,7 @@ def load_config(folder: Path, args: CheckpointArguments) -> Any:
             raise ConfigError(
                 f"--model: {folder}: config.json: {name} {str(value)[:20]}: the model computes NaN; correct it"
             )
+    hush_libraries()  # of a part that is not loaded, a config may warn
     with unusable(f"--model: {folder}: config.json cannot be used"):
         if args.model_type and model_type != written.get("model_type"):
             config = CONFIG_MAPPING[model_type].from_dict({**written, "model_type": model_type})

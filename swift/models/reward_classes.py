@@ -25,12 +25,14 @@ def ensure_reward_class(config: Any) -> None:
     kind = type(config)
     if not is_whole(config) or kind in AutoModelForSequenceClassification._model_mapping:
         return
-    base = next(one for one in AutoModel._model_mapping[kind].__mro__[1:] if issubclass(one, PreTrainedModel))
-    language = AutoModelForImageTextToText._model_mapping[kind].__name__
-    name = f"{base.__name__.removesuffix('PreTrainedModel')}ForSequenceClassification"
-    made = type(name, (GenericForSequenceClassification, base), {"__module__": base.__module__})
+    ending = PreTrainedModel.__name__
+    base = next(one for one in AutoModel._model_mapping[kind].__mro__ if one.__name__.endswith(ending))
+    language = AutoModelForImageTextToText._model_mapping[kind]
+    name = f"{base.__name__.removesuffix(ending)}ForSequenceClassification"
+    body = {"__module__": base.__module__, "base_model_prefix": language.base_model_prefix}
+    made = type(name, (GenericForSequenceClassification, base), body)
     # `register` of transformers 5.16 silently leaves out a config of its own
     AutoModelForSequenceClassification._model_mapping._extra_content[kind] = made
-    names = conversion_mapping.get_checkpoint_conversion_mapping(language)  # of files with older names
+    names = conversion_mapping.get_checkpoint_conversion_mapping(language.__name__)  # of files with older names
     if names is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(name, names)

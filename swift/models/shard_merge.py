@@ -23,6 +23,7 @@ from swift.errors import ConfigError, unusable
 from swift.models.adapter_config import check_finite
 from swift.models.adapter_merge import check_start, load_adapter
 from swift.models.checkpoint_tensors import CheckpointTensor, as_saved, checkpoint_tensors, own_parameters
+from swift.models.multimodal import seeing
 from swift.models.policy import Head, class_of, load_config, quiet_loading, set_labels
 from swift.models.source import ModelSource, head_of, labels_of, weight_files
 from swift.models.tuners import adapter_errors
@@ -65,7 +66,7 @@ class MergedModel:
             self.config.num_labels, self.config.problem_type = tree.config.num_labels, tree.config.problem_type
         if dtype is not None:
             self.config.dtype = dtype
-        self._tied = tree._tied_weights_keys or {} if self.config.tie_word_embeddings else {}
+        self._tied = tree._tied_weights_keys or {} if seeing(self.config).tie_word_embeddings else {}
         self._files, self._fused = _stored(tree, source.base)
         self._adapters: list[_Adapter] = []
         for folder in source.adapters:
@@ -112,7 +113,7 @@ class MergedModel:
                 f"--model: {self._base}: holds quantised weights, into which no adapter can be merged; give the model "
                 "that it was made from"
             )
-        config.get_text_config().tie_word_embeddings = config.tie_word_embeddings = False
+        config.get_text_config().tie_word_embeddings = seeing(config).tie_word_embeddings = False
         kind = class_of(config, self._args, head)
         if head != head_of(self._base):
             set_labels(config, head, self._labels)
@@ -154,7 +155,7 @@ class MergedModel:
         changes = [change for adapter in self._adapters for change in adapter.changes.values()]
         changed = {change.name for change in changes}
         if apart := [pair for pair in self._tied.items() if changed.intersection(pair)]:
-            self.config.get_text_config().tie_word_embeddings = self.config.tie_word_embeddings = False
+            self.config.get_text_config().tie_word_embeddings = seeing(self.config).tie_word_embeddings = False
         for head, embedding in apart:
             described.setdefault(head, described[embedding])
             described.setdefault(embedding, described[head])

@@ -290,7 +290,7 @@ def _download(name: str, files: list[str], *, flag: str, use_hf: bool, revision:
 
 
 WEIGHTS = "*.safetensors"
-OTHER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken"]
+OTHER_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py", "*.tiktoken", "spk_dict.pt"]
 WANTED_FILES = [WEIGHTS, *OTHER_FILES]
 
 

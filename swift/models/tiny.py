@@ -41,8 +41,10 @@ HYBRIDS = {"qwen3_5_text": "linear_attention", "lfm2": "conv"}
 MIXTURES = ("qwen3_moe",)
 """Architectures with four experts of half the intermediate width, of which a token uses two."""
 
-VISION = ("qwen3_vl", "qwen3_vl_moe")
-"""Architectures that see images. The tower has half of the width and depth; an embedding stands for 16 x 16 pixels."""
+VISION = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni")
+"""Architectures that see images. The tower has half of the width and depth; an embedding stands for 16 x 16 pixels.
+
+The last has a tower for audio, too, and no talker; its head is not tied."""
 PATCH, MERGED = 8, 2
 IMAGE_TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
@@ -50,9 +52,19 @@ IMAGE_TOKENS = {
     "vision_end_token_id": "<|vision_end|>",
     "video_token_id": "<|video_pad|>",
 }
+OMNI_TOKENS = {
+    "vision_bos_token": ("vision_start_token_id", "<|vision_bos|>"),
+    "image_token": ("image_token_index", "<|IMAGE|>"),
+    "vision_eos_token": ("vision_end_token_id", "<|vision_eos|>"),
+    "video_token": ("video_token_index", "<|VIDEO|>"),
+    "audio_bos_token": ("audio_start_token_id", "<|audio_bos|>"),
+    "audio_token": ("audio_token_index", "<|AUDIO|>"),
+    "audio_eos_token": ("audio_end_token_id", "<|audio_eos|>"),
+}
+"""Those of Qwen2.5-Omni: attribute of the tokenizer -> name in the config, token."""
 SEEING_CHATML = """{% for turn in messages %}<|im_start|>{{ turn['role'] }}
 {% if turn['content'] is string %}{{ turn['content'] }}{% else %}{% for part in turn['content'] %}\
-{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}\
+{% if part['type'] == 'image' %}MARK{% else %}{{ part['text'] }}{% endif %}\
 {% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -61,11 +73,12 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def build_tokenizer(context: int = 2048) -> PreTrainedTokenizerBase:
+def build_tokenizer(context: int = 2048, **named: str) -> PreTrainedTokenizerBase:
     """The byte-level tokenizer described in the module's docstring (263 tokens).
 
     Args:
         context: the model's context length in tokens, recorded as `model_max_length`.
+        named: attributes that hold further tokens, which are not added.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -85,6 +98,7 @@ def build_tokenizer(context: int = 2048) -> PreTrainedTokenizerBase:
         chat_template=TEMPLATES["chatml"],
         model_max_length=context,
         clean_up_tokenization_spaces=False,
+        **named,
     )
 
 
@@ -101,7 +115,7 @@ def build_tiny(
 
     Args:
         folder: created if absent; files of the same names are overwritten.
-        arch: of `ARCHS`, `HYBRIDS`, `MIXTURES` or `VISION`; all but llama tie the output layer to the embedding.
+        arch: of `ARCHS`, `HYBRIDS`, `MIXTURES` or `VISION`; most tie the output layer to the embedding.
         size: of `SIZES`.
         seed: of the weights; equal arguments give equal bytes.
         init_std: standard deviation of the initial weights; None means hidden ** -0.5 / 2, which
@@ -151,23 +165,26 @@ def build_tiny(
 def _build_seeing(folder: Path, arch: str, size: str, seed: int) -> Path:
     """A model with a vision tower, and the processor of its images."""
     import torch
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForMultimodalLM
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     widths = dict(zip(_WIDTHS, SIZES[size], strict=True))
     hidden, heads = widths["hidden_size"], widths["num_attention_heads"]
-    tokenizer = build_tokenizer(widths["max_position_embeddings"])
-    tokenizer.add_tokens(list(IMAGE_TOKENS.values()), special_tokens=True)
-    tokenizer.chat_template = SEEING_CHATML
+    omni = arch == "qwen2_5_omni"
+    named = {attribute: token for attribute, (_, token) in OMNI_TOKENS.items()} if omni else {}
+    tokens = dict(OMNI_TOKENS.values()) if omni else IMAGE_TOKENS
+    tokenizer = build_tokenizer(widths["max_position_embeddings"], **named)
+    tokenizer.add_tokens(list(tokens.values()), special_tokens=True)
+    start, image, stop, *_ = tokens.values()
+    tokenizer.chat_template = SEEING_CHATML.replace("MARK", f"{start}{image}{stop}")
     end, pad = tokenizer.convert_tokens_to_ids([TURN_END, PAD])
     quarter = hidden // heads // 4
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
-    config = AutoConfig.for_model(
-        arch,
-        text_config={
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **({} if omni else {"mrope_interleaved": True})}
+    own = {"window_size": 2 * PATCH * MERGED, "fullatt_block_indexes": [0]} if omni else {}
+    settings: dict[str, Any] = {
+        "text_config": {
             **widths,
             "vocab_size": len(tokenizer),
-            "head_dim": hidden // heads,
             "rope_parameters": {
                 **rope,
                 "mrope_section": [2 * quarter - 2 * (quarter // 2), quarter // 2, quarter // 2],
@@ -175,9 +192,10 @@ def _build_seeing(folder: Path, arch: str, size: str, seed: int) -> Path:
             "bos_token_id": None,
             "eos_token_id": end,
             "pad_token_id": pad,
+            **({"tie_word_embeddings": False} if omni else {"head_dim": hidden // heads}),
             **(_mixture(widths) if arch == "qwen3_vl_moe" else {}),
         },
-        vision_config={
+        "vision_config": {
             "depth": widths["num_hidden_layers"] // 2,
             "hidden_size": hidden // 2,
             "out_hidden_size": hidden,
@@ -186,15 +204,20 @@ def _build_seeing(folder: Path, arch: str, size: str, seed: int) -> Path:
             "patch_size": PATCH,
             "spatial_merge_size": MERGED,
             "temporal_patch_size": 1,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
+            **(own or {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}),
         },
-        tie_word_embeddings=True,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
-    )
-    with torch.random.fork_rng(devices=[]):
+        "tie_word_embeddings": not omni,
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()},
+    }
+    if omni:
+        hears = {"d_model": hidden, "output_dim": hidden, "encoder_layers": 1, "encoder_attention_heads": heads}
+        settings["audio_config"] = {**hears, "encoder_ffn_dim": hidden, "num_mel_bins": 8, "max_source_positions": 64}
+        settings = {"thinker_config": settings, "enable_audio_output": False}
+    config = AutoConfig.for_model(arch, **settings)
+    with torch.random.fork_rng(devices=[]), quiet_loading():
         torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        kind = AutoModelForMultimodalLM if omni else AutoModelForImageTextToText  # the one for images has no audio
+        model = kind.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5 / 2)

@@ -24,6 +24,8 @@ from swift.flags import flags_of
 from swift.models.adapter_config import check_finite
 from swift.models.expert_targets import HEADS, fused_projections, resolve
 from swift.models.multimodal import (
+    NOT_LOADED,
+    THINKER,
     check_reached,
     frozen_modules,
     frozen_parameters,
@@ -187,7 +189,8 @@ def adapter_config(model: Any, args: TunerArguments, task: str) -> Any:
     full = full_modules(model, args)
     if any(is_quantised(model.get_submodule(name)) for name in full):
         raise ConfigError("--full_towers: true: weights that are quantised do not learn; leave it out")
-    if others := [*frozen_modules(model, args), *full]:
+    absent = NOT_LOADED if model.config.model_type == THINKER else ()  # here, but not in other programs
+    if others := [*frozen_modules(model, args), *full, *absent]:
         patterns = [rf"{re.escape(name)}(\..*)?" for name in others]
         options["exclude_modules"] = "|".join([*patterns, *(rf"(.*\.)?{name}" for name in excluded)])
     elif excluded:

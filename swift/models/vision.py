@@ -26,6 +26,7 @@ from swift.data.images import digest_of, open_image
 from swift.errors import ConfigError, RefusedChat, counted, first_line, unusable
 from swift.models.attention.interface import transformers_model
 from swift.models.attention.spans import Span
+from swift.models.multimodal import seeing
 from swift.models.transfer import to_device
 from swift.types import Image, ShownImage
 
@@ -37,6 +38,9 @@ OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids
 
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a processor beside those of its tokenizer."""
+
+SPEAKERS = "spk_dict.pt"
+"""Voices of Qwen2.5-Omni, without which transformers does not load it; never read here."""
 
 TOKEN_KINDS = ("mm_token_type_ids", "token_type_ids")
 """Inputs of models that say which tokens stand for an image."""
@@ -54,14 +58,14 @@ def placeholder_ids(config: Any) -> list[int]:
     A completion must not have one: there would be no embedding for it. So they have no probability, neither for the
     transformers engine nor in training.
     """
-    values = (getattr(config, name, None) for name in PLACEHOLDERS)
+    values = (getattr(seeing(config), name, None) for name in PLACEHOLDERS)
     size = config.get_text_config().vocab_size
     return sorted({value for value in values if isinstance(value, int) and 0 <= value < size})
 
 
 def placeholder_of(config: Any) -> int:
     """The token that a model replaces by an embedding of an image; -1 if its config names none."""
-    known = (getattr(config, name, None) for name in PLACEHOLDERS[:2])
+    known = (getattr(seeing(config), name, None) for name in PLACEHOLDERS[:2])
     return next((value for value in known if value is not None), -1)
 
 
@@ -394,8 +398,8 @@ def once_per_image(ids: Sequence[int], placeholder: int) -> list[int]:
 
 
 def copy_files(model: Path, folder: Path) -> None:
-    """Copy the settings of a model's processor to the folder of a checkpoint."""
-    for name in FILES:
+    """Copy the settings of a model's processor, and voices, to the folder of a checkpoint."""
+    for name in (*FILES, SPEAKERS):
         if (file := model / name).is_file():
             shutil.copyfile(file, folder / name)
 
@@ -433,7 +437,10 @@ def load_processor(folder: Path, config: Any, tokenizer: Any) -> Any:
     TextAndImages.__name__ = kind.__name__
     with unusable(f"--model: {folder}: its processor of images cannot be loaded"):
         images = image_processor(folder)
-        return TextAndImages.from_pretrained(folder, local_files_only=True)
+        made = TextAndImages.from_pretrained(folder, local_files_only=True)
+    if hasattr(made, "video_processor"):
+        made.video_processor = images  # Qwen2.5-Omni's asks it for its merge_size, which is the same
+    return made
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

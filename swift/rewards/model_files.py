@@ -107,7 +107,7 @@ def config_of_whole(folder: Path) -> Any:
 
     from swift.models.multimodal import is_whole
 
-    if not read_json(folder / "config.json").get("vision_config"):
+    if not read_json(folder / "config.json").keys() & {"vision_config", "thinker_config"}:
         return None
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     return config if is_whole(config) else None

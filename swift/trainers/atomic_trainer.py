@@ -53,6 +53,7 @@ from swift.models.quantisation import keep_quant_states
 from swift.models.rates import Rates
 from swift.models.sharded import is_sharding, shard
 from swift.models.tuners import load_relative, make_relative
+from swift.models.unloaded import keep_unloaded
 from swift.models.vision import copy_files, vision_of
 from swift.observability.files import write_json, writing
 from swift.rollout.engines.process import random_state
@@ -394,6 +395,7 @@ class AtomicTrainer(Trainer):
                     write_json(staging / final.name / "args.json", self.run_settings, indent=1)
                     if (vision := vision_of(self.model)) is not None:
                         copy_files(vision.folder, staging / final.name)
+                        keep_unloaded(vision.folder, staging / final.name)
                     self.add_to_checkpoint(staging / final.name, state)
         except BaseException:
             self._remove(staging)

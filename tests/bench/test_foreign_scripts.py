@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "sft/fits.sh": "NPROC_PER_NODE=2 \\\nswift sft \\\n  --model Qwen/Qwen3-8B \\\n  --dataset 'd#500' # rows\n",
+    "sft/omni.sh": "swift sft --model Qwen/Qwen2.5-Omni-7B --dataset who/charts --tuner_type full\n",
     "sft/sees.sh": "swift sft --model Qwen/Qwen2.5-VL-7B-Instruct --dataset who/charts\n",
     "rl/unknown.sh": "swift rlhf --rlhf_type grpo --model Qwen3-8B --dataset d --reward_funcs accuracy --no_flag 1\n",
     "rl/misses.sh": "swift rlhf --rlhf_type dpo --model Qwen/Qwen3-8B --dataset d --report_to swanlab\n",
@@ -29,6 +30,7 @@ def test_scripts_are_tried_with_small_parts(tmp_path):
     verdicts = {name: (one["kind"], one["verdict"]) for name, one in found.items()}
     assert verdicts == {
         "sft/fits.sh": ("text", "ok"),
+        "sft/omni.sh": ("images", "ok"),
         "sft/sees.sh": ("images", "ok"),
         "rl/unknown.sh": ("text", "refused"),
         "rl/misses.sh": ("text", "here"),

@@ -156,8 +156,9 @@ def untimed(run_dir) -> list[dict]:
 
 
 def weights(checkpoint):
-    (file,) = checkpoint.glob("*model.safetensors")
-    return load_file(file)
+    files = list(checkpoint.glob("*model*.safetensors"))
+    assert files
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def newest_run(output_dir) -> Path:

@@ -584,7 +584,7 @@ WRONG = {
         ["f.sh"],
         "images are not supported",
     ),
-    "sound": ("swift sft --model Qwen/Qwen2.5-Omni-7B\n", ["f.sh"], "sound is not supported"),
+    "sound": ("swift sft --model Qwen/Qwen3-Omni-30B-A3B-Instruct\n", ["f.sh"], "sound is not supported"),
     "GPTQ": ("swift sft --model Qwen/Qwen2-7B-Instruct-GPTQ-Int4\n", ["f.sh"], "quantised weights"),
     "AWQ": ("model: m\nquant_method: awq\n", ["f.yaml"], "--quant_method: awq: not supported"),
     "megatron": ("megatron sft --model a\n", ["f.sh"], "Megatron"),

@@ -42,7 +42,7 @@ def plain_logits(plain, head, row):
     """The head's values at the last token of a text, ready to be continued or finished."""
     finished = row["messages"][-1]["role"] == "assistant"
     text = plain.text(row["messages"], add_generation_prompt=not finished)
-    hidden = plain.model.model(**plain.processed(text, row["images"])).last_hidden_state
+    hidden = plain.model.base_model(**plain.processed(text, row["images"])).last_hidden_state
     return head @ hidden[0, -1]
 
 
@@ -64,7 +64,7 @@ def test_a_classifier_is_that_of_plain_rows(family, way, settings, vlm_folders, 
     expected = cross_entropy(logits, torch.tensor([row["label"] for row in ROWS]))
     expected.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    assert_same_gradients(trainer.model.model, plain.model.model, most=2e-6)
+    assert_same_gradients(trainer.model.base_model, plain.model.base_model, most=2e-6)
     assert torch.dist(trainer.model.score.weight.grad, head.grad) < 2e-6 * head.grad.norm()
 
 

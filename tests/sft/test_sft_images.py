@@ -282,6 +282,7 @@ SHARED = [
     ("qwen3_vl", "--streaming true"),
     ("qwen3_vl", f"{TOWERS} --fsdp full_shard"),
     ("qwen3_vl", f"{TOWERS} --deepspeed zero3"),
+    ("qwen2_5_omni", f"{TOWERS} --deepspeed zero3"),
     *((family, TOWERS) for family in vlms.SHARED if family != "qwen3_vl"),
 ]
 

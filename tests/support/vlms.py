@@ -13,7 +13,8 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
-from swift.models.tiny import build_tokenizer
+import swift.models.thinker  # noqa: F401  (so that transformers' automatic classes have its model)
+from swift.models.tiny import OMNI_TOKENS, build_tokenizer
 
 TEXT = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,7 +40,8 @@ VLLM = {"hidden_size": 128, "head_dim": 32}
 """Sizes of the language model that vLLM computes on a CPU."""
 
 PACKED = (
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3", "internvl", "llava_onevision", "gemma3", "gemma4",
+    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen3_vl", "qwen3_vl_moe", "idefics3", "internvl", "llava_onevision",
+    "gemma3", "gemma4",
 )  # fmt: skip
 """Families that take packed streams."""
 SHARED = tuple(family for family in PACKED if family not in ("gemma3", "gemma4"))
@@ -89,7 +91,11 @@ def build_vlm(folder, family, seed=0, **text):
     """Write a model of a family, its tokenizer and processor into a folder."""
     tokenizer, processor, config = PARTS[family]({**TEXT, **text})
     torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    if family == "qwen2_5_omni":  # all of its parts
+        model = _class("qwen2_5_omni.modeling_qwen2_5_omni.Qwen2_5OmniForConditionalGeneration")(config)
+        torch.save({}, folder / "spk_dict.pt")
+    else:
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -142,6 +148,35 @@ def _qwen2_5_vl(text):
     tower = {**QWEN_TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}
     text = {name: value for name, value in text.items() if name != "head_dim"}
     return _qwen("qwen2_5_vl", text, tower, 14)
+
+
+def _qwen2_5_omni(text):
+    tokens = [token for _, token in OMNI_TOKENS.values()]
+    named = {attribute: token for attribute, (_, token) in OMNI_TOKENS.items()}
+    tokenizer = tokenizer_with(tokens, "".join(tokens[:3]), named)
+    _, images, sees = _qwen2_5_vl(text)
+    tower = sees.vision_config.to_dict()
+    thinker = {
+        "text_config": {**sees.text_config.to_dict(), **_common(tokenizer), "tie_word_embeddings": False},
+        "vision_config": {name: tower[name] for name in tower if name not in ("model_type", "tokens_per_second")},
+        "audio_config": {
+            "num_mel_bins": 8, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "d_model": 16,
+            "output_dim": text["hidden_size"], "max_source_positions": 64,
+        },
+        **_ids(tokenizer, **dict(OMNI_TOKENS.values())),
+    }  # fmt: skip
+    talker = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+        "num_key_value_heads": 1, "vocab_size": 32, "embedding_size": text["hidden_size"],
+    }  # fmt: skip
+    waves = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8, "emb_dim": 8,
+        "num_embeds": 32, "mel_dim": 8, "enc_emb_dim": 8, "enc_dim": 8, "enc_channels": [8, 8, 8, 8, 24],
+        "enc_attention_channels": 8, "enc_se_channels": 8,
+    }  # fmt: skip
+    of_waves = {"dit_config": waves, "bigvgan_config": {"mel_dim": 8, "upsample_initial_channel": 64}}
+    parts = {"thinker_config": thinker, "talker_config": talker, "token2wav_config": of_waves}
+    return tokenizer, images, AutoConfig.for_model("qwen2_5_omni", **parts)
 
 
 def _qwen3_vl(text, kind="qwen3_vl"):

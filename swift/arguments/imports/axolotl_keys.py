@@ -320,7 +320,7 @@ def auto_class(draft: Draft, key: str, raw: Any) -> None:
 
 def processor(draft: Draft, key: str, raw: Any) -> None:
     """`processor_type`: a model with images, which some methods train; none trains one with sound."""
-    if not draft.sees or re.search("voxtral|audio|omni", str(raw), re.IGNORECASE):
+    if not draft.sees or re.search("voxtral|audio|(?<!qwen2_5)omni", str(raw), re.IGNORECASE):
         refused(MULTIMODAL)(draft, key, raw)
     draft.same(key, "the model is loaded with its tower and its processor")
 

@@ -12,10 +12,10 @@ from swift.arguments.imports.trl import take_precision
 from swift.arguments.values import show
 from swift.errors import ConfigError
 
-HEARS = re.compile(r"(?:^|[-_/.\d])(?:omni|audio)\d*(?:[-_.]|$)", re.IGNORECASE)
-"""Names of models with sound."""
+HEARS = re.compile(r"(?:^|[-_/.\d])(?:(?<!qwen2[._]5.)omni|audio)\d*(?:[-_.]|$)|voxtral", re.IGNORECASE)
+"""Names of models with sound that are not trained on images alone."""
 SEES = re.compile(
-    r"(?:^|[-_/.\d])(?:vl|ocr)\d*(?:[-_.]|$)|internvl|llava|minicpm-[vo]|ovis|pixtral|paligemma|molmo|janus",
+    r"(?:^|[-_/.\d])(?:vl|ocr)\d*(?:[-_.]|$)|qwen2[._]5.omni|internvl|llava|minicpm-[vo]|ovis|pixtral|paligemma|molmo|janus",
     re.IGNORECASE,
 )
 """Names of models with images."""

@@ -29,6 +29,7 @@ from swift.models.attention.interface import (
 from swift.models.attention.layout import Kernel, SegmentLayout
 from swift.models.attention.spans import Variant
 from swift.models.forward import TokenBatch, TokenSequence, completion_logits, pack, pad
+from swift.models.multimodal import seeing
 from swift.models.quantisation import is_quantised
 from swift.models.vision import SEE_THEMSELVES, possible, vision_of
 
@@ -97,7 +98,7 @@ def likely_streams(model: nn.Module, kernel: Kernel | None) -> None:
     Raises NotImplementedError: they find none, or it is not known.
     """
     base = transformers_model(model)
-    sees = getattr(base.config, "vision_config", None) is not None
+    sees = getattr(seeing(base.config), "vision_config", None) is not None
     both = sees and _images_see_themselves(base, SEE_THEMSELVES)  # `packing_obstacle` asks for a processor, too
     obstacle = "tokens of an image see each other" if both else packing_obstacle(model)
     if obstacle is None:

@@ -60,6 +60,8 @@ def enable_packed_attention(model: nn.Module, kernel: Kernel | None = None) -> N
 def set_attention(model: nn.Module, name: str) -> None:
     """Choose the attention function of the language model; towers keep theirs."""
     base = transformers_model(model)
+    if hasattr(base.base_model.config, "text_config"):
+        base = base.base_model
     parts = {part: getattr(base.config, part, None) for part in getattr(base.config, "sub_configs", {})}
     if parts.get("text_config") is None:
         base.set_attn_implementation(name)
@@ -76,7 +78,7 @@ def is_packed(model: nn.Module) -> bool:
 def decoder_of(model: nn.Module) -> Any:
     """The layers of the language model below its head."""
     base = transformers_model(model)
-    return base.get_decoder() if hasattr(base.config, "vision_config") else base.base_model
+    return base.get_decoder() if hasattr(base.base_model.config, "vision_config") else base.base_model
 
 
 def transformers_model(model: nn.Module) -> Any:

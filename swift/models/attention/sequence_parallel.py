@@ -259,12 +259,11 @@ KINDS = "mm_token_type_ids"
 
 def _positions(model: Any, ids: Tensor, mask: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     """Positions of the tokens of rows, [R, T], or [3, R, T] of images in a plane."""
-    if inputs.get(KINDS) is None or not hasattr(model, "get_rope_index"):
+    names = [name for name, value in inputs.items() if name.endswith((KINDS, "grid_thw")) and value is not None]
+    if not names or not hasattr(model, "get_rope_index"):
         return mask.cumsum(1) - 1
-    names = [name for name, value in inputs.items() if name.endswith("grid_thw") and value is not None]
-    given = {name: inputs[name] for name in (KINDS, *names)}
-    ids_, mask_, *rest = to_host([ids, mask, *given.values()])  # it reads each row and grid on the host
-    positions = model.get_rope_index(ids_, attention_mask=mask_, **dict(zip(given, rest, strict=True)))[0]
+    ids_, mask_, *rest = to_host([ids, mask, *(inputs[name] for name in names)])  # it reads each row on the host
+    positions = model.get_rope_index(ids_, attention_mask=mask_, **dict(zip(names, rest, strict=True)))[0]
     return to_device(positions, ids.device)
 
 

@@ -14,14 +14,15 @@ from typing import Any, cast
 
 from swift.errors import ConfigError, first_line, nearest
 from swift.models.activation_memory import layer_configs
+from swift.models.multimodal import NOT_LOADED
 from swift.models.source import weight_files
 from swift.rollout.engines.spec import EngineSpec
 from swift.rollout.weights.base import AdapterWeights, TensorInfo, WeightSource
 
 HEAD = "lm_head.weight"
 """Name of the output layer in checkpoints."""
-NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$")
-"""Tensors of old checkpoints that no model reads."""
+NOT_WEIGHTS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", *(rf"^{name}\." for name in NOT_LOADED))
+"""Tensors of old checkpoints that no model reads, and of modules that no training loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ExpectedWeights:
                         shapes[name] = tuple(tensors.get_slice(name).get_shape())
         prefix = getattr(model_class, "base_model_prefix", "") or ""
         embedding = _embedding(shapes) if tied else ""
-        head = HEAD if tied and embedding else ""
+        head = f"{'thinker.' * embedding.startswith('thinker.')}{HEAD}" if embedding else ""
         if head:
             shapes.setdefault(head, shapes[embedding])
         return cls(shapes, head, embedding, f"{prefix}." if prefix else "")

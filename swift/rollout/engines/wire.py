@@ -274,7 +274,7 @@ def architecture(folder: str | Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     config = json.loads(file.read_text(encoding="utf-8"))
-    text = config.get("text_config") or {}
+    text = config.get("thinker_config", config).get("text_config") or {}
     found = {name: text.get(name, config.get(name)) for name in ARCHITECTURE}
     return {name: value for name, value in found.items() if value is not None}
 

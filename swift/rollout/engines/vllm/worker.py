@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from swift.models.multimodal import NOT_LOADED
 from swift.rollout.engines.vllm.single_copy import NotShareable, SingleCopy
 from swift.rollout.engines.vllm.versions import load_vllm, pack_experts_anew
 from swift.rollout.weights.base import PolicyParameters
@@ -42,7 +43,8 @@ class WorkerExtension:
     def swift_begin_update(self) -> None:
         """Begin an update of all weights; the model cannot run until `swift_end_update`."""
         lora = getattr(self, "lora_config", None) or getattr(self.vllm_config, "lora_config", None)
-        names = (name for name, _ in self.model_runner.get_model().named_parameters())
+        own = [name for name, _ in self.model_runner.get_model().named_parameters()]
+        names = [name for name in own if not f"thinker.{name}".startswith(NOT_LOADED)]
         self._swift_expected = {name.replace(".base_layer.", ".") if lora else name for name in names}
         self._swift_loaded: set[str] | None = set()
         self._swift_digest = StreamDigest()
