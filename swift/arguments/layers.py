@@ -28,7 +28,8 @@ Source = Literal["preset", "file", "env", "command line"]
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 VARIABLES = {
-    "USE_HF": ("use_hf",), "SWIFT_DEBUG": ("debug",), "SWIFT_API_KEY": ("api_key", "vllm_server_api_key")
+    "USE_HF": ("use_hf",), "SWIFT_DEBUG": ("debug",), "SWIFT_API_KEY": ("api_key", "vllm_server_api_key"),
+    "MAX_PIXELS": ("max_pixels",),
 }  # fmt: skip
 """Environment variable -> the setting it is, the first that a mode has."""
 

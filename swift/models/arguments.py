@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,7 +70,12 @@ class ImageArguments(CheckpointArguments):
     """How a model sees images."""
 
     max_pixels: int | None = flag(at_least=1, everyday=False, unset="as the model's processor has it", resume="fixed")
-    """Pixels of an image; a larger one is made smaller, in the same proportions."""
+    """Pixels of an image; a larger one is made smaller, in the same proportions. Also MAX_PIXELS."""
+
+    def notes(self) -> Iterator[str]:
+        for name in ("IMAGE_MAX_TOKEN_NUM", "MIN_PIXELS"):
+            if value := os.environ.get(name):
+                yield f"{name}: {value}: not read; --max_pixels bounds the pixels of an image"
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ part loses the tower.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from importlib import import_module
@@ -119,7 +120,8 @@ def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
 
 def no_tower(name: str, value: Any) -> ConfigError:
     """The error of a setting for towers where there is none."""
-    return ConfigError(f"--{name}: {str(value).lower()}: the model has no vision tower here; leave it out")
+    leave = "unset MAX_PIXELS" if str(value) == os.environ.get(name.upper()) else "leave it out"
+    return ConfigError(f"--{name}: {str(value).lower()}: the model has no vision tower here; {leave}")
 
 
 def check_reached(model: Any, adapted: Collection[str], args: TunerArguments) -> None:

@@ -137,6 +137,14 @@ def test_each_layer_overrides_the_one_below(config):
     assert parse("rlhf", [*argv, "--use_hf", "false"], {"USE_HF": "1"}).args.use_hf is False
 
 
+def test_pixels_come_from_the_variable_of_ms_swift(monkeypatch):
+    monkeypatch.setenv("IMAGE_MAX_TOKEN_NUM", "1024")
+    resolved = rlhf(environ={"MAX_PIXELS": "1003520"})
+    assert resolved.args.max_pixels == 1003520
+    assert rlhf("--max_pixels", "1024", environ={"MAX_PIXELS": "1003520"}).args.max_pixels == 1024
+    assert [line for line in resolved.notes if line.startswith("IMAGE_MAX_TOKEN_NUM: 1024: not read")]
+
+
 def test_layers_meet_after_spellings_became_canonical(config):
     resolved = parse("rlhf", [config("train_type: full\n"), *RLHF, "--tuner_type", "lora"], {})
     assert resolved.args.tuner_type == "lora"
