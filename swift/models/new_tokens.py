@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swift.errors import ConfigError, counted
+from swift.models.source import locate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,11 +34,14 @@ def add_rows(model: Any, args: Any) -> None:
 
     Raises ConfigError: they would not be in the files of an adapter's base.
     """
-    from swift.models.tokenizer import load_tokenizer
-
-    if not new_tokens(args):
+    if not (tokens := new_tokens(args)):
         return
-    size, rows = len(load_tokenizer(args)), model.get_input_embeddings().weight.shape[0]
+    from transformers import AutoTokenizer
+
+    options = {"trust_remote_code": args.trust_remote_code, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(locate(args).tokenizer, **options)
+    tokenizer.add_tokens(tokens, special_tokens=True)
+    size, rows = len(tokenizer), model.get_input_embeddings().weight.shape[0]
     if size > rows and args.tuner_type != "full":
         raise ConfigError(
             f"--new_special_tokens: {counted(size, 'token')} with the new ones, and {rows} rows in the embedding of "
