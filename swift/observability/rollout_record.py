@@ -163,7 +163,7 @@ def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]
     `prompt` (the first one as text with special tokens).
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file, or it is that of another version.
     """
     from pyarrow import ipc
 
@@ -173,6 +173,8 @@ def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]
         there = f"{steps[0]} to {steps[-1]}" if steps else "none; --record_rollouts says which are kept"
         raise ConfigError(f"rollouts: {path}: step {step} is not on record; there are: {there}")
     table = ipc.open_file(str(path)).read_all()
+    if missing := sorted({*PLAIN, *ARRAYS} - {*table.column_names}):
+        raise ConfigError(f"rollouts: {path}: no column {', '.join(missing)}: another version of swift has to read it")
     return table, json.loads(table.schema.metadata[b"swift"])
 
 

@@ -103,3 +103,12 @@ def test_a_step_that_is_not_there_is_named(record, tmp_path):
     file.close()
     with pytest.raises(ConfigError, match="step 3 is not on record; there are: 1 to 1"):
         list(read_rollouts(tmp_path, [3]))
+
+
+def test_a_record_of_another_version_is_named(record, tmp_path, monkeypatch):
+    file = record()
+    file.write(1, [row(0)], {})
+    file.close()
+    monkeypatch.setitem(rollout_record.ARRAYS, "more", np.int32)
+    with pytest.raises(ConfigError, match="no column more: another version"):
+        list(read_rollouts(tmp_path, [1]))
