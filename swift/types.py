@@ -206,7 +206,8 @@ class Completion:
     probability that truncation (top-k, top-p, min-p, `min_tokens`) kept at that token, so that the sum of both is the
     log-prob over the whole vocabulary; empty without truncation, or where the engine does not know it. `versions` is
     the policy version of the tokens, run-length coded as (version, start, end). `columns` are what a rollout function
-    says of it; reward functions get them like the columns of its prompt. `mask[t]` is 1 where the policy sampled the
+    says of it; reward functions get them like the columns of its prompt. `logged` are columns that these write for
+    the log. `mask[t]` is 1 where the policy sampled the
     token and 0 where the environment wrote it (log-prob 0); empty where all were sampled. `top_logprobs[t]` are the
     likeliest tokens there and their log-probs, likeliest first, if they were asked for; a token that could not be drawn
     is none of them. `routes` are the experts of the tokens, if they were asked for. `episode` is what happened in
@@ -222,6 +223,7 @@ class Completion:
     text: str = ""
     versions: list[tuple[int, int, int]] = field(default_factory=list)
     columns: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, Any] = field(default_factory=dict)
     log_mass: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     top_logprobs: list[Alternatives] = field(default_factory=list)

@@ -71,7 +71,7 @@ def completion_rows(
                     "advantage": advantage,
                     "used": used and not (fault or excluded),
                     "excluded": fault or excluded,
-                    "columns": {**group.prompt.columns, **completion.columns},
+                    "columns": {**group.prompt.columns, **completion.columns, **completion.logged},
                     **({"images": places} if places else {}),
                 }
             )

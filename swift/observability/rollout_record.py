@@ -163,8 +163,9 @@ def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]
     `prompt` (the first one as text with special tokens).
 
     Raises:
-        ConfigError: there is no such file, or it is that of another version.
+        ConfigError: there is no such file.
     """
+    import pyarrow as pa
     from pyarrow import ipc
 
     path = step_file(Path(run) / FOLDER, step)
@@ -173,8 +174,10 @@ def read_step(run: str | Path, step: int) -> tuple[pyarrow.Table, dict[str, Any]
         there = f"{steps[0]} to {steps[-1]}" if steps else "none; --record_rollouts says which are kept"
         raise ConfigError(f"rollouts: {path}: step {step} is not on record; there are: {there}")
     table = ipc.open_file(str(path)).read_all()
-    if missing := sorted({*PLAIN, *ARRAYS} - {*table.column_names}):
-        raise ConfigError(f"rollouts: {path}: no column {', '.join(missing)}: another version of swift has to read it")
+    for name in {*PLAIN, *ARRAYS} - {*table.column_names}:  # an older version wrote it
+        table = table.append_column(
+            name, pa.nulls(table.num_rows, pa.list_(pa.int32()) if name in ARRAYS else pa.null())
+        )
     return table, json.loads(table.schema.metadata[b"swift"])
 
 

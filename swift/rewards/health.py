@@ -155,5 +155,5 @@ class RewardHealth:
 
 def _shown(prompt: Prompt, completion: Completion) -> str:
     """The arguments of a call, in one line."""
-    values = {"completion": completion.text, **prompt.columns, **completion.columns}
+    values = {"completion": completion.text, **prompt.columns, **completion.columns, **completion.logged}
     return ", ".join(f"{name} {value!r:.100}" for name, value in values.items())[:400]

@@ -283,7 +283,7 @@ class RewardPipeline:
         await asyncio.gather(*map(asyncio.wrap_future, batch_calls))
         scores = record.scores
         for sample, columns in record.columns.items():
-            group.completions[sample].columns |= columns
+            group.completions[sample].logged |= columns
         record.failures.sort(key=lambda failure: self.names.index(failure.name))
         for failure in reversed(record.failures):  # the first function that failed is the reason
             scores.excluded[failure.sample] = f"{failure.kind}: {failure.name}"

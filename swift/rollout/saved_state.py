@@ -55,6 +55,7 @@ def _with_columns(value: Any, change: Callable[[Any], Any]) -> Any:
         fields["messages"] = change(value.messages)
     if isinstance(value, Completion):
         fields["text"] = value.text.encode("utf-8", "replace").decode()
+        fields["logged"] = change(value.logged)
     if isinstance(value, Prompt | Completion):
         fields["columns"] = change(value.columns)
     return type(value)(**fields)
@@ -79,8 +80,10 @@ def _to_array(_: Any, value: Any) -> np.ndarray:
 
 def without_tokens(completion: Completion) -> Completion:
     """A copy of a completion without anything that belongs to one token, but for its mask."""
+    episode = completion.episode
     return replace(
         completion,
+        episode=episode and replace(episode, ref_logprobs=[], advantages=[]),
         token_ids=[],
         logprobs=[],
         log_mass=[],
@@ -93,7 +96,7 @@ def without_tokens(completion: Completion) -> Completion:
     )
 
 
-LOST = "lost"
+LOST = "@lost"
 """The only column of an encoded completion whose own columns or messages no state can hold: the reason."""
 
 
@@ -101,7 +104,7 @@ def beside_tokens(completion: Completion) -> bytes | None:
     """What an environment, a function or an answer of the data adds to the tokens, encoded; None: nothing."""
     if completion.episode is None and not completion.columns and not completion.mask:
         return None
-    bare = without_tokens(completion)
+    bare = replace(without_tokens(completion), logged={})
     try:
         return encode(bare)
     except TypeError as error:

@@ -72,6 +72,11 @@ class RecordedEngine(InferenceEngine):
         made = Completion(request.request_id, [], [], row["finish_reason"])
         if row["completion"] is not None:
             made = decode(row["completion"], Completion)
+        elif row["turns"] is not None or 0 < row["trained"].sum() < len(row["trained"]):
+            raise EngineError(
+                f"--replay_from: {self.run}: completion {request.request_id} has several turns, of which an older "
+                "version has not recorded enough; record the run again"
+            )
         if LOST in made.columns:
             raise EngineError(
                 f"--replay_from: {self.run}: completion {request.request_id}: its environment has returned "

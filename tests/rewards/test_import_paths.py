@@ -128,7 +128,7 @@ def test_what_a_function_logs_goes_to_the_completions_and_the_metrics(pipeline, 
     rewards = pipeline([f"{name}.record", f"{name}.own_names"])
     groups = [group(["a", "b c"], group_id="g0"), group(["a b c", "d"], group_id="g1")]
     rewards.score(groups, progress)
-    assert [one.columns for item in groups for one in item.completions] == [
+    assert [one.logged for item in groups for one in item.completions] == [
         {"seen": "sample 0"},
         {"seen": "sample 1"},
     ] * 2

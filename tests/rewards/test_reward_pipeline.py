@@ -226,7 +226,7 @@ orms["first"] = First
 """
     groups = [group([r"\\boxed{5}", ""], solution="4"), group(["c"], group_id="g1", solution="4")]
     pipeline(["accuracy", "first"], source).score(groups, progress)
-    columns = [completion.columns for group in groups for completion in group.completions]
+    columns = [completion.logged for group in groups for completion in group.completions]
     read = [(row["accuracy_extracted"], row["first_extracted"]) for row in columns]
     assert read == [("5", "\\"), (None, None), (None, "c")]
 
