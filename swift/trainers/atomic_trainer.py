@@ -204,10 +204,12 @@ class AtomicTrainer(Trainer):
             self.args.dataloader_drop_last = drops
 
     def get_batch_samples(self, *arguments: Any, **named: Any) -> tuple[list, Any]:
-        """Trainer's; the first call of a step."""
+        """Trainer's; the first call of a step. Where the data end, so does the epoch."""
         self.begin_step()
         with self.saved_if_it_fails():
-            return super().get_batch_samples(*arguments, **named)
+            batch, items = super().get_batch_samples(*arguments, **named)
+        self.control.should_epoch_stop = self.control.should_epoch_stop or not batch
+        return batch, items
 
     def training_step(self, *arguments: Any, **named: Any) -> Any:
         """Trainer's; a micro-batch."""

@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any
 
 from swift.data.loading import Example, Purpose
@@ -84,16 +84,24 @@ class RowStream:
 class Epochs:
     """The rows of the first `limit` epochs of a stream, each packed by itself if `packing` is given.
 
-    ends: how many rows the first epoch has, the first two, and so on, as far as the stream has been read.
+    ends: how many rows the first epoch has, the first two, and so on, as far as the stream has been read. whole: the
+    last rows are left out if they are fewer, because processes would be given earlier ones in their place.
     """
 
     rows: RowStream
     packing: Packing | None
     limit: int | None = None
     ends: list[int] = field(default_factory=list)
+    whole: int = 1
 
     def __call__(self) -> Iterator[dict[str, Any]]:
         """The rows, one by one."""
+        rows = self._all()
+        while self.limit is not None and len(step := list(islice(rows, self.whole))) == self.whole:
+            yield from step
+        yield from rows
+
+    def _all(self) -> Iterator[dict[str, Any]]:
         number, self.ends[:] = 0, []
         for epoch in count() if self.limit is None else range(self.limit):
             for row in self._packed(epoch) if self.packing else self.rows(epoch):
@@ -110,7 +118,7 @@ class Epochs:
 
 
 def open_stream(rows: RowStream, packing: Packing | None, limit: int | None) -> tuple[IterableDataset, list[str]]:
-    """The stream as a dataset, whose attribute `ends` is that of `Epochs`, and lines to print about its columns.
+    """The stream as a dataset, whose attribute `epochs` has its `Epochs`, and lines to print about its columns.
 
     Raises:
         ConfigError, ResourceError: for problems of the first rows.
@@ -120,5 +128,5 @@ def open_stream(rows: RowStream, packing: Packing | None, limit: int | None) -> 
     lines = rows.open().report.lines()
     epochs = Epochs(rows, packing, limit)
     stream: Any = IterableDataset.from_generator(epochs, None if packing else features_of(rows.encoder.columns))
-    stream.ends = epochs.ends
+    stream.epochs = epochs
     return stream, [*lines, "train: a stream of rows"]

@@ -58,12 +58,23 @@ def test_a_stream_ends_after_its_passes_is_saved_after_each_and_resumed_exactly(
     assert_goes_on_exactly(run_dir, lambda *more: parse("sft", [*argv, *more], {}), at=saved[0])
 
 
+@pytest.mark.parametrize("flags", ["--num_train_epochs 2 --max_steps -1", "--streaming true --max_steps 6"])
+def test_the_last_evaluation_can_make_the_last_step_the_best(sft_argv, sums, flags):
+    """The stream is evaluated after its pass of four steps, and where the run ends."""
+    each = "--eval_strategy epoch --save_strategy epoch --load_best_model_at_end true --learning_rate 1e-3"
+    run_dir = sft(sft_argv(flags, each, f"--val_dataset {sums}#4", "--per_device_train_batch_size 16"))
+    evaluated = {row["step"]: row["eval_loss"] for row in rows(run_dir / "logging.jsonl") if "eval_loss" in row}
+    last = max(evaluated)
+    assert len(evaluated) == 2 and min(evaluated, key=evaluated.get) == last
+    assert json.loads((run_dir / f"checkpoint-{last}" / "trainer_state.json").read_text())["best_global_step"] == last
+
+
 @pytest.mark.long
 def test_two_processes_end_a_stream_together(sft_argv):
     flags = "--streaming true --max_steps 50 --logging_steps 1 --max_epochs 2 --save_strategy epoch"
-    run_dir = in_two(parse("sft", sft_argv(flags), {}))
-    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [*range(1, 9)], "twice 64 rows, 16 a step"
-    assert [int(one.name.partition("-")[2]) for one in list_checkpoints(run_dir)] == [4, 8]
+    run_dir = in_two(parse("sft", sft_argv(flags, "--per_device_train_batch_size 5"), {}))
+    assert [row["step"] for row in rows(run_dir / "logging.jsonl")] == [*range(1, 13)], "128 rows, 10 a step"
+    assert [int(one.name.partition("-")[2]) for one in list_checkpoints(run_dir)] == [7, 12]
 
 
 @pytest.mark.parametrize("arch", ["qwen3_5_text", "qwen3_vl"])

@@ -38,10 +38,15 @@ class StopOnSignal(TrainerCallback):
         """Called after every optimizer step; the last one is always saved, whatever `--save_strategy` is."""
         stops = self.collectives.any(self.trap.caught is not None)
         if state.global_step >= state.max_steps:
-            control.should_save = True
+            control.should_save = control.should_save or args.eval_strategy != "epoch"
         elif stops:
             self.interrupted = control.should_save = control.should_training_stop = True
         return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is saved after its evaluation, which may make it the best."""
+        if state.global_step >= state.max_steps:
+            control.should_save = True
 
 
 @dataclass(eq=False)

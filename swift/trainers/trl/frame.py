@@ -72,8 +72,9 @@ def build_trainer(
         arguments.accelerator_config.dispatch_batches = False  # each process reads the stream and takes its share
         micro_batches = data_ranks(args, collectives.world_size) * options["gradient_accumulation_steps"]
         kinds = [args.eval_strategy == "epoch" and val is not None, args.save_strategy == "epoch"]
-        ends = EpochEnds(train.ends, args.per_device_train_batch_size * micro_batches, *kinds)  # type: ignore[union-attr]
-        callbacks = [*callbacks, ends]
+        epochs = train.epochs  # type: ignore[union-attr]
+        epochs.whole = args.per_device_train_batch_size * micro_batches
+        callbacks = [*callbacks, EpochEnds(epochs.ends, epochs.whole, *kinds)]
     if vision is not None and method.collator is not None:
         parts["data_collator"] = ImageCollator(found(method.collator)(template.pad_token_id), vision)
     group = SequenceGroup.of_this_rank(args.sequence_parallel_size, args.ddp_timeout)
