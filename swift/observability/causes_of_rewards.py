@@ -25,6 +25,8 @@ TRUTHS = re.compile(r"solution|answer|label|target|truth|gold|expected|reference
 """Names of columns that have the ground truth."""
 KEYS = re.compile(r"^(?:.*_)?(?:id|idx|index|uid|uuid|key|hash|row|source|no|number)$", re.IGNORECASE)
 """Names of columns that number rows, and say nothing of their tasks."""
+INTERACTIVE = ("rollout_func", "gym_env", "use_gym_env", "multi_turn_scheduler", "rollout_source")
+"""Settings of runs whose tasks are in an environment rather than in the prompt."""
 
 
 def to_test(e: Evidence, names: str) -> str:
@@ -216,7 +218,9 @@ def zero_variance(e: Evidence) -> Iterator[Finding]:
 def _share_of_told(e: Evidence) -> float:
     """Share of the groups whose prompt has its ground truth in it; 0 where that is not known."""
     found = [(rows[0]["prompt"], str(rows[0]["columns"].get(e.truth))) for rows in e.groups if e.truth is not None]
-    told = [bool(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", prompt)) for prompt, truth in found]
+    told = [
+        len(truth) > 2 and bool(re.search(rf"(?<!\w){re.escape(truth)}(?!\w)", prompt)) for prompt, truth in found
+    ]  # a shorter one, such as a letter of a choice, is in every prompt
     return statistics.fmean(told) if told else 0.0
 
 
@@ -458,9 +462,9 @@ def _paid_by_length(e: Evidence, name: str) -> float:
 
 def data_repeated(e: Evidence) -> Iterator[Finding]:
     """Few different prompts."""
-    prompts = Counter(_task(rows[0]) for rows in e.groups)
-    if not prompts or len(e.groups) < 16:
+    if len(e.groups) < 16 or any(e.args.get(name) not in (None, False, "", "engine") for name in INTERACTIVE):
         return
+    prompts = Counter(_task(rows[0]) for rows in e.groups)
     yield from _without_task(e)
     times, ids = len(e.groups) / len(prompts), len({rows[0].get("prompt_id") for rows in e.groups})
     epochs = e.series("epoch")
@@ -481,8 +485,13 @@ def data_repeated(e: Evidence) -> Iterator[Finding]:
 
 def _without_task(e: Evidence) -> Iterator[Finding]:
     """Prompts of one turn that have several ground truths, which completions do not give."""
-    heads = [rows[0] for rows in e.groups if not rows[0].get("turns") and e.truth is None and not e.learns]
-    for name in {name for row in heads for name in row["columns"] if TRUTHS.search(name)}:
+    groups = [rows for rows in e.groups if rows[0].get("turns") is None and e.truth is None and not e.learns]
+    if len(groups) < 16:
+        return
+    heads = [rows[0] for rows in groups]
+    logged = {name for first, *rows in groups for row in rows for name, value in row["columns"].items()
+              if value != first["columns"].get(name)}  # fmt: skip
+    for name in {name for row in heads for name in _of_task(row) if TRUTHS.search(name)} - logged:
         pairs = {(row["prompt"], str(row["columns"].get(name))) for row in heads}
         prompts = {prompt for prompt, _ in pairs}
         said = f"{counted(len(prompts), 'different prompt')} with {len(pairs)} different values of {name}"
@@ -496,8 +505,13 @@ def _without_task(e: Evidence) -> Iterator[Finding]:
 
 def _task(row: Row) -> str:
     """A prompt, with the columns that make another task of the same text, as in a game."""
-    columns = {name: value for name, value in row["columns"].items() if not name.endswith(EXTRACTED)}
-    return repr((row["prompt"], [(name, value) for name, value in columns.items() if not KEYS.search(name)]))
+    return repr((row["prompt"], list(_of_task(row).items())))
+
+
+def _of_task(row: Row) -> Row:
+    """The columns that say something of a task: not numbers of rows, nor what reward functions have read."""
+    columns = row["columns"].items()
+    return {name: value for name, value in columns if not name.endswith(EXTRACTED) and not KEYS.search(name)}
 
 
 def closed_answers(row: Row) -> bool:

@@ -179,6 +179,8 @@ def dead_adapter(e: Evidence) -> Iterator[Finding]:
 
 def entropy_collapse(e: Evidence) -> Iterator[Finding]:
     """The policy samples the same, without having solved its task."""
+    if not e.completions:
+        return  # training on given texts lowers the entropy, as it should
     entropy = e.series("entropy")
     shares: dict[int, list[float]] = defaultdict(list)
     for rows in e.groups:
@@ -282,12 +284,13 @@ def prompts_cut(e: Evidence) -> Iterator[Finding]:
     """Prompts on record that are as long as they may be."""
     limit, share = e.arg("max_length", 0), _share_of_cut_prompts(e)
     side = e.arg("truncation_strategy", "left")
-    longer = f"--max_length {4 * limit}"
+    fits = not e.context or 2 * limit + e.arg("max_completion_length", 0) <= e.context
+    longer = f"--max_length {2 * limit}" if fits else ""
     yield Finding(
         "truncation",
-        between(share, MANY_CUT, 0.8, 0.6, 0.95),
+        between(share, MANY_CUT, 0.8, 0.6, 0.95) * (0.5 if e.learns else 1.0),
         [f"{percent(share)} of the prompts on record have {limit} tokens, the most that --max_length leaves ({side})"],
-        f"{longer}, or --truncation_strategy delete",
+        f"{longer}, or --truncation_strategy delete" if fits else "--truncation_strategy delete",
         settings=longer,
     )
 
@@ -310,17 +313,10 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
         problems.append((0.9, f"{len(texts)} different prompts have the same tokens: the template leaves texts out"))
     if prompts and len({tuple(prompt) for prompt in prompts}) > 1 and all(prompt[0] == prompt[1] for prompt in prompts):
         problems.append((0.9, f"every prompt begins with token {prompts[0][0]} twice (double BOS)"))
-    text = str(e.about.get("prompt", ""))
-    opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
-    last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
-    roles, opens = _ROLES.findall(text), _HEADS.findall(text)
-    of_others = bool(opens) and opens[-1] in ("user", "system")
-    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant") or of_others:
-        problems.append((0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"))
-    elif opened > closed + 1:
-        problems.append((0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"))
-    if twice := _CLOSED_TWICE.search(text):
-        problems.append((0.9, f"a prompt has {twice[0]!r}: a turn is closed twice, or a text of the data has an end"))
+    faults = [] if e.learns else [_faults(text) for text in e.prompts]  # of one prompt, its row may be the cause
+    sure = between(len(set(e.prompts)), 1, 3, 0.5, 0.9)
+    problems += [(min(sure, weight), said) for kind, (weight, said) in (faults or [{}])[-1].items()
+                 if all(kind in found for found in faults)]  # fmt: skip
     heads = e.by_step(
         lambda row: float(bool(re.match(r"\s*(?:<\|im_start\|>|\[?(?:assistant|user|system)\]?\b)", row["completion"])))
     )
@@ -334,6 +330,22 @@ def template_wrong(e: Evidence) -> Iterator[Finding]:
             [said for _, said in problems],
             "--template of the model's family, or mend chat_template in its tokenizer_config.json",
         )
+
+
+def _faults(text: str) -> dict[str, tuple[float, str]]:
+    """What is wrong with the turns of a prompt: by its kind, how sure it is, and a sentence."""
+    found: dict[str, tuple[float, str]] = {}
+    opened, closed = len(_STARTS.findall(text)), len(ENDS.findall(text))
+    last_start, last_end = (max((m.start() for m in way.finditer(text)), default=-1) for way in (_STARTS, ENDS))
+    roles, opens = _ROLES.findall(text), _HEADS.findall(text)
+    of_others = bool(opens) and opens[-1] in ("user", "system")
+    if (opened and last_end > last_start) or (roles and roles[-1] != "assistant") or of_others:
+        found["end"] = 0.9, f"a prompt ends with {text[-30:]!r}: no generation prompt"
+    elif opened > closed + 1:
+        found["open"] = 0.85, f"a prompt opens {counted(opened, 'turn')} and closes {closed}: {text[:80]!r}"
+    if twice := _CLOSED_TWICE.search(text):
+        found["twice"] = 0.9, f"a prompt has {twice[0]!r}: a turn is closed twice, or a text of the data has an end"
+    return found
 
 
 _ROLES = re.compile(r"<\|(user|assistant|system)\|>")

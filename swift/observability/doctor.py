@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import sys
 import time
@@ -91,10 +92,12 @@ class Examined:
 
         "" if settings alone do not mend it.
         """
-        args = self.evidence.args
-        if not finding.settings or not self.evidence.command:
+        args = self.evidence.args  # all that the mode has
+        found = re.findall(r"--(\S+)((?: (?!--)\S+)*)", finding.settings)
+        settings = [word for name, values in found if name in args for word in (f"--{name}", *values.split())]
+        if not settings or not self.evidence.command:
             return ""
-        words = ["swift", self.evidence.command, str(self.folder / ARGS), *finding.settings.split()]
+        words = ["swift", self.evidence.command, str(self.folder / ARGS), *settings]
         if args.get("resume_from_checkpoint"):  # of the last attempt
             words += ["--resume_from_checkpoint", "none"]
         if not self.evidence.arg("add_version", True):  # its folder is taken

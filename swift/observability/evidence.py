@@ -115,22 +115,24 @@ class Evidence:
     """A run.
 
     log: training lines. evals: evaluation lines. completions: rows of training completions, by step. record: rows of
-    `read_rollouts` on some steps. about: metadata of the newest recorded step. reasons: how the newest attempt ended.
-    judges: reward functions, those of plugins too, by `ORM.judges`. command: the mode of the run; "" where unknown.
-    adapter, adapter_before: the largest values of the LoRA B matrices in the newest and in the oldest checkpoint.
+    `read_rollouts` on some steps. prompts: the first of each of these steps as text, special tokens included. reasons:
+    how the newest attempt ended. judges: reward functions, those of plugins too, by `ORM.judges`. command: the mode of
+    the run; "" where unknown. adapter, adapter_before: the largest values of the LoRA B matrices in the newest and in
+    the oldest checkpoint. context: of the model, in tokens; 0 where unknown.
     """
 
     log: Sequence[Row]
     evals: Sequence[Row] = ()
     completions: Sequence[Row] = ()
     record: Sequence[Row] = ()
-    about: Row = field(default_factory=dict)
+    prompts: Sequence[str] = ()
     args: Row = field(default_factory=dict)
     reasons: Sequence[str] = ()
     judges: Mapping[str, Sequence[str]] = field(default_factory=dict)
     command: str = ""
     adapter: Sequence[float] = ()
     adapter_before: Sequence[float] = ()
+    context: int = 0
 
     def series(self, key: str) -> Series:
         """A metric of the training lines, where it is a finite number."""
@@ -260,8 +262,10 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
     """The evidence in a run's folder, beside the lines of its log and the completions that count."""
     args_file, attempts = folder / "args.json", folder / "attempts.jsonl"
     args = parse_json(args_file.read_text(encoding="utf-8")) if args_file.is_file() else {}
+    args = args if isinstance(args, dict) else {}
     newest = _newest(attempts)
-    record, about = _recorded(folder)
+    commands = [row["command"] for row in newest if isinstance(row.get("command"), str)]
+    record, prompts = _recorded(folder)
     adapter, adapter_before = _adapters(folder)
     log = [sound(row) for row in log if abs(row["step"]) < LARGEST_STEP]
     is_eval = [any(key.startswith("eval_") for key in row) for row in log]
@@ -274,16 +278,23 @@ def gather(folder: Path, log: Sequence[Row], completions: Sequence[Row]) -> Evid
             if row["split"] == "train" and abs(row["step"]) < LARGEST_STEP
         ],
         record=record,
-        about=about,
-        args={name: value for name, value in args.items() if is_number(value) or not isinstance(value, int | float)}
-        if isinstance(args, dict)
-        else {},
+        prompts=prompts,
+        args={name: value for name, value in args.items() if is_number(value) or not isinstance(value, int | float)},
         reasons=[str(row["reason"]) for row in newest if row.get("reason")],
         judges=next((row["judges"] for row in newest if row.get("judges")), {}),
-        command=next((row["command"] for row in newest if row.get("command")), ""),
+        command=next(filter(None, commands), "rlhf" if "rlhf_type" in args else ""),
         adapter=adapter,
         adapter_before=adapter_before,
+        context=_context(args),
     )
+
+
+def _context(args: Row) -> int:
+    """`--max_model_len`, or what config.json says in the model's folder."""
+    file = Path(str(args.get("model"))) / "config.json"
+    config = parse_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = args.get("max_model_len") or (config.get("text_config") or config).get("max_position_embeddings")
+    return found if isinstance(found, int) else 0
 
 
 def _newest(attempts: Path) -> list[Row]:
@@ -304,14 +315,15 @@ def ends_of(path: Path, rows: Callable[[Path], Sequence[Row]]) -> list[Row]:
     return [json.loads(line) for line in lines]
 
 
-def _recorded(folder: Path) -> tuple[list[Row], Row]:
+def _recorded(folder: Path) -> tuple[list[Row], list[str]]:
     from swift.observability.rollout_record import read_rollouts, read_step, recorded_steps
 
     steps = recorded_steps(folder)
     if not steps:
-        return [], {}
+        return [], []
     chosen = sorted({steps[round(at * (len(steps) - 1) / max(1, RECORDED_STEPS - 1))] for at in range(RECORDED_STEPS)})
-    return list(read_rollouts(folder, chosen)), read_step(folder, chosen[-1])[1]
+    prompts = [str(read_step(folder, step)[1].get("prompt", "")) for step in chosen]
+    return list(read_rollouts(folder, chosen)), [text for text in prompts if text]
 
 
 def _adapters(folder: Path) -> tuple[list[float], list[float]]:

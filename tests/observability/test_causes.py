@@ -20,9 +20,9 @@ STEPS = range(1, 41)
 
 def kept(path):
     content = json.loads(gzip.decompress(path.read_bytes()))
-    return Evidence(
-        **{**content, "record": [{**row, "prompt_ids": np.array(row["prompt_ids"])} for row in content["record"]]}
-    )
+    prompts = [content.pop("about")["prompt"]]
+    record = [{**row, "prompt_ids": np.array(row["prompt_ids"])} for row in content.pop("record")]
+    return Evidence(**content, record=record, prompts=prompts)
 
 
 @pytest.mark.parametrize("path", sorted(SICK.glob("*.json.gz")), ids=lambda path: path.name[:-8])
@@ -184,7 +184,7 @@ def test_an_adapter_whose_b_stays_zero():
     ],
 )
 def test_a_prompt_that_does_not_fit_its_template(prompt, cause):
-    assert first(run(rows=mixed, about={"prompt": prompt})) == cause
+    assert first(run(rows=mixed, prompts=[prompt, prompt.replace("1+1", "1+2")])) == cause
 
 
 def test_prompts_that_begin_twice():

@@ -2,13 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from swift.errors import ConfigError
 from swift.observability import doctor, plots
-from swift.observability.evidence import gather
+from swift.observability.evidence import Evidence, gather
+from swift.observability.findings import Finding
 from swift.observability.health import REPEAT_STEPS, HealthMonitor
 from swift.observability.health_rules import RULES, load_rules
 from swift.observability.jsonl import JsonlWriter
@@ -283,6 +286,29 @@ def test_the_doctor_gives_the_command_of_a_run_that_is_mended(tmp_path, capsys, 
     (tmp_path / "args.json").write_text(json.dumps(args | {"torch_dtype": "float32"}))
     doctor.run(SimpleNamespace(args=SimpleNamespace(run=str(tmp_path), json=False)))
     assert "command:" not in capsys.readouterr().out, "no setting helps for sure"
+
+
+def test_the_command_has_the_settings_of_its_mode_only():
+    run = doctor.Examined(Path("r"), Evidence([], args={"temperature": 0.5, "top_k": 1}, command="sft"), [], [], 1)
+    finding = Finding("entropy_collapse", 1.0, [], "", settings="--temperature 1.0 --entropy_coef 0.01 --top_k -1")
+    assert run.command(finding) == "swift sft r/args.json --temperature 1.0 --top_k -1"
+    assert run.command(replace(finding, settings="--entropy_coef 0.01")) == ""
+
+
+@pytest.mark.parametrize(
+    ("attempt", "args", "command"), [({}, {"rlhf_type": "grpo"}, "rlhf"), ({"command": 5}, {}, "")]
+)
+def test_the_command_of_an_older_run_or_of_another_program(tmp_path, attempt, args, command):
+    JsonlWriter(tmp_path / "attempts.jsonl").write({"attempt": 1, **attempt})
+    (tmp_path / "args.json").write_text(json.dumps(args))
+    assert gather(tmp_path, [], []).command == command
+
+
+def test_the_context_is_that_of_the_model_unless_a_setting_has_another(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 128}}))
+    for args, context in (({}, 128), ({"max_model_len": 64}, 64), ({"model": "org/model"}, 0)):
+        (tmp_path / "args.json").write_text(json.dumps({"model": str(tmp_path)} | args))
+        assert gather(tmp_path, [], []).context == context
 
 
 def test_a_folder_that_cannot_be_written_is_diagnosed(tmp_path, capsys):

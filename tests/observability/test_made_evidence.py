@@ -1,6 +1,7 @@
 """Verdicts on evidence that is made here: what a rule must tell apart, without a run."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,8 +51,8 @@ def learning(step):
     return answers(step, 0.1 + 0.7 * step / STEPS)
 
 
-def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), prompt="", **metrics):
-    """Evidence of a run: metrics are numbers, or functions of the step; `every`: --logging_steps; `prompt`: a text."""
+def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), prompts=(), **metrics):
+    """Evidence of a run: metrics are numbers, or functions of the step; `every`: --logging_steps; `prompts`: texts."""
     usual = {"loss": 0.01, "learning_rate": 1e-5, "grad_norm": 0.3, "frac_reward_zero_std": 0.3}
     log = [
         {"step": step, "attempt": 1, **{k: v(step) if callable(v) else v for k, v in {**usual, **metrics}.items()}}
@@ -59,9 +60,8 @@ def run(rows, *, steps=STEPS, every=1, args=None, reasons=(), record=(), prompt=
         if step == 1 or step % every == 0
     ]
     completions = [row for step in range(1, steps + 1) for row in rows(step)]
-    about = {"prompt": prompt}
     args = {**FULL, **(args or {})}
-    return Evidence(log, completions=completions, args=args, reasons=reasons, record=record, about=about)
+    return Evidence(log, completions=completions, args=args, reasons=reasons, record=record, prompts=prompts)
 
 
 def rejected(rows, kind, share):
@@ -130,7 +130,32 @@ def recorded(ids):
     return [{"step": 1, "prompt_ids": np.array(one), "versions": [], "token_ids": np.array([1])} for one in ids]
 
 
+TWICE = "<|im_start|>user\n1+2=<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+AT_LIMIT = {"record": recorded([[1, n % 7, *range(30)] for n in range(12)]), "args": {"max_length": 32}}
+
+
+def game(step, **row):
+    """One prompt, and texts that do not give what their tasks want."""
+    asked = {"prompt": "[user]\nplay"}
+    return [{**one, **asked, "completion": f"I move {RNG.random()}", **row} for one in answers(step)]
+
+
+def logged(step):
+    """Columns of reward functions, and one that numbers rows."""
+    read = ({"result": f"{step} {at}", "gold_id": step, "gold_extracted": step} for at in range(32))
+    return [{**row, "columns": columns} for row, columns in zip(game(step), read, strict=True)]
+
+
+PLAYED = {"rollout_func": "f.py", "gym_env": "wordle", "multi_turn_scheduler": "tools", "rollout_source": "atropos"}
 HEALTHY = {
+    **{f"a game by --{name}": lambda name=name: run(game, args={name: PLAYED[name]}) for name in PLAYED},
+    "episodes that timed out": lambda: run(lambda s: game(s, turns=[])),
+    "few prompts of one turn": lambda: run(lambda s: game(s, turns=None if s < 4 else [{}])),
+    "columns that are logged": lambda: run(logged),
+    "given texts whose entropy falls": lambda: run(lambda _: [], entropy=lambda s: 2 / s**2),
+    "a row whose text has an end": lambda: run(answers, prompts=[TWICE.replace("<|im_end|>" * 2, "<|im_end|>"), TWICE]),
+    "texts with an end that are learned": lambda: run(learning, reward=rising, prompts=[TWICE]),
+    "prompts that are cut and learned": lambda: run(learning, reward=rising, **AT_LIMIT),
     "baseline": lambda: run(answers, reward=lambda _: 0.4 + RNG.uniform(-0.05, 0.05)),
     "learns": lambda: run(learning, reward=rising),
     "a game whose prompt is always one text": lambda: run(
@@ -269,13 +294,13 @@ CAUSES = {
         lambda: run(
             hard,
             record=recorded([[1, n % 7, *range(30)] for n in range(12)]),
-            prompt="<|im_start|>user\nproblem",
+            prompts=["<|im_start|>user\nproblem"],
             args={"max_length": 32, "truncation_strategy": "right"},
         ),
     ),
     "a column whose texts have an end": (
         "template_wrong",
-        lambda: run(hard, prompt="<|im_start|>user\n1+2=<|im_end|><|im_end|>\n<|im_start|>assistant\n"),
+        lambda: run(hard, prompts=[TWICE, TWICE.replace("2", "3"), TWICE.replace("2", "4")]),
     ),
     "prompts without the task": (
         "data_repeated",
@@ -347,6 +372,23 @@ def test_a_leak_of_the_ground_truth_is_told():
     assert leaks.cause == plain.cause == "zero_variance_easy"
     assert leaks.evidence[-1] == "100% of the prompts have their solution in the text, which may give it away"
     assert len(plain.evidence) == len(leaks.evidence) - 1
+
+    def choices(step):
+        asked, texts = f"[user]\n{step}: A) 1 B) 2 C) 3 D) 4", zip("ABCD", answers(step, 1.0)[::8], strict=True)
+        return [
+            {**row, "prompt": asked, "completion": text(one), "columns": {"solution": one}, "index": index}
+            for one, row in texts
+            for index in range(8)
+        ]
+
+    (plain, *_) = diagnose(run(choices))
+    assert plain.cause == "zero_variance_easy" and "give it away" not in plain.evidence[-1]
+
+
+@pytest.mark.parametrize(("context", "settings"), [(0, "--max_length 64"), (128, "--max_length 64"), (127, "")])
+def test_cut_prompts_get_twice_the_room_that_the_model_has(context, settings):
+    (found, *_) = diagnose(replace(run(hard, **AT_LIMIT), context=context))
+    assert (found.cause, found.settings) == ("truncation", settings)
 
 
 @pytest.mark.parametrize("name", CAUSES)

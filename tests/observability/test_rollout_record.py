@@ -10,6 +10,7 @@ import pytest
 from swift import read_rollouts
 from swift.errors import ConfigError
 from swift.observability import rollout_record
+from swift.observability.evidence import gather
 from swift.observability.rollout_record import RolloutRecord, keeps, recorded_steps
 
 
@@ -48,6 +49,15 @@ def test_rows_come_back_as_they_were_given(record, tmp_path):
         assert (first[name] == row(0)[name]).all() and first[name].dtype == row(0)[name].dtype
     assert len(empty["token_ids"]) == 0
     assert rollout_record.read_step(tmp_path, 7)[1]["metrics"] == {"loss": 0.125}
+
+
+def test_the_doctor_sees_the_first_prompt_of_several_steps(record, tmp_path):
+    file = record()
+    file.as_text = lambda ids: "".join(f"<{one}>" for one in ids)
+    for step in range(1, 4):
+        file.write(step, [row(0, prompt_ids=np.array([step, 9])), row(1)], {})
+    file.close()
+    assert gather(tmp_path, [], []).prompts == ["<1><9>", "<2><9>", "<3><9>"]
 
 
 def test_a_step_becomes_a_dataset_and_a_parquet_file(record, tmp_path):
