@@ -167,6 +167,7 @@ class SFTArguments(LanguageModelingArguments):
         return {
             "nothing is evaluated; give --val_dataset or --split_dataset_ratio": self.eval_strategy == "no",
             f"--{self.sharded_by} shards the model; leave it out": bool(self.sharded_by),
+            "rows are sharded; use --sequence_parallel_size 1": self.sequence_parallel_size > 1,
             "packed rows are cut; use --packing_strategy bfd": self.packing and self.packing_strategy != "bfd",
             "rows are cut; use --truncation_strategy delete": self.truncation_strategy != "delete",
         }

@@ -30,7 +30,7 @@ from swift.models.quantisation import (
     quantise_without_numbers,
     unpacked,
 )
-from swift.models.rope import lengthen
+from swift.models.rope import context_of, lengthen
 from swift.models.source import locate, read_json, weight_files
 from swift.models.tuners import adapter_config, add_adapter, check_ranks, freeze, merge_in
 from swift.startup import hush_libraries
@@ -296,9 +296,8 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def context_length(args: CheckpointArguments) -> int | None:
-    """The longest sequence of the model in tokens, from its config; None when it names no limit."""
-    config = load_config(locate(args).base, args).get_text_config()
-    return getattr(config, "max_position_embeddings", None)
+    """The longest sequence of the model in tokens; see `context_of`."""
+    return context_of(load_config(locate(args).base, args), args)
 
 
 def pick_dtype(name: str | None, device: torch.device | str | None = None) -> torch.dtype:

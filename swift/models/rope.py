@@ -1,7 +1,8 @@
 """A longer context than the model's own: `--rope_scaling` and `--max_model_len` change its config before it is made.
 
 Checkpoints of all weights have the changed config. Those of an adapter have the settings in args.json, from which they
-come back wherever the adapter is loaded on its base.
+come back wherever the adapter is loaded on its base. A `--max_model_len` within the own context changes no config, from
+which longrope and others take their frequencies; it limits the rows only.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ def parameters_of(text: str) -> dict[str, Any]:
 
 
 def recorded(adapters: Sequence[str | Path]) -> tuple[str | None, int | None]:
-    """The two settings that adapters were trained with, by the last that names one."""
+    """The two settings that adapters were trained with, by the last that has another RoPE than its base."""
     for folder in reversed(adapters):
         file = Path(folder) / "args.json"
         found = read_json(file) if file.is_file() else {}
-        if any(found.get(name) for name in NAMES):
-            return found.get("rope_scaling"), found.get("max_model_len")
+        if found.get("rope_scaling"):
+            return found["rope_scaling"], found.get("max_model_len")
     return None, None
 
 
@@ -70,8 +71,12 @@ def lengthen(config: Any, args: Any) -> None:
         _scale(text, parameters_of(scaling), length)
     elif length is not None and own is not None and length > own:
         raise ConfigError(f"--max_model_len: {length}: the model's context is {own}; give --rope_scaling yarn, too")
-    elif length is not None:
-        text.max_position_embeddings = length
+
+
+def context_of(config: Any, args: Any) -> int | None:
+    """The longest sequence in tokens: `--max_model_len`, else that of the config; None: neither has a limit."""
+    own: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return getattr(args, "max_model_len", None) or own
 
 
 def _scale(text: Any, wanted: dict[str, Any], length: int | None) -> None:

@@ -31,6 +31,7 @@ def plan_trl(
 ) -> Plan:
     """The plan of a run of a method of TRL, whose policy is on "meta"."""
     from swift.arguments.modes import command_of
+    from swift.models.rope import context_of
     from swift.planning.cost import optimizer_of
     from swift.planning.sharded import world_of
     from swift.planning.trl_step import trace_trl
@@ -40,7 +41,7 @@ def plan_trl(
     config = policy.config.get_text_config()
     vision = images.vision if images else None
     parts = parts_beside(args, method, policy, vision)
-    shape = shape_of(mode, args, asked, getattr(config, "max_position_embeddings", None), images)
+    shape = shape_of(mode, args, asked, context_of(config, args), images)
     cost = trace_trl(
         mode,
         method,

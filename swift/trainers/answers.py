@@ -1,7 +1,7 @@
 """Evaluation by answers: sampled from the model as it is, greedily, and compared with those of the rows.
 
-ROUGE (Lin, 2004) and BLEU (Papineni et al., 2002) of words, in percent, as ms-swift has them; but an answer without
-words counts as 0, where ms-swift leaves it out.
+ROUGE (Lin, 2004) and BLEU (Papineni et al., 2002) of words, in percent. Unlike ms-swift's, ROUGE counts a repeated word
+as often as it occurs, and an answer without words counts as 0.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
@@ -40,6 +41,8 @@ class AnswerEncoder(ChatEncoder):
         """See `Encoder`."""
         if len(messages) < 2:
             raise RefusedChat("no prompt to answer")
+        if messages[-1]["role"] != "assistant":
+            raise RefusedChat("no assistant turn at its end")
         row = super().encode(messages, tools)
         ids = self.template.encode_prompt(messages[:-1], *([tools] if tools else []))
         self.check_length(len(ids) + 1)
@@ -55,14 +58,15 @@ def similarity(answer: str, reference: str) -> dict[str, float]:
     """
     import jieba
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
-    from rouge import Rouge
+    from rouge_score.rouge_scorer import RougeScorer
 
     words, expected = ([word for word in jieba.cut(text) if word.strip()] for text in (answer, reference))
     if not words or not expected:
         return dict.fromkeys(MEASURED, 0.0)
-    found = {name: part["f"] for name, part in Rouge().get_scores(" ".join(words), " ".join(expected))[0].items()}
-    found["bleu-4"] = sentence_bleu([expected], words, smoothing_function=SmoothingFunction().method3)
-    return {name: 100 * float(found[name]) for name in MEASURED}
+    rouge = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=SimpleNamespace(tokenize=list))
+    bleu = sentence_bleu([expected], words, smoothing_function=SmoothingFunction().method3)
+    found = [*(score.fmeasure for score in rouge.score(expected, words).values()), bleu]
+    return {name: 100 * float(share) for name, share in zip(MEASURED, found, strict=True)}
 
 
 @contextlib.contextmanager

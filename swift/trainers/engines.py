@@ -313,8 +313,9 @@ def _engine_spec(parts: Parts) -> EngineSpec:
     given = args.lmdeploy_session_len if args.use_lmdeploy else args.vllm_max_model_len
     colocated = placement.mode == "colocate"
     turns = parts.play is not None and args.rollout_source == "engine"
-    if not given and not (turns and args.completion_length_limit_scope == "per_round"):
-        given = longest and longest + args.max_completion_length
+    if not given:
+        whole = turns and args.completion_length_limit_scope == "per_round"
+        given = args.max_model_len if whole else longest and longest + args.max_completion_length
     return spec_from(
         args,
         vllm_share=COLOCATED_SHARE if colocated else OWN_SHARE,

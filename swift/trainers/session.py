@@ -116,7 +116,7 @@ def require_packages(args: Any) -> None:
     if getattr(args, "use_liger_kernel", False):
         needs.append(("--use_liger_kernel: true", "liger_kernel", "leave it out"))
     if getattr(args, "predict_with_generate", False):
-        needs += [("--predict_with_generate: true", name, "leave it out") for name in ("jieba", "nltk", "rouge")]
+        needs += [("--predict_with_generate: true", name, "leave it out") for name in ("jieba", "nltk", "rouge_score")]
     join_problems(
         [
             f"{subject}: needs the package {package}, which is not installed; install it, or {instead}"

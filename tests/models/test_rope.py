@@ -12,6 +12,7 @@ from swift.errors import ConfigError
 from swift.models.arguments import CheckpointArguments, TunerArguments
 from swift.models.export import merge_adapter
 from swift.models.policy import context_length, load_config, load_for_inference, load_policy
+from swift.models.rope import recorded
 from swift.models.tiny import build_tiny
 from swift.rollout.engines.spec import EngineSpec, build_engine
 
@@ -57,7 +58,13 @@ def test_factor_and_context_follow_from_each_other(tmp_path, settings, factor, c
     (folder / "config.json").write_text(json.dumps({**json.loads(text), "max_position_embeddings": 1024}))
     found = config_of(folder, **settings)
     assert found.rope_parameters.get("factor") == factor
+    assert found.max_position_embeddings == max(context, 1024), "a limit within the model's own is no change of it"
     assert context_length(TunerArguments(model=str(folder), **settings)) == context
+
+
+def test_a_limit_is_no_other_context_of_an_adapter(tmp_path):
+    (tmp_path / "args.json").write_text('{"max_model_len": 100}')
+    assert recorded([tmp_path]) == (None, None)
 
 
 def test_what_scaling_leaves_alone_stays(vlm_folders):

@@ -457,6 +457,10 @@ def test_a_teacher_or_another_reference_is_held_beside_the_policy(plan, tmp_path
             "--row_tokens: 50000: rows of more than 40960 tokens are left out by the run",
         ),
         (
+            "sft --dataset rows.jsonl --device h200 --row_tokens 500 --max_model_len 400",
+            "--row_tokens: 500: rows of more than 400 tokens are left out by the run",
+        ),
+        (
             "sft --dataset rows.jsonl --device h200 --row_tokens 500 --prompt_tokens 500",
             "--prompt_tokens: 500: leaves nothing of the 500 tokens of a row; see --row_tokens",
         ),

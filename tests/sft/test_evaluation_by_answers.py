@@ -17,13 +17,14 @@ from swift.errors import ConfigError, ResourceError
 from swift.models.arguments import ModelArguments
 from swift.models.policy import load_for_inference
 from swift.models.tokenizer import load_chat
-from swift.trainers.answers import similarity
+from swift.trainers.answers import AnswerEncoder, similarity
 from swift.trainers.session import require_packages
 from swift.trainers.trl.run import run
 
 OPTIONAL = Path(sys.prefix) / "optional"
 with_packages = pytest.mark.skipif(
-    not (list(OPTIONAL.glob("rouge-*")) or importlib.util.find_spec("rouge")), reason="make install puts rouge there"
+    not (list(OPTIONAL.glob("rouge_score-*")) or importlib.util.find_spec("rouge_score")),
+    reason="make install puts it there",
 )
 
 
@@ -37,10 +38,28 @@ def optional(monkeypatch):
 @pytest.mark.usefixtures("optional")
 def test_similarity_is_f1_of_words_pairs_and_common_subsequence_and_smoothed_bleu():
     found = similarity("the cat sat", "the cat sat on the mat")
-    assert found["rouge-1"] == found["rouge-l"] == pytest.approx(100 * 2 * (1 * 3 / 5) / (1 + 3 / 5), abs=1e-4)
+    assert found["rouge-1"] == found["rouge-l"] == pytest.approx(100 * 2 * (1 * 3 / 6) / (1 + 3 / 6), abs=1e-4)
     assert found["rouge-2"] == pytest.approx(100 * 2 * (1 * 2 / 5) / (1 + 2 / 5), abs=1e-4)
     assert found["bleu-4"] == pytest.approx(100 * torch.tensor(-1.0).exp().item() * 0.5**0.25, abs=1e-4)
-    assert set(similarity("", "x").values()) == {0.0}
+    for answer in ("", " \n", "..."):
+        assert set(similarity(answer, "x").values()) == {0.0}
+    assert similarity("...", "...")["rouge-1"] == 100
+    chinese = similarity("我来到北京", "我来到上海")
+    assert chinese["rouge-1"] == chinese["rouge-l"] == pytest.approx(100 * 2 / 3), "words, not characters"
+
+
+@with_packages
+@pytest.mark.usefixtures("optional")
+def test_similarity_of_long_texts():
+    words = [f"w{number % 700}" for number in range(3000)]
+    found = similarity(" ".join(words), " ".join([*words[1500:], *words[:1500]]))
+    assert found["rouge-1"] == 100 and 50 <= found["rouge-l"] < 100
+
+
+def test_a_chat_that_ends_without_an_answer_is_left_out(nano_folders):
+    encoder = AnswerEncoder(load_chat(ModelArguments(model=str(nano_folders["qwen2"]))), None)
+    chat = [turn("user", "a?"), turn("assistant", "b"), turn("user", "c")]
+    assert encoder(chat[:2], None)["answer"] and encoder(chat, None)["problem"] == "no assistant turn at its end"
 
 
 def greedy(checkpoint, messages):
@@ -109,6 +128,7 @@ def test_two_processes_share_the_answers(sft_argv, tmp_path):
 
 
 WRONG = [
+    ("--sequence_parallel_size 2 --split_dataset_ratio 0.1", "rows are sharded; use --sequence_parallel_size 1"),
     ("", "--predict_with_generate: true: nothing is evaluated; give --val_dataset"),
     ("--fsdp full_shard --split_dataset_ratio 0.1", "--predict_with_generate: true: --fsdp shards the model"),
     ("--truncation_strategy left --split_dataset_ratio 0.1", "rows are cut; use --truncation_strategy delete"),
@@ -130,5 +150,5 @@ def test_a_metric_of_answers_needs_them(sft_argv):
 def test_missing_packages_are_named(sft_argv, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     args = parse("sft", sft_argv("--split_dataset_ratio 0.1 --predict_with_generate true"), {}).args
-    with pytest.raises(ResourceError, match="--predict_with_generate: true: needs the package rouge, which is not"):
+    with pytest.raises(ResourceError, match="--predict_with_generate: true: needs the package rouge_score, which"):
         require_packages(args)

@@ -75,3 +75,14 @@ def test_only_engines_of_their_own_that_seeds_slow_down_sample_without_them_unle
     setup = SimpleNamespace(engine=SimpleNamespace(capabilities=can), placement=SimpleNamespace(mode=mode))
     assert engines.exact_samples(None, setup) is exact
     assert [engines.exact_samples(given, setup) for given in (True, False)] == [True, False]
+
+
+@pytest.mark.parametrize("scope", ["per_round", "total"])
+def test_several_turns_end_at_the_limit_of_the_run(nano_folders, scope):
+    words = f"--rlhf_type grpo --model {nano_folders['qwen2']} --reward_funcs format --dataset d.jsonl"
+    words += f" --max_model_len 200 --max_completion_length 32 --completion_length_limit_scope {scope}"
+    args = parse("rlhf", words.split(), {}).args
+    placement = SimpleNamespace(mode="colocate", tensor_parallel_size=1, sleep_level=0)
+    template = SimpleNamespace(stop_token_ids=[1], vision=None)
+    parts = SimpleNamespace(args=args, placement=placement, play=object(), template=template)
+    assert engines._engine_spec(parts).max_model_len == 200
