@@ -34,14 +34,19 @@ def test_a_second_interrupt_from_the_keyboard_is_not_held_back():
 def test_the_run_stops_after_the_step_of_the_signal_but_is_not_interrupted_at_its_end():
     trap = SignalTrap()
     stop = StopOnSignal(trap, Collectives())
-    goes_on = stop.on_step_end(None, state(3), control())
+    each_step, each_epoch = SimpleNamespace(eval_strategy="steps"), SimpleNamespace(eval_strategy="epoch")
+    goes_on = stop.on_step_end(each_step, state(3), control())
     assert not goes_on.should_training_stop and not goes_on.should_save
     trap.caught = "SIGTERM"
-    stopped = stop.on_step_end(None, state(4), control())
+    stopped = stop.on_step_end(each_step, state(4), control())
     assert stopped.should_training_stop
     assert stopped.should_save
     finished = StopOnSignal(trap, Collectives())
-    assert finished.on_step_end(None, state(10), control()).should_save, "the last step is always saved"
+    assert finished.on_step_end(each_step, state(10), control()).should_save, "the last step is always saved"
+    last = finished.on_step_end(each_epoch, state(10), control())
+    assert not last.should_save, "its evaluation comes first"
+    finished.on_epoch_end(each_epoch, state(10), last)
+    assert last.should_save
     assert not finished.interrupted
 
 
