@@ -120,7 +120,8 @@ def frozen_parts(model: Any, args: TunerArguments) -> set[Part]:
 
 def no_tower(name: str, value: Any) -> ConfigError:
     """The error of a setting for towers where there is none."""
-    leave = "unset MAX_PIXELS" if str(value) == os.environ.get(name.upper()) else "leave it out"
+    of_variable = name == "max_pixels" and str(value) == os.environ.get("MAX_PIXELS")
+    leave = "unset MAX_PIXELS" if of_variable else "leave it out"
     return ConfigError(f"--{name}: {str(value).lower()}: the model has no vision tower here; {leave}")
 
 

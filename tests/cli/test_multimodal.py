@@ -166,6 +166,13 @@ def test_settings_of_towers_need_one(setting, desk, capfd):
     refused(words, f"{setting.split()[0]}: {setting.split()[1]}: the model has no vision tower here", capfd)
 
 
+def test_a_variable_of_images_is_named_where_there_is_no_tower(desk, capfd, monkeypatch):
+    monkeypatch.setenv("MAX_PIXELS", "1024")
+    refused(
+        command(desk, "grpo", PLAIN), "--max_pixels: 1024: the model has no vision tower here; unset MAX_PIXELS", capfd
+    )
+
+
 def test_a_tower_that_is_not_there_need_not_be_frozen(desk):
     """Configurations of TRL say so, whatever their model is."""
     from swift.cli.main import main
